@@ -1,0 +1,1 @@
+"""The nouns: what crosses every package border. numpy and msgspec only."""

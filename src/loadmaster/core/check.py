@@ -1,0 +1,164 @@
+"""check_plan: everything about a plan that can be judged without simulating it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Ints
+from loadmaster.core.graph import NO_GROUP, Phase, edges, held_bytes
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import FREE, Objective, Problem, Split
+from loadmaster.core.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One rule a plan breaks."""
+
+    rule: str  # 'length', 'device', 'pinned', 'group', 'support', 'order', 'memory', 'chain', 'convex'
+    message: str
+
+
+def check_plan(problem: Problem, plan: Plan) -> list[Violation]:
+    """The rules `plan` breaks, worst first; an empty list means it may be simulated and run.
+
+    Memory is judged by what is held at the end of the step; the simulator judges the peak.
+    """
+    graph, cluster = problem.graph, problem.cluster
+    if len(plan.device) != graph.num_ops:
+        text = f"the plan has {len(plan.device)} ops, the graph {graph.num_ops}"
+        return [Violation("length", text)]
+    if plan.device.max() >= cluster.num_devices:
+        op = int(plan.device.argmax())
+        text = (
+            f"op {graph.op_name[op]!r} is on device {plan.device[op]}, the cluster has {cluster.num_devices}"
+        )
+        return [Violation("device", text)]
+    found = _placement_rules(problem, plan)
+    cycle = order_cycle(problem, plan)
+    if cycle:
+        found.append(Violation("order", cycle))
+    if problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE:
+        found.extend(_split_rules(problem, plan))
+    return found
+
+
+def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
+    graph, cluster, device = problem.graph, problem.cluster, plan.device
+    found = []
+    moved = np.flatnonzero((problem.pinned != FREE) & (problem.pinned != device))
+    if len(moved):
+        op = int(moved[0])
+        names = cluster.device_name[problem.pinned[op]], cluster.device_name[device[op]]
+        found.append(
+            Violation("pinned", f"op {graph.op_name[op]!r} is pinned to {names[0]} but is on {names[1]}")
+        )
+    torn = _torn_group(graph.group, device)
+    if torn is not None:
+        a, b = torn
+        text = f"ops {graph.op_name[a]!r} and {graph.op_name[b]!r} belong together but are on"
+        found.append(
+            Violation(
+                "group", f"{text} {cluster.device_name[device[a]]} and {cluster.device_name[device[b]]}"
+            )
+        )
+    stuck = np.flatnonzero(
+        ~np.isfinite(problem.costs.compute_s[np.arange(len(device)), cluster.kind[device]])
+    )
+    if len(stuck):
+        op = int(stuck[0])
+        text = f"op {graph.op_name[op]!r} cannot run on {cluster.device_name[device[op]]}"
+        found.append(Violation("support", text))
+    held = np.bincount(device, held_bytes(graph).astype(np.float64), minlength=cluster.num_devices)
+    for d in np.flatnonzero(held > cluster.usable_bytes):
+        have = format_bytes(cluster.usable_bytes[d])
+        text = f"{cluster.device_name[d]} holds {format_bytes(held[d])} of {have}"
+        found.append(Violation("memory", text))
+    return found
+
+
+def _torn_group(group: Ints, device: Ints) -> tuple[int, int] | None:
+    """Two ops of one group on two devices, if any."""
+    ops = np.flatnonzero(group != NO_GROUP)
+    if len(ops) == 0:
+        return None
+    _, first, inverse = np.unique(group[ops], return_index=True, return_inverse=True)
+    torn = np.flatnonzero(device[ops] != device[ops[first]][inverse])
+    return (int(ops[first][inverse[torn[0]]]), int(ops[torn[0]])) if len(torn) else None
+
+
+def order_cycle(problem: Problem, plan: Plan) -> str:
+    """Why the plan's order cannot be run in order ('' = it can).
+
+    Engine order and data dependencies together must have no cycle.
+    """
+    graph = problem.graph
+    sequence = np.lexsort((np.arange(graph.num_ops), plan.priority))
+    position = np.empty(graph.num_ops, dtype=np.int64)
+    position[sequence] = np.arange(graph.num_ops)
+    source, target = edges(graph)
+    if (position[source] < position[target]).all():
+        return ""
+    engine = problem.cluster.engine[plan.device[sequence]]
+    by_engine = sequence[np.argsort(engine, kind="stable")]
+    same = np.sort(engine, kind="stable")
+    chained = np.flatnonzero(same[1:] == same[:-1])
+    source = np.concatenate([source, by_engine[chained]])
+    target = np.concatenate([target, by_engine[chained + 1]])
+    left = unreached(graph.num_ops, source, target)
+    if not left.any():
+        return ""
+    op = int(np.flatnonzero(left)[np.argmin(position[left])])
+    return f"the order deadlocks: op {graph.op_name[op]!r} waits for an op that is ordered after it"
+
+
+def unreached(num: int, source: Ints, target: Ints) -> Bools:
+    """[num] nodes on or behind a cycle (Kahn's algorithm)."""
+    order = np.argsort(source, kind="stable")
+    heads = target[order].tolist()
+    pointer = np.concatenate([[0], np.cumsum(np.bincount(source, minlength=num))]).tolist()
+    waiting = np.bincount(target, minlength=num).tolist()
+    ready = [node for node in range(num) if waiting[node] == 0]
+    while ready:
+        node = ready.pop()
+        for at in range(pointer[node], pointer[node + 1]):
+            waiting[heads[at]] -= 1
+            if waiting[heads[at]] == 0:
+                ready.append(heads[at])
+    return np.asarray(waiting) > 0
+
+
+def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
+    """Chain or convex, on forward edges only (a backward op rides with its class)."""
+    graph, names, device = problem.graph, problem.cluster.device_name, plan.device
+    source, target = edges(graph)
+    forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
+    source, target = source[forward], target[forward]
+    if problem.split == Split.CHAIN:
+        num = problem.cluster.num_devices
+        crossing = device[source] != device[target]
+        pair = np.unique(device[source][crossing].astype(np.int64) * num + device[target][crossing])
+        looped = np.flatnonzero(unreached(num, pair // num, pair % num))
+        if len(looped):
+            text = ", ".join(names[d] for d in looped)
+            return [Violation("chain", f"devices {text} feed each other in a circle; a chain may not")]
+        return []
+    for d in range(problem.cluster.num_devices):
+        op = _returns(graph.num_ops, source, target, device == d)
+        if op >= 0:
+            text = f"a path leaves {names[d]} and returns at op {graph.op_name[op]!r}"
+            return [Violation("convex", text)]
+    return []
+
+
+def _returns(num: int, source: Ints, target: Ints, inside: Bools) -> int:
+    """An op of the set that a path from the set reaches through the outside, or -1."""
+    left = np.zeros(num, dtype=np.bool_)
+    for u, v in zip(source.tolist(), target.tolist(), strict=True):  # sorted by source: topological
+        if left[u] or inside[u]:
+            if inside[v]:
+                if left[u]:
+                    return int(v)
+            else:
+                left[v] = True
+    return -1

@@ -1,0 +1,80 @@
+"""Placement: a placer's answer, with its proof or its reasons."""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from loadmaster.core.arrays import Longs, column
+from loadmaster.core.errors import PlanError
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import Problem
+
+
+class Status(StrEnum):
+    """What is known about the answer."""
+
+    OPTIMAL = "optimal"  # proven in the simulator's own semantics
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"  # proven: `proof` holds the certificate
+    NOT_FOUND = "not_found"  # searched, nothing fits; `least_overflow_plan` came closest
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One algorithm of a portfolio and how it did."""
+
+    name: str
+    status: Status
+    score_s: float | None
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """The answer to a problem. `plan` is None unless it fits."""
+
+    problem: Problem
+    plan: Plan | None
+    algorithm: str
+    status: Status
+    score_s: float | None
+    bound_s: float
+    bound_name: str
+    proof: str  # the certificate of optimal or infeasible, '' = none
+    shortfall_bytes: Longs  # [D] bytes lacking on each device; zeros when it fits
+    peak_bytes: Longs  # [D] of the plan, or of the least overflow
+    least_overflow_plan: Plan | None
+    members: tuple[Member, ...]
+    wall_s: float
+
+    def __post_init__(self) -> None:
+        """Check that status, plan and score agree."""
+        devices = self.problem.cluster.num_devices
+        for field in ("shortfall_bytes", "peak_bytes"):
+            column(self, field, np.int64, (devices,), PlanError)
+        fits = self.status in (Status.OPTIMAL, Status.FEASIBLE)
+        if fits != (self.plan is not None) or fits != (self.score_s is not None):
+            raise PlanError(f"a placement that is {self.status} needs a plan and a score exactly if it fits")
+        if self.status == Status.INFEASIBLE and not self.proof:
+            raise PlanError("an infeasible placement needs its proof")
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan within every device's memory."""
+        return self.plan is not None
+
+    @property
+    def gap(self) -> float | None:
+        """score / bound - 1, or None without a plan or a positive bound."""
+        if self.score_s is None or self.bound_s <= 0:
+            return None
+        return self.score_s / self.bound_s - 1.0
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of problem and plan; times of the search are left out."""
+        plan = self.plan.digest if self.plan is not None else self.status.value
+        return hashlib.sha256(f"{self.problem.digest} {plan}".encode()).hexdigest()

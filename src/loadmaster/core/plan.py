@@ -1,0 +1,80 @@
+"""Plan and Pipeline: where every op goes and in what order."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import (
+    Bools,
+    Floats,
+    Ints,
+    column,
+    content_digest,
+    require_finite,
+    require_range,
+)
+from loadmaster.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """S stages through which micro-batches flow."""
+
+    stage: Ints  # [N]
+    replicas: Ints  # [S]
+    num_microbatches: int
+    schedule: str  # e.g. '1f1b', 'gpipe'
+    in_flight: Ints  # [S] micro-batches whose activations a stage holds at once
+    stage_s: Floats  # [S] time of one micro-batch
+
+    def __post_init__(self) -> None:
+        """Check every invariant once."""
+        stages = len(self.replicas)
+        if stages < 1 or self.num_microbatches < 1:
+            raise PlanError(
+                f"a pipeline needs >= 1 stage and >= 1 micro-batch, got {stages} and {self.num_microbatches}"
+            )
+        column(self, "stage", np.int32, (len(self.stage),), PlanError)
+        for field in ("replicas", "in_flight"):
+            column(self, field, np.int32, (stages,), PlanError)
+            require_range(getattr(self, field), 1, 2**31 - 1, f"Pipeline.{field}", PlanError)
+        column(self, "stage_s", np.float64, (stages,), PlanError)
+        require_range(self.stage, 0, stages, "Pipeline.stage", PlanError)
+        require_finite(self.stage_s, "Pipeline.stage_s", PlanError)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Device, order and recomputation of N ops."""
+
+    device: Ints  # [N]
+    priority: Ints  # [N] lower first on a device; all equal = first come first served
+    recompute: Bools  # [N]
+    pipeline: Pipeline | None
+
+    def __post_init__(self) -> None:
+        """Check every invariant once."""
+        num_ops = len(self.device)
+        column(self, "device", np.int32, (num_ops,), PlanError)
+        column(self, "priority", np.int32, (num_ops,), PlanError)
+        column(self, "recompute", np.bool_, (num_ops,), PlanError)
+        require_range(self.device, 0, 2**31 - 1, "Plan.device", PlanError)
+        if self.pipeline is not None and len(self.pipeline.stage) != num_ops:
+            raise PlanError(f"Pipeline.stage has {len(self.pipeline.stage)} ops, Plan {num_ops}")
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)
+
+
+def plan_of(device: Ints, priority: Ints | None = None) -> Plan:
+    """The plan that puts op i on `device[i]`, first come first served unless ordered."""
+    num_ops = len(device)
+    order = np.zeros(num_ops, dtype=np.int32) if priority is None else priority
+    return Plan(device=device, priority=order, recompute=np.zeros(num_ops, dtype=np.bool_), pipeline=None)

@@ -1,0 +1,154 @@
+"""Costs and Problem: what each op takes where, and the whole question put to a placer."""
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+import numpy as np
+
+from loadmaster.core.arrays import (
+    Bytes8,
+    Floats,
+    Ints,
+    column,
+    content_digest,
+    require_finite,
+    require_range,
+)
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import CostError, ProblemError
+from loadmaster.core.graph import Graph
+
+BY_ROUTE = -1.0  # a transfer time that follows from bytes and links
+FREE = -1  # an op that is not pinned
+
+
+class Origin(IntEnum):
+    """Where an op's time comes from."""
+
+    ANALYTIC = 0
+    MEASURED = 1
+    GIVEN = 2
+
+
+class Objective(StrEnum):
+    """What is minimised: one step's time, or a pipeline's steady-state time per sample."""
+
+    STEP = "step"
+    THROUGHPUT = "throughput"
+
+
+class Links(StrEnum):
+    """How transfers contend."""
+
+    SHARED = "shared"  # one transfer at a time on every directed link of its route
+    PARALLEL = "parallel"  # no contention
+    HALF_DUPLEX = "half-duplex"  # one transfer at a time per device, in or out
+    HOST = "host"  # through host memory: each accelerator pays its own reads and writes
+
+
+class Split(StrEnum):
+    """What a pipeline's device sets must look like."""
+
+    CHAIN = "chain"  # the graph of devices is acyclic
+    CONVEX = "convex"  # no path leaves a device's set and returns
+    FREE = "free"
+
+
+class Load(StrEnum):
+    """How compute, reads and writes of an accelerator add up under `Links.HOST`."""
+
+    SUM = "sum"  # compute + in + out
+    MAX2 = "max2"  # max(compute, in + out)
+    MAX3 = "max3"  # max(compute, in, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Seconds of N ops on K device kinds, and of T tensors between devices."""
+
+    compute_s: Floats  # [N, K] inf = cannot run there
+    issue_s: Floats  # [N] host time to launch, 0 = ignored
+    transfer_s: Floats  # [T] given time of one transfer (one hop under Links.HOST), or BY_ROUTE
+    origin: Bytes8  # [N] Origin
+    rel_error: Floats  # [N] expected relative error of compute_s
+
+    def __post_init__(self) -> None:
+        """Check every invariant once."""
+        num_ops = len(self.compute_s)
+        column(self, "compute_s", np.float64, (num_ops, -1), CostError)
+        column(self, "issue_s", np.float64, (num_ops,), CostError)
+        column(self, "transfer_s", np.float64, (len(self.transfer_s),), CostError)
+        column(self, "origin", np.int8, (num_ops,), CostError)
+        column(self, "rel_error", np.float64, (num_ops,), CostError)
+        bad = np.isnan(self.compute_s) | (self.compute_s < 0)
+        if bad.any():
+            op, kind = (int(axis[0]) for axis in np.nonzero(bad))
+            value = self.compute_s[op, kind]
+            raise CostError(f"op {op} takes {value} s on kind {kind}; a cost is a number >= 0")
+        require_finite(self.issue_s, "Costs.issue_s", CostError)
+        require_finite(self.rel_error, "Costs.rel_error", CostError)
+        given = self.transfer_s[self.transfer_s != BY_ROUTE]
+        require_finite(given, "Costs.transfer_s", CostError)
+        require_range(self.origin, 0, len(Origin), "Costs.origin", CostError)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A graph, a cluster, what it costs, and what is asked."""
+
+    graph: Graph
+    cluster: Cluster
+    costs: Costs
+    objective: Objective
+    links: Links
+    split: Split
+    load: Load
+    pinned: Ints  # [N] device, or FREE
+
+    def __post_init__(self) -> None:
+        """Check that the parts belong together."""
+        num_ops, num_devices = self.graph.num_ops, self.cluster.num_devices
+        column(self, "pinned", np.int32, (num_ops,), ProblemError)
+        require_range(self.pinned, FREE, num_devices, "Problem.pinned", ProblemError)
+        kinds = len(self.cluster.kind_name)
+        if self.costs.compute_s.shape != (num_ops, kinds):
+            raise ProblemError(
+                f"Costs.compute_s has shape {list(self.costs.compute_s.shape)}, but the graph has"
+                f" {num_ops} ops and the cluster {kinds} device kinds"
+            )
+        if len(self.costs.transfer_s) != self.graph.num_tensors:
+            raise ProblemError(
+                f"Costs.transfer_s has {len(self.costs.transfer_s)} tensors, the graph"
+                f" {self.graph.num_tensors}"
+            )
+        runs = np.isfinite(self.costs.compute_s[:, self.cluster.kind]).any(axis=1)
+        if not runs.all():
+            op = self.graph.op_name[int(np.flatnonzero(~runs)[0])]
+            raise ProblemError(f"op {op!r} can run on none of the {num_devices} devices; add one that can")
+
+    @property
+    def device_compute_s(self) -> Floats:
+        """[N, D] seconds of each op on each device."""
+        return self.costs.compute_s[:, self.cluster.kind]
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """A graph as its source gave it, with the cluster, costs and question the source brings."""
+
+    graph: Graph
+    cluster: Cluster | None = None
+    costs: Costs | None = None
+    objective: Objective = Objective.STEP
+    links: Links = Links.SHARED
+    optimizer: str | None = None  # applied to parameters unless the user names another

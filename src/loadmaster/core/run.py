@@ -1,0 +1,91 @@
+"""Run and Budget: how long a placer may work and how its plans are scored."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from loadmaster.core.errors import InputError
+from loadmaster.core.plan import Plan
+from loadmaster.core.units import parse_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds, or a count of scored plans for answers that repeat to the bit."""
+
+    seconds: float | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        """Exactly one of the two, positive."""
+        if (self.seconds is None) == (self.count is None):
+            raise InputError("a budget is seconds or a count; give exactly one")
+        value = self.seconds if self.seconds is not None else self.count
+        if value is None or not value > 0 or value != value or value == float("inf"):
+            raise InputError(f"a budget of {value} is not positive and finite; give for example 10s or 2000x")
+
+    def __str__(self) -> str:
+        """'10s' or '2000x'."""
+        return f"{self.seconds:g}s" if self.seconds is not None else f"{self.count}x"
+
+
+def parse_budget(value: "Budget | float | int | str") -> Budget:
+    """Seconds from a number, seconds or a count from '10s', '500ms' or '2000x'."""
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, int | float):
+        return Budget(seconds=float(value))
+    if re.fullmatch(r"\s*[0-9]+\s*x\s*", value):
+        return Budget(count=int(value.strip().rstrip("x")))
+    try:
+        return Budget(seconds=float(value))
+    except ValueError as problem:
+        if isinstance(problem, InputError):
+            raise
+    try:
+        return Budget(seconds=parse_seconds(value))
+    except InputError:
+        raise InputError(f"{value!r} is not a budget; write seconds as '10s' or a count as '2000x'") from None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Score:
+    """How good a plan is; ordered so that fitting comes before being fast."""
+
+    overflow_bytes: int  # sum over devices of peak above memory; 0 = fits
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound of the objective and the argument behind it."""
+
+    seconds: float
+    name: str
+    infeasible: str = ""  # why no plan can fit at all, '' = not proven
+
+
+def silent(_message: str, _share: float) -> None:
+    """A progress callback that says nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One call of a placer: its budget, its randomness, its scorer."""
+
+    budget: Budget
+    rng: np.random.Generator
+    score: Callable[[Plan], Score]
+    bound: Bound
+    progress: Callable[[str, float], None] = silent
+    started: float = field(default_factory=time.perf_counter)
+
+    def out_of_budget(self, scored: int) -> bool:
+        """Whether `scored` plans, or the time since the start, use up the budget."""
+        if self.budget.count is not None:
+            return scored >= self.budget.count
+        assert self.budget.seconds is not None
+        return time.perf_counter() - self.started >= self.budget.seconds

@@ -1,0 +1,83 @@
+"""Timeline: what ran where and when, simulated or measured, as one type."""
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+import numpy as np
+
+from loadmaster.core.arrays import (
+    Bytes8,
+    Floats,
+    Ints,
+    Longs,
+    column,
+    content_digest,
+    names,
+    require_finite,
+    require_range,
+)
+from loadmaster.core.errors import PlanError
+
+
+class SpanKind(IntEnum):
+    """What a span is."""
+
+    COMPUTE = 0  # item = op, resource = device
+    TRANSFER = 1  # item = tensor, resource = source device * D + destination device
+    SPILL = 2  # item = tensor, resource = device * D + device: written to host memory
+
+
+class TimelineOrigin(StrEnum):
+    """Predicted or seen."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """S spans on D devices."""
+
+    origin: TimelineOrigin
+    device_name: tuple[str, ...]  # [D]
+    kind: Bytes8  # [S] SpanKind
+    resource: Ints  # [S] see SpanKind
+    item: Ints  # [S]
+    microbatch: Ints  # [S]
+    start_s: Floats  # [S]
+    end_s: Floats  # [S]
+    peak_bytes: Longs  # [D] reserve not included
+
+    def __post_init__(self) -> None:
+        """Check every invariant once."""
+        spans, devices = len(self.kind), len(self.device_name)
+        names(self, "device_name", devices, PlanError)
+        column(self, "kind", np.int8, (spans,), PlanError)
+        for field in ("resource", "item", "microbatch"):
+            column(self, field, np.int32, (spans,), PlanError)
+        for field in ("start_s", "end_s"):
+            column(self, field, np.float64, (spans,), PlanError)
+            require_finite(getattr(self, field), f"Timeline.{field}", PlanError)
+        column(self, "peak_bytes", np.int64, (devices,), PlanError)
+        require_range(self.kind, 0, len(SpanKind), "Timeline.kind", PlanError)
+        require_range(self.resource, 0, devices * devices, "Timeline.resource", PlanError)
+        if (self.end_s < self.start_s).any():
+            raise PlanError("Timeline: a span ends before it starts")
+
+    @property
+    def step_s(self) -> float:
+        """End of the last span."""
+        return float(self.end_s.max()) if len(self.end_s) else 0.0
+
+    @property
+    def busy_s(self) -> Floats:
+        """[D] seconds each device computes."""
+        compute = self.kind == SpanKind.COMPUTE
+        busy = np.zeros(len(self.device_name))
+        np.add.at(busy, self.resource[compute], (self.end_s - self.start_s)[compute])
+        return busy
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)

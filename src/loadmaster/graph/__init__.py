@@ -1,0 +1,1 @@
+"""How a graph is made, read or rewritten."""

@@ -1,0 +1,1 @@
+"""Problem -> Placement; one file per algorithm, file name = algorithm name."""

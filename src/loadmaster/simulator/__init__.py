@@ -1,0 +1,1 @@
+"""Problem x Plan -> Timeline, and what no plan can beat."""
