@@ -19,6 +19,7 @@ from loadmaster.core.arrays import (
     Longs,
     column,
     content_digest,
+    distinct,
     names,
     require_finite,
     require_range,
@@ -152,7 +153,7 @@ class Graph:
                 " come before it; ops must stand in topological order"
             )
         pair = self.use_tensor.astype(np.int64) * num_ops + self.use_op
-        if len(np.unique(pair)) != len(pair):
+        if len(distinct(pair)) != len(pair):
             raise GraphError("an op lists the same tensor twice; one use per (tensor, op)")
         require_range(self.tensor_storage, NO_STORAGE, num_tensors, "Graph.tensor_storage", GraphError)
         stored = np.flatnonzero(self.tensor_storage != NO_STORAGE)
@@ -187,7 +188,7 @@ class Graph:
 def edges(graph: Graph) -> tuple[Ints, Ints]:
     """Distinct (producer, consumer) pairs, sorted by producer, then consumer."""
     pair = graph.tensor_op[graph.use_tensor].astype(np.int64) * graph.num_ops + graph.use_op
-    pair = np.unique(pair)
+    pair = distinct(pair)
     return (pair // graph.num_ops).astype(np.int32), (pair % graph.num_ops).astype(np.int32)
 
 
@@ -207,10 +208,13 @@ def units(graph: Graph) -> tuple[Ints, int]:
 def held_bytes(graph: Graph) -> Longs:
     """Bytes each op holds on its device at the end of the step: resident plus kept storages."""
     held = graph.resident_bytes.copy()
-    base = np.arange(graph.num_tensors) == graph.tensor_storage
-    kept = np.zeros(graph.num_tensors, dtype=np.bool_)
-    stored = graph.tensor_storage != NO_STORAGE
-    np.logical_or.at(kept, graph.tensor_storage[stored], graph.keep[stored])
-    take = base & kept
-    np.add.at(held, graph.tensor_op[take], graph.tensor_bytes[take])
+    kept = graph.keep & (home_bytes(graph) > 0)
+    np.add.at(held, graph.tensor_op[kept], graph.tensor_bytes[kept])
     return held
+
+
+def home_bytes(graph: Graph) -> Longs:
+    """[T] bytes a tensor takes where it is made: a view takes none, a weight is already resident."""
+    owns = graph.tensor_storage == np.arange(graph.num_tensors)
+    resident = graph.phase[graph.tensor_op] == Phase.PARAM
+    return np.where(owns & ~resident, graph.tensor_bytes, 0)

@@ -11,7 +11,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ def decode(data: bytes, *, where: str = "document") -> AnyNoun:
     """The noun of a JSON document; `where` names it in errors."""
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise FormatError(f"{where} is not a Loadmaster JSON file: {problem}") from None
     if envelope.loadmaster not in NOUNS:
         raise SchemaError(f"{where} holds a {envelope.loadmaster!r}; known: {', '.join(NOUNS)}")
@@ -65,7 +65,7 @@ def decode(data: bytes, *, where: str = "document") -> AnyNoun:
     noun_type = NOUNS[envelope.loadmaster]
     try:
         noun = msgspec.json.decode(envelope.content, type=noun_type, dec_hook=_decode_array)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, RecursionError) as problem:
         raise FormatError(f"{where}: bad {envelope.loadmaster}: {problem}") from None
     assert isinstance(noun, AnyNoun)
     if envelope.digest and envelope.digest != noun.digest:
@@ -98,8 +98,10 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
             else:
                 with gzip.GzipFile(fileobj=file) as unzipped:
                     data = unzipped.read(max_bytes + 1)
-    except OSError as problem:
-        raise FileError(f"cannot read {path}: {problem.strerror or problem}") from None
+    except (OSError, ValueError) as problem:  # ValueError: a name with a NUL in it
+        if isinstance(problem, InputError):
+            raise
+        raise FileError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
     except (EOFError, zlib.error) as problem:
         raise FormatError(f"{path} is not a whole gzip file: {problem}") from None
     if len(data) > max_bytes:
@@ -133,7 +135,13 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
 
 def json_schema(noun_type: type[Any]) -> dict[str, Any]:
     """The JSON Schema of a noun's file."""
-    (ref,), defs = msgspec.json.schema_components([noun_type], schema_hook=_array_schema)
+    (ref,), defs = msgspec.json.schema_components(
+        [noun_type], schema_hook=lambda _: {"type": "array"}, ref_template="#/$defs/{name}"
+    )
+    for noun in NOUNS.values():
+        for field, kind in get_type_hints(noun).items():
+            if get_origin(kind) is np.ndarray and noun.__name__ in defs:
+                defs[noun.__name__]["properties"][field] = _array_schema(kind)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Loadmaster {noun_type.__name__}",
@@ -143,9 +151,9 @@ def json_schema(noun_type: type[Any]) -> dict[str, Any]:
             "loadmaster": {"const": noun_type.__name__.lower()},
             "schema": {"const": SCHEMA_VERSION},
             "digest": {"type": "string"},
-            "content": _local(ref),
+            "content": ref,
         },
-        "$defs": {name: _local(part) for name, part in defs.items()},
+        "$defs": defs,
     }
 
 
@@ -170,16 +178,10 @@ def _decode_array(kind: Any, value: object) -> Any:
 
 
 def _array_schema(kind: Any) -> dict[str, Any]:
+    """Numbers of one type, nested where the column has more than one axis; null is infinity."""
     item = {"b": "boolean", "i": "integer", "f": "number"}[np.dtype(kind.__args__[1].__args__[0]).kind]
     allowed = {"type": [item, "null"] if item == "number" else item}
     return {"type": "array", "items": {"anyOf": [allowed, {"type": "array"}]}}
-
-
-def _local(part: Any) -> Any:
-    """A schema fragment with its references pointed at this document."""
-    if isinstance(part, dict):
-        return {key: _local(value) for key, value in part.items()}
-    return [_local(value) for value in part] if isinstance(part, list) else part
 
 
 def _umask() -> int:

@@ -26,7 +26,7 @@ class Member:
     """One algorithm of a portfolio and how it did."""
 
     name: str
-    status: Status
+    status: Status | None  # None = not tried
     score_s: float | None
     seconds: float
     reason: str

@@ -6,6 +6,7 @@ from enum import IntEnum, StrEnum
 import numpy as np
 
 from loadmaster.core.arrays import (
+    Bools,
     Bytes8,
     Floats,
     Ints,
@@ -16,7 +17,7 @@ from loadmaster.core.arrays import (
 )
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import CostError, ProblemError
-from loadmaster.core.graph import Graph
+from loadmaster.core.graph import Graph, units
 
 BY_ROUTE = -1.0  # a transfer time that follows from bytes and links
 FREE = -1  # an op that is not pinned
@@ -126,10 +127,23 @@ class Problem:
                 f"Costs.transfer_s has {len(self.costs.transfer_s)} tensors, the graph"
                 f" {self.graph.num_tensors}"
             )
-        runs = np.isfinite(self.costs.compute_s[:, self.cluster.kind]).any(axis=1)
-        if not runs.all():
-            op = self.graph.op_name[int(np.flatnonzero(~runs)[0])]
+        self._check_somewhere_to_run(num_devices)
+
+    def _check_somewhere_to_run(self, num_devices: int) -> None:
+        runs = np.isfinite(self.device_compute_s)
+        if not runs.any(axis=1).all():
+            op = self.graph.op_name[int(np.flatnonzero(~runs.any(axis=1))[0])]
             raise ProblemError(f"op {op!r} can run on none of the {num_devices} devices; add one that can")
+        if runs.all() and (self.pinned == FREE).all():
+            return
+        unit, num_units = units(self.graph)
+        stuck = np.flatnonzero(~allowed_devices(self, unit, num_units).any(axis=1))
+        if len(stuck):
+            ops = [self.graph.op_name[i] for i in np.flatnonzero(unit == stuck[0])[:3]]
+            raise ProblemError(
+                f"ops {', '.join(map(repr, ops))} belong together but no device may run them all;"
+                " change the pins"
+            )
 
     @property
     def device_compute_s(self) -> Floats:
@@ -140,6 +154,17 @@ class Problem:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
         return content_digest(self)
+
+
+def allowed_devices(problem: Problem, unit: Ints, num_units: int) -> Bools:
+    """[units, D] where a whole unit (see `graph.units`) can run, pins respected."""
+    runs = np.isfinite(problem.device_compute_s)
+    pinned = problem.pinned != FREE
+    runs[pinned] &= problem.pinned[pinned, None] == np.arange(problem.cluster.num_devices)
+    allowed = np.ones((num_units, problem.cluster.num_devices), dtype=np.bool_)
+    if not runs.all():
+        np.logical_and.at(allowed, unit, runs)
+    return allowed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,6 +57,7 @@ class Score:
 
     overflow_bytes: int  # sum over devices of peak above memory; 0 = fits
     time_s: float
+    peak_bytes: tuple[int, ...] = field(default=(), compare=False)  # [D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Run:
     budget: Budget
     rng: np.random.Generator
     score: Callable[[Plan], Score]
+    order: Callable[[Plan], Plan]  # the same plan with the order in which its ops start
     bound: Bound
     progress: Callable[[str, float], None] = silent
     started: float = field(default_factory=time.perf_counter)

@@ -144,13 +144,13 @@ class GraphBuilder:
             if waiting[op] and waiting[self._tensors[tensor][0]]:
                 producer.setdefault(op, self._tensors[tensor][0])
         op = next(iter(producer))
-        path: list[int] = []
-        while op not in path:
-            path.append(op)
+        seen: dict[int, int] = {}  # op -> position on the walk
+        while op not in seen:
+            seen[op] = len(seen)
             op = producer[op]
-        loop = [*path[path.index(op) :], op][::-1]
-        shown = [repr(self._ops[i][0]) for i in (loop if len(loop) <= 8 else [*loop[:6], loop[-1]])]
-        return (" -> " if len(loop) <= 8 else " -> ... ").join([" -> ".join(shown[:-1]), shown[-1]])
+        loop = [*list(seen)[seen[op] :], op][::-1]
+        shown = [repr(self._ops[i][0]) for i in loop]
+        return " -> ".join(shown if len(shown) <= 8 else [*shown[:6], "...", shown[-1]])
 
 
 __all__ = ["NO_STORAGE", "OWN_STORAGE", "GraphBuilder"]

@@ -1,0 +1,51 @@
+# Two commands: `make demo` and `make test`. Both make .venv if need be.
+PYTHON ?= python3.11
+ifeq ($(shell command -v $(PYTHON) 2>/dev/null),)
+PYTHON := python3
+endif
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow setup bench schemas clean
+
+# What is installed grows with what is asked for: base, then the tools of the developers, then every extra.
+.venv/base: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing loadmaster"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/dev: .venv/base
+	@echo "installing the developers' tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/all: .venv/dev
+	@echo "installing every extra (torch and friends: a few minutes)"
+	@$(PIP) -e '.[all,dev]'
+	@touch $@
+
+demo: .venv/base
+	@$(BIN)/loadmaster demo
+
+setup: .venv/all
+	@$(BIN)/python -m loadmaster.cli.warm
+
+test: .venv/dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+test-slow: .venv/dev
+	$(BIN)/pytest -m slow
+
+bench: .venv/dev
+	$(BIN)/python -m benchmarks.run
+
+schemas: .venv/base
+	$(BIN)/python -m loadmaster.cli.schemas docs/schemas
+
+clean:
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

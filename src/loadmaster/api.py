@@ -1,0 +1,219 @@
+"""The whole story on one screen: read, ask, answer, simulate, save.
+
+problem = lm.problem("gen:transformer:1500", "2xA100-80GB, cpu-64GB")     source + devices -> Problem
+placement = lm.plan(problem)                                               Problem -> Placement
+timeline = lm.simulate(problem, placement.plan)                            Problem x Plan -> Timeline
+lm.save(placement, "plan.json");  lm.load("plan.json")                     any noun <-> file
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+
+from loadmaster.cluster.parse import parse_cluster, with_reserve
+from loadmaster.core import check
+from loadmaster.core.arrays import Ints
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
+from loadmaster.core.graph import Graph, units
+from loadmaster.core.io import MAX_BYTES, load, save
+from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split, Workload
+from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
+from loadmaster.core.timeline import Timeline
+from loadmaster.core.units import format_bytes
+from loadmaster.cost.memory import with_optimizer
+from loadmaster.cost.roofline import roofline
+from loadmaster.graph.source import read_source
+from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
+from loadmaster.simulator import bounds, compare, engine
+
+Source = str | os.PathLike[str] | Graph | Workload
+Devices = str | os.PathLike[str] | Cluster
+E = TypeVar("E", bound=StrEnum)
+
+__all__ = [
+    "check_plan",
+    "compare_timelines",
+    "load",
+    "lower_bound",
+    "plan",
+    "problem",
+    "save",
+    "simulate",
+]
+
+
+def problem(
+    source: Source,
+    devices: Devices | None = None,
+    objective: Objective | str | None = Objective.STEP,
+    *,
+    links: Links | str | None = None,
+    split: Split | str | None = None,
+    load: Load | str = Load.SUM,
+    optimizer: str | None = None,
+    precision: str = "fp32",
+    pin: Mapping[str, str] | None = None,
+    reserve_bytes: int = 0,
+    format: str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Problem:
+    """A source on devices (its own if it brings some and none are named), and what is asked.
+
+    An objective of None is the source's own; `pin` maps an op or module to a device; `optimizer`
+    sizes the state of parameters.
+    """
+    workload = read_source(source, format=format, max_bytes=max_bytes)
+    graph, cluster, costs = workload.graph, workload.cluster, workload.costs
+    chosen = optimizer or workload.optimizer
+    if chosen is not None:
+        graph = with_optimizer(graph, chosen, precision=precision)
+    if devices is not None:
+        cluster, costs = parse_cluster(devices, max_bytes=max_bytes), None
+    if cluster is None:
+        raise ProblemError(
+            f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
+        )
+    if reserve_bytes:
+        cluster = with_reserve(cluster, reserve_bytes)
+    asked = _choice(Objective, objective) or workload.objective
+    own_links = workload.links if devices is None else Links.SHARED
+    default_split = Split.CHAIN if asked == Objective.THROUGHPUT else Split.FREE
+    return Problem(
+        graph=graph,
+        cluster=cluster,
+        costs=costs if costs is not None else roofline(graph, cluster),
+        objective=asked,
+        links=_choice(Links, links) or own_links,
+        split=_choice(Split, split) or default_split,
+        load=_choice(Load, load) or Load.SUM,
+        pinned=_pins(graph, cluster, pin or {}),
+    )
+
+
+def plan(
+    problem_or_source: Problem | Source,
+    devices: Devices | None = None,
+    algorithm: str | Placer = "auto",
+    budget: Budget | float | str = 10.0,
+    seed: int = 0,
+    objective: Objective | str | None = None,
+    links: Links | str | None = None,
+    split: Split | str | None = None,
+    *,
+    progress: Callable[[str, float], None] = silent,
+) -> Placement:
+    """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x')."""
+    chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
+    only = objectives_of(chosen)
+    asked = objective if objective is not None or len(only) > 1 else only[0]
+    question = _question(problem_or_source, devices, asked, links, split)
+    require_served(chosen, question)
+    bound = bounds.lower_bound(question)
+    simulator = engine.prepare(question)
+    simulator.warm_up(progress)
+    run = Run(
+        budget=parse_budget(budget),
+        rng=np.random.default_rng(seed),
+        score=simulator.score,
+        order=simulator.ordered,
+        bound=bound,
+        progress=progress,
+    )
+    return chosen(question, run)
+
+
+def simulate(
+    problem: Problem, plan: Plan, links: Links | str | None = None, *, dispatch: str | None = None
+) -> Timeline:
+    """The timeline of a plan, under the problem's links unless others are named."""
+    how = _choice(engine.Dispatch, dispatch)
+    return engine.simulate(problem, plan, links=_choice(Links, links), dispatch=how)
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """What no plan of this problem can beat, and the argument's name."""
+    return bounds.lower_bound(problem)
+
+
+def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
+    """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
+    found = check.check_plan(problem, plan)
+    if any(v.rule in ("length", "device", "support", "order") for v in found):
+        return found
+    found = [v for v in found if v.rule != "memory"]
+    peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
+    for d in np.flatnonzero(peak > cluster.usable_bytes):
+        need, have = format_bytes(peak[d]), format_bytes(cluster.usable_bytes[d])
+        short = format_bytes(peak[d] - cluster.usable_bytes[d])
+        text = f"{cluster.device_name[d]} needs {need} of {have}; free {short} more"
+        found.append(check.Violation("memory", text))
+    return found
+
+
+def compare_timelines(predicted: Timeline, measured: Timeline) -> compare.Comparison:
+    """How far a prediction is from a measurement."""
+    return compare.compare(predicted, measured)
+
+
+def _question(
+    given: Problem | Source,
+    devices: Devices | None,
+    objective: Objective | str | None,
+    links: Links | str | None,
+    split: Split | str | None,
+) -> Problem:
+    """A source becomes a problem; a problem keeps what is not asked anew."""
+    if not isinstance(given, Problem):
+        return problem(given, devices, objective, links=links, split=split)
+    if devices is not None:
+        raise InputError("a Problem has its devices already; give a source to plan on others")
+    changed = given
+    asked = _choice(Objective, objective) or given.objective
+    if asked != given.objective:
+        default = Split.CHAIN if asked == Objective.THROUGHPUT else Split.FREE
+        changed = replace(changed, objective=asked, split=default)
+    return replace(
+        changed, links=_choice(Links, links) or changed.links, split=_choice(Split, split) or changed.split
+    )
+
+
+def _choice(kind: type[E], value: object) -> E | None:
+    """A member of an enumeration by its value; None stays None."""
+    if value is None or isinstance(value, kind):
+        return value
+    known = [member.value for member in kind]
+    if value not in known:
+        raise UnknownNameError(kind.__name__.lower(), str(value), known)
+    return kind(str(value))
+
+
+def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str]) -> Ints:
+    """[N] device of every pinned op; what belongs together is pinned together."""
+    pinned = np.full(graph.num_ops, FREE, dtype=np.int32)
+    unit, _ = units(graph)
+    for name, device in pin.items():
+        if device not in cluster.device_name:
+            raise UnknownNameError("device", device, cluster.device_name)
+        hit = np.array([op == name for op in graph.op_name], dtype=np.bool_)
+        if not hit.any():
+            hit = np.array([m == name or m.startswith(f"{name}.") for m in graph.module], dtype=np.bool_)
+        if not hit.any():
+            known = (*graph.op_name, *set(graph.module))
+            raise UnknownNameError(
+                "op or module to pin", name, known[:20000], see="loadmaster show lists them"
+            )
+        where = cluster.device_name.index(device)
+        chosen = np.isin(unit, unit[hit])
+        clash = chosen & (pinned != FREE) & (pinned != where)
+        if clash.any():
+            op, other = graph.op_name[int(np.flatnonzero(clash)[0])], cluster.device_name[pinned[clash][0]]
+            raise ProblemError(f"op {op!r} is pinned to {other} and to {device}; pin it once")
+        pinned[chosen] = where
+    return pinned

@@ -1,0 +1,109 @@
+"""loadmaster compare: every algorithm on one problem, side by side."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.core.placement import Placement
+    from loadmaster.core.problem import Problem
+
+
+def command(
+    source: o.Source,
+    devices: o.Devices = None,
+    algorithms: Annotated[
+        str | None, typer.Option("--algorithms", help="Comma-separated names. Default: all.")
+    ] = None,
+    budget: o.BudgetText = "10s",
+    seed: o.Seed = 0,
+    objective: o.ObjectiveName = None,
+    links: o.LinksName = None,
+    split: o.SplitName = None,
+    load: o.LoadName = "sum",
+    optimizer: o.Optimizer = None,
+    precision: o.Precision = "fp32",
+    pin: o.Pin = None,
+    reserve: o.Reserve = "0",
+    format: o.Format = None,
+    max_bytes: o.MaxBytes = "1GiB",
+    json: o.Json = False,
+) -> None:
+    """Run several algorithms on one problem and set their plans side by side."""
+    from loadmaster.cli import answers, tables
+    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.cli.question import ask
+    from loadmaster.core.placement import Placement
+
+    names = [name.strip() for name in algorithms.split(",") if name.strip()] if algorithms else None
+    check_names(names or [])
+    problem = ask(
+        source,
+        devices,
+        objective=objective,
+        links=links,
+        split=split,
+        load=load,
+        optimizer=optimizer,
+        precision=precision,
+        pin=pin,
+        reserve=reserve,
+        format=format,
+        max_bytes=max_bytes,
+    )
+    rows = run_all(problem, names, budget=budget, seed=seed)
+    if json:
+        documents = [
+            {"name": name, **answers.placement_document(result)}
+            if isinstance(result, Placement)
+            else {"name": name, "status": None, "reason": result}
+            for name, result in rows
+        ]
+        print_json({"source": source, "results": documents})
+    else:
+        console = stdout()
+        console.print(tables.comparison(rows))
+        for line in tables.notes(rows):
+            console.print(line, style="dim", soft_wrap=True)
+    if not any(isinstance(result, Placement) and result.fits for _, result in rows):
+        raise typer.Exit(1)
+
+
+def check_names(names: list[str]) -> None:
+    """Refuse unknown algorithms before any work is done."""
+    from loadmaster.placers.registry import placer
+
+    for name in names:
+        placer(name)
+
+
+def run_all(
+    problem: "Problem", names: list[str] | None, *, budget: str, seed: int
+) -> "list[tuple[str, Placement | str]]":
+    """Every algorithm's placement, or why it does not apply; best first."""
+    from loadmaster import api
+    from loadmaster.cli.console import progress
+    from loadmaster.core.placement import Placement
+    from loadmaster.placers.registry import available, placer, why_not
+
+    rows: list[tuple[str, Placement | str]] = []
+    with progress("comparing") as say:
+        for name in names or list(available()):
+            say(name, 0.0)
+            algorithm = placer(name)
+            reason = why_not(algorithm, problem)
+            rows.append(
+                (name, reason)
+                if reason
+                else (name, api.plan(problem, algorithm=algorithm, budget=budget, seed=seed, progress=say))
+            )
+
+    def rank(row: tuple[str, Placement | str]) -> tuple[int, float, str]:
+        name, result = row
+        if isinstance(result, str):
+            return 2, 0.0, name
+        return (0, result.score_s, name) if result.score_s is not None else (1, 0.0, name)
+
+    return sorted(rows, key=rank)

@@ -1,0 +1,80 @@
+"""loadmaster doctor: what is installed, what it sees, and where compiled code is kept."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from loadmaster.cli import options as o
+
+BASE = ("numpy", "scipy", "numba", "msgspec", "typer", "rich")
+EXTRAS = {
+    "torch": ("torch",),
+    "hf": ("torch", "transformers", "safetensors"),
+    "onnx": ("onnx",),
+    "train": ("torch", "safetensors", "optuna"),
+    "ray": ("ray",),
+}
+
+
+def command(json: o.Json = False) -> None:
+    """Print versions, devices, extras and the cache: what to put into a bug report."""
+    from loadmaster.cli.console import print_json, progress, stdout
+
+    with progress("looking around") as say:
+        say("devices", 0.0)
+        found = findings()
+    if json:
+        print_json(found)
+        return
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for section, rows in found.items():
+        table.add_row(section, "")
+        for name, value in rows.items():
+            table.add_row(f"  {name}", str(value))
+    stdout().print(table)
+
+
+def findings() -> dict[str, dict[str, Any]]:
+    """Everything doctor prints."""
+    import os
+    import platform
+
+    from loadmaster import __version__
+    from loadmaster.cluster.probe import local_devices
+    from loadmaster.core.units import format_bytes
+    from loadmaster.simulator.jit import cache_folder, is_warm
+
+    folder = cache_folder()
+    return {
+        "versions": {
+            "loadmaster": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            **{name: _version(name) for name in BASE},
+        },
+        "devices": {
+            device.name: f"{device.description}, {format_bytes(device.memory_bytes)}"
+            for device in local_devices()
+        },
+        "extras": {name: _extra(packages) for name, packages in EXTRAS.items()},
+        "cache": {
+            "folder": str(folder),
+            "writable": os.access(folder, os.W_OK),
+            "compiled": "yes" if is_warm() else "no: the first plan compiles for about 15 s",
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _extra(packages: tuple[str, ...]) -> str:
+    missing = [name for name in packages if _version(name) == "missing"]
+    if missing:
+        return f"missing {', '.join(missing)}"
+    return ", ".join(f"{name} {_version(name)}" for name in packages)

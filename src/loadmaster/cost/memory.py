@@ -1,0 +1,135 @@
+"""Memory: what an optimizer keeps on the device beside each weight, and what its update moves.
+
+    sgd        nothing                   adam, adamw  two moments
+    momentum   one buffer                adafactor    a row and a column of second moments for every matrix
+                                                      of the last two axes; all of them for a vector
+    mixed      states are float32; a weight of 16 bits or fewer has a float32 master copy as well
+    fp32       states have the weight's own dtype (float32: 4 bytes), as PyTorch makes them
+
+Resident at a param op is its weight and this state. A step counter per weight (a few bytes) is left out.
+Integer weights are not trained and have no state.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Ints, Longs
+from loadmaster.core.errors import GraphError, UnknownNameError
+from loadmaster.core.graph import NO_GROUP, NO_SIGNATURE, NO_STORAGE, Dtype, Graph, Phase
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adafactor")
+PRECISIONS = ("fp32", "mixed")
+_FULL_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+_TRAINED = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16, Dtype.FLOAT64, Dtype.FLOAT8)
+_SHAPE = re.compile(r"\b([a-z]+[0-9]+)\[((?:[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*)?)\]")
+_MOST_BYTES = 2**62
+
+
+def state_bytes(
+    shape: Sequence[int], optimizer: str, *, precision: str = "fp32", dtype: Dtype = Dtype.FLOAT32
+) -> int:
+    """Bytes that stay on the device beside a weight of that shape and dtype."""
+    name = _known("optimizer", optimizer, OPTIMIZERS)
+    mixed = _known("precision", precision, PRECISIONS) == "mixed"
+    if dtype not in _TRAINED:
+        return 0
+    elements = math.prod(shape)
+    if name == "adafactor":
+        factored = len(shape) >= 2
+        states = math.prod(shape[:-2]) * (shape[-2] + shape[-1]) if factored else elements
+    else:
+        states = _FULL_STATES[name] * elements
+    wide = Dtype.FLOAT32.itemsize
+    item_bytes = max(wide, dtype.itemsize) if mixed else dtype.itemsize
+    master_bytes = wide * elements if mixed and dtype.itemsize < wide else 0
+    return states * item_bytes + master_bytes
+
+
+def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> Graph:
+    """The graph with weights and optimizer state resident at its param ops and counted in its update ops.
+
+    Both are set, not added, so that a second call replaces the first. An update op moves, for each of its
+    weights: the weight read and written, the gradient read, the states (and master copy) read and written,
+    so 3 x weight + 2 x state bytes. Where a graph has update ops, a weight without one is frozen and has
+    no state. Tensor sizes are left alone: a graph is made in its dtype.
+    """
+    _known("optimizer", optimizer, OPTIMIZERS)
+    _known("precision", precision, PRECISIONS)
+    param = graph.phase == Phase.PARAM
+    weight_bytes = _weight_bytes(graph)
+    weight, update = _updates(graph)
+    state = np.zeros(graph.num_ops, dtype=np.int64)
+    for op in np.flatnonzero(_trained(graph, weight)).tolist():
+        shape, dtype = _shape_of(graph, op, int(weight_bytes[op]))
+        num_bytes = state_bytes(shape, optimizer, precision=precision, dtype=dtype)
+        state[op] = _bounded(num_bytes, graph.op_name[op])
+    resident = np.where(param, state + weight_bytes, graph.resident_bytes)
+    moved = graph.bytes_moved.copy()
+    moved[update] = 0
+    np.add.at(moved, update, 3 * weight_bytes[weight] + 2 * state[weight])
+    return dataclasses.replace(graph, resident_bytes=resident, bytes_moved=moved)
+
+
+def _known(what: str, name: str, names: Sequence[str]) -> str:
+    if not isinstance(name, str) or name.lower() not in names:
+        raise UnknownNameError(what, str(name), names)
+    return name.lower()
+
+
+def _weight_bytes(graph: Graph) -> Longs:
+    """[N] bytes of each op's outputs that are no views."""
+    own = graph.tensor_storage == np.arange(graph.num_tensors)
+    own |= graph.tensor_storage == NO_STORAGE
+    weight = np.zeros(graph.num_ops, dtype=np.int64)
+    np.add.at(weight, graph.tensor_op[own], graph.tensor_bytes[own])
+    return weight
+
+
+def _updates(graph: Graph) -> tuple[Ints, Ints]:
+    """Distinct (param op, update op) pairs: the update reads the weight, or shares a group with it alone."""
+    maker = graph.tensor_op[graph.use_tensor]
+    reads = (graph.phase[maker] == Phase.PARAM) & (graph.phase[graph.use_op] == Phase.UPDATE)
+    reading = np.unique(np.stack([maker[reads], graph.use_op[reads]]), axis=1)
+    param, update = (_grouped(graph, phase) for phase in (Phase.PARAM, Phase.UPDATE))
+    update = update[~np.isin(update, reading[1])]
+    label, first, count = np.unique(graph.group[param], return_index=True, return_counts=True)
+    alone = dict(zip(label[count == 1].tolist(), param[first[count == 1]].tolist(), strict=True))
+    labelled = zip(update.tolist(), graph.group[update].tolist(), strict=True)
+    rest = [(alone[group], op) for op, group in labelled if group in alone]
+    pairs = np.concatenate([reading, np.array(rest, dtype=np.int32).reshape(-1, 2).T], axis=1)
+    return pairs[0], pairs[1]
+
+
+def _trained(graph: Graph, updated: Ints) -> Bools:
+    """[N] param ops with state: those with an update op, or all where the graph has no update op."""
+    param: Bools = graph.phase == Phase.PARAM
+    if not (graph.phase == Phase.UPDATE).any():
+        return param
+    trained: Bools = param & np.isin(graph.group, graph.group[_grouped(graph, Phase.UPDATE)])
+    trained[updated] = True
+    return trained
+
+
+def _grouped(graph: Graph, phase: Phase) -> Ints:
+    return np.flatnonzero((graph.phase == phase) & (graph.group != NO_GROUP)).astype(np.int32)
+
+
+def _shape_of(graph: Graph, op: int, weight_bytes: int) -> tuple[tuple[int, ...], Dtype]:
+    """Shape and dtype from the signature ('param float32[768,2304]'), else a vector of the op's dtype."""
+    row = int(graph.signature[op])
+    match = _SHAPE.search(graph.signature_table[row]) if row != NO_SIGNATURE else None
+    if match is not None and match[1].upper() in Dtype.__members__:
+        dims = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
+        return dims, Dtype[match[1].upper()]
+    dtype = Dtype(int(graph.dtype[op]))
+    return (weight_bytes // dtype.itemsize,), dtype
+
+
+def _bounded(num_bytes: int, name: str) -> int:
+    if num_bytes > _MOST_BYTES:
+        raise GraphError(f"op {name!r}: its optimizer state would be {num_bytes} bytes; check its signature")
+    return num_bytes

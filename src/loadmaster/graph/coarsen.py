@@ -1,0 +1,259 @@
+"""Coarsening: many ops contracted to one, with the maps back.
+
+Ops of equal label and phase become one op; where that closes a circle, the circle becomes one op
+too. Work and held bytes are kept exactly. Two things are estimates: the workspace of a coarse op
+is the largest of its members', and tensors that live and die inside it take no memory. Merging is
+a restriction, so a lower bound must never come from a coarse graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct
+from loadmaster.core.errors import CostError, GraphError, PlanError
+from loadmaster.core.graph import (
+    NO_GROUP,
+    NO_MIRROR,
+    NO_SIGNATURE,
+    NO_STORAGE,
+    Graph,
+    Phase,
+    edges,
+    home_bytes,
+)
+from loadmaster.core.plan import Pipeline, Plan
+from loadmaster.core.problem import Costs
+from loadmaster.graph._contract import by_first, components, contracted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coarse:
+    """A coarse graph and where its parts come from."""
+
+    graph: Graph
+    op_of: Ints  # [N] coarse op of each fine op
+    tensor_of: Ints  # [coarse T] fine tensor of each coarse tensor
+
+
+def coarsen(graph: Graph, label: Ints) -> Coarse:
+    """Contract the ops of equal `label` [N], phases apart; the result is acyclic."""
+    if label.shape != (graph.num_ops,):
+        raise GraphError(f"coarsen got labels of shape {list(label.shape)}; give one per op: {graph.num_ops}")
+    op_of, num_ops = contracted(graph, label)
+    members = _Members(op_of, num_ops)
+    tensor_of, keep, extra_bytes = _surviving(graph, op_of, num_ops)
+    tensor_at = np.full(graph.num_tensors + 1, NO_STORAGE, dtype=np.int32)  # last row: nowhere
+    tensor_at[tensor_of] = np.arange(len(tensor_of), dtype=np.int32)
+    use_tensor, use_op = _outer_uses(graph, op_of)
+    alone = members.count == 1
+    main = members.argmax(graph.flops)
+    first = members.first
+    coarse = Graph(
+        name=graph.name,
+        op_name=_names(graph, members),
+        op_kind=tuple(graph.op_kind[m] if one else "fused" for m, one in zip(main, alone, strict=True)),
+        module=_modules(graph.module, op_of, num_ops),
+        phase=graph.phase[first],
+        mirror=_mirrors(graph, op_of, members),
+        group=_groups(graph.group, op_of, num_ops),
+        signature=np.where(alone, graph.signature[first], np.int32(NO_SIGNATURE)),
+        signature_table=graph.signature_table,
+        dtype=graph.dtype[main],
+        flops=members.sum_float(graph.flops),
+        bytes_moved=members.sum(graph.bytes_moved),
+        resident_bytes=members.sum(graph.resident_bytes) + extra_bytes,
+        workspace_bytes=members.max(graph.workspace_bytes),
+        tensor_op=op_of[graph.tensor_op[tensor_of]],
+        tensor_bytes=graph.tensor_bytes[tensor_of],
+        tensor_storage=tensor_at[graph.tensor_storage[tensor_of]],
+        keep=keep[tensor_of],
+        use_tensor=tensor_at[use_tensor],
+        use_op=use_op,
+        capture=graph.capture,
+    )
+    return Coarse(graph=coarse, op_of=op_of, tensor_of=tensor_of)
+
+
+def by_module(graph: Graph, depth: int) -> Ints:
+    """[N] labels: ops whose module paths agree in their first `depth` names; without a module, alone."""
+    if depth < 1:
+        raise GraphError(f"by_module got depth {depth}; give the number of names to compare, >= 1")
+    seen: dict[str, int] = {}
+    cut = {module: ".".join(module.split(".")[:depth]) for module in set(graph.module)}
+    label = [seen.setdefault(cut[module], op) if module else op for op, module in enumerate(graph.module)]
+    return np.array(label, dtype=np.int32)
+
+
+def chains(graph: Graph, *, join_groups: bool = False) -> Ints:
+    """[N] labels of maximal rows of ops in which each feeds only the next, and the next has no other input.
+
+    Ops of a row are of one phase and one group (or all free), unless groups may be joined.
+    """
+    source, target = edges(graph)
+    num_out = np.bincount(source, minlength=graph.num_ops)
+    num_in = np.bincount(target, minlength=graph.num_ops)
+    link = (num_out[source] == 1) & (num_in[target] == 1) & (graph.phase[source] == graph.phase[target])
+    if not join_groups:
+        link &= graph.group[source] == graph.group[target]
+    return components(source[link], target[link], graph.num_ops, strong=False)
+
+
+def coarsen_costs(costs: Costs, coarse: Coarse) -> Costs:
+    """The costs of the coarse graph: members' times add up, the least trusted origin and worst error stay."""
+    if len(costs.compute_s) != len(coarse.op_of):
+        raise CostError(f"costs of {len(costs.compute_s)} ops do not fit a map of {len(coarse.op_of)} ops")
+    members = _Members(coarse.op_of, coarse.graph.num_ops)
+    return Costs(
+        compute_s=np.stack([members.sum_float(of_kind) for of_kind in costs.compute_s.T], axis=1),
+        issue_s=members.sum_float(costs.issue_s),
+        transfer_s=costs.transfer_s[coarse.tensor_of],
+        origin=np.minimum.reduceat(costs.origin[members.op], members.start),
+        rel_error=np.maximum.reduceat(costs.rel_error[members.op], members.start),
+    )
+
+
+def expand(plan: Plan, coarse: Coarse) -> Plan:
+    """The plan of the fine graph that does what `plan` says: members together, in graph order."""
+    if len(plan.device) != coarse.graph.num_ops:
+        raise PlanError(f"a plan of {len(plan.device)} ops does not fit {coarse.graph.num_ops} coarse ops")
+    op_of = coarse.op_of
+    order = np.argsort(plan.priority[op_of], kind="stable")
+    priority = np.empty(len(op_of), dtype=np.int32)
+    priority[order] = np.arange(len(op_of), dtype=np.int32)
+    return Plan(
+        device=plan.device[op_of],
+        priority=priority,
+        recompute=plan.recompute[op_of],
+        pipeline=None if plan.pipeline is None else _expanded(plan.pipeline, op_of),
+    )
+
+
+def _expanded(pipeline: Pipeline, op_of: Ints) -> Pipeline:
+    return Pipeline(
+        stage=pipeline.stage[op_of],
+        replicas=pipeline.replicas,
+        num_microbatches=pipeline.num_microbatches,
+        schedule=pipeline.schedule,
+        in_flight=pipeline.in_flight,
+        stage_s=pipeline.stage_s,
+    )
+
+
+class _Members:
+    """The fine ops of each coarse op, side by side."""
+
+    def __init__(self, op_of: Ints, num_ops: int) -> None:
+        self.op = np.argsort(op_of, kind="stable")
+        self.count = np.bincount(op_of, minlength=num_ops)
+        self.start = np.cumsum(self.count) - self.count
+        self.first = self.op[self.start]
+
+    def sum(self, column: Longs) -> Longs:
+        result: Longs = np.add.reduceat(column[self.op], self.start)
+        return result
+
+    def sum_float(self, column: Floats) -> Floats:
+        result: Floats = np.add.reduceat(column[self.op], self.start)
+        return result
+
+    def max(self, column: Longs) -> Longs:
+        result: Longs = np.maximum.reduceat(column[self.op], self.start)
+        return result
+
+    def argmax(self, column: Floats) -> Longs:
+        """[coarse N] the member with the largest value, the first of equals."""
+        owner = np.repeat(np.arange(len(self.count)), self.count)
+        order = np.lexsort((self.op, -column[self.op], owner))
+        result: Longs = self.op[order][self.start]
+        return result
+
+
+def _surviving(graph: Graph, op_of: Ints, num_ops: int) -> tuple[Ints, Bools, Longs]:
+    """Fine tensors that stay, what is kept to the end [T], and bytes that become resident [coarse N].
+
+    A tensor stays if another coarse op uses it, and a storage if any of its tensors does. What is
+    kept of a storage that goes is resident from now on.
+    """
+    stays = np.zeros(graph.num_tensors, dtype=np.bool_)
+    stays[graph.use_tensor[_leaves(graph, op_of)]] = True
+    stored = graph.tensor_storage != NO_STORAGE
+    base = graph.tensor_storage[stored]
+    keep = graph.keep.copy()
+    keep[base[graph.keep[stored]]] = True  # a kept view keeps its storage
+    stays[base[stays[stored]]] = True
+    gone = keep & ~stays
+    extra = np.zeros(num_ops, dtype=np.int64)
+    np.add.at(extra, op_of[graph.tensor_op[gone]], home_bytes(graph)[gone])
+    return np.flatnonzero(stays).astype(np.int32), keep, extra
+
+
+def _leaves(graph: Graph, op_of: Ints) -> Bools:
+    """[U] uses by another coarse op than the producer's."""
+    leaves: Bools = op_of[graph.tensor_op[graph.use_tensor]] != op_of[graph.use_op]
+    return leaves
+
+
+def _outer_uses(graph: Graph, op_of: Ints) -> tuple[Ints, Ints]:
+    """Uses between coarse ops, each once: fine tensor and coarse op."""
+    leaves = _leaves(graph, op_of)
+    pair = graph.use_tensor[leaves].astype(np.int64) * graph.num_ops + op_of[graph.use_op[leaves]]
+    pair = distinct(pair)
+    return (pair // graph.num_ops).astype(np.int32), (pair % graph.num_ops).astype(np.int32)
+
+
+def _mirrors(graph: Graph, op_of: Ints, members: _Members) -> Ints:
+    """The coarse op that holds all forward ops its members mirror, where there is just one."""
+    low = np.full(len(members.count), graph.num_ops, dtype=np.int64)
+    high = np.full(len(members.count), NO_MIRROR, dtype=np.int64)
+    ops = np.flatnonzero(graph.mirror != NO_MIRROR)
+    np.minimum.at(low, op_of[ops], op_of[graph.mirror[ops]])
+    np.maximum.at(high, op_of[ops], op_of[graph.mirror[ops]])
+    own = np.arange(len(low))
+    good = (low == high) & (low != own) & (graph.phase[members.first] == Phase.BACKWARD)
+    return np.where(good, low, NO_MIRROR).astype(np.int32)
+
+
+def _groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
+    """Groups joined where a coarse op has members of several; one op alone needs none."""
+    ops = np.flatnonzero(group != NO_GROUP)
+    _, row = np.unique(group[ops], return_inverse=True)
+    rows = int(row.max()) + 1 if len(row) else 0
+    joined = components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)[:num_ops]
+    shared = np.bincount(joined) > 1
+    label, _ = by_first(joined)
+    return np.where(shared[joined], label, np.int32(NO_GROUP))
+
+
+def _names(graph: Graph, members: _Members) -> tuple[str, ...]:
+    """The first member's name and how many more there are; made unique."""
+    taken: set[str] = set()
+    result = []
+    for first, count in zip(members.first.tolist(), members.count.tolist(), strict=True):
+        plain = graph.op_name[first] if count == 1 else f"{graph.op_name[first]} (+{count - 1})"
+        name, number = plain, 1
+        while name in taken:
+            number += 1
+            name = f"{plain} #{number}"
+        taken.add(name)
+        result.append(name)
+    return tuple(result)
+
+
+def _modules(module: Sequence[str], op_of: Ints, num_ops: int) -> tuple[str, ...]:
+    """The path that the modules of all members begin with."""
+    result: list[str | None] = [None] * num_ops
+    for path, op in zip(module, op_of.tolist(), strict=True):
+        have = result[op]
+        result[op] = path if have is None or have == path else _common(have, path)
+    return tuple(path or "" for path in result)
+
+
+def _common(one: str, other: str) -> str:
+    shared = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ".".join(shared)

@@ -1,0 +1,112 @@
+"""One way to name any graph: a file in a known format, or `gen:FAMILY:OPS[:SEED]`."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from loadmaster.core import io
+from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
+from loadmaster.core.graph import Graph
+from loadmaster.core.problem import Workload
+
+FORMATS: tuple[str, ...] = ("own", "msr", "pipedream", "nodelink")
+TRANSFORMER = "transformer"
+_EXAMPLE = "for example gen:fork_join:10k or gen:fork_join:10000:7"
+_COUNT = re.compile(r"([0-9]{1,12})([kM]?)")
+_TIMES = {"": 1, "k": 1000, "M": 1000_000}
+_MODEL = re.compile(r"(hf:|zoo:).*|.+\.py:\w+", re.DOTALL)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class _Format(NamedTuple):
+    recognises: Callable[[bytes], bool]
+    read: Callable[[bytes, str], Workload]
+
+
+def read_source(
+    source: str | os.PathLike[str] | Graph | Workload,
+    *,
+    format: str | None = None,
+    max_bytes: int = io.MAX_BYTES,
+) -> Workload:
+    """The graph a source names, with what the source brings; `format` forces one of FORMATS."""
+    if isinstance(source, Workload):
+        return source
+    if isinstance(source, Graph):
+        return Workload(source)
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(f"a source is text, a path, a Graph or a Workload, not {type(source).__name__}")
+    if format is not None and format not in FORMATS:
+        raise UnknownNameError("format", format, FORMATS)
+    if isinstance(source, str) and source.startswith("gen:"):
+        if format is not None:
+            raise InputError(f"{source!r} is generated and has no format; leave {format!r} out")
+        return _generated(source)
+    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes)
+
+
+def _generated(source: str) -> Workload:
+    """The workload of `gen:FAMILY:OPS[:SEED]`."""
+    from loadmaster.graph.generate import FAMILIES, brought
+
+    parts = source.split(":")
+    if len(parts) not in (3, 4):
+        raise InputError(f"{source!r} is not gen:FAMILY:OPS[:SEED]; write {_EXAMPLE}")
+    family = parts[1]
+    if family not in FAMILIES:
+        raise UnknownNameError("family", family, FAMILIES)
+    num_ops = _count(parts[2], "OPS", source)
+    seed = _count(parts[3], "SEED", source) if len(parts) == 4 else 0
+    graph = FAMILIES[family](num_ops, seed)
+    return Workload(graph, optimizer="adamw") if family == TRANSFORMER else brought(graph)
+
+
+def _count(text: str, what: str, source: str) -> int:
+    """A whole number from '10000', '10k' or '1M'."""
+    match = _COUNT.fullmatch(text)
+    if match is None or not text.isascii():
+        raise InputError(f"{what} of {source!r} is {text!r}, needs a whole number; write {_EXAMPLE}")
+    return int(match[1]) * _TIMES[match[2]]
+
+
+def _file(path: str, *, format: str | None, max_bytes: int) -> Workload:
+    known = "a source is a file or gen:FAMILY:OPS[:SEED]"
+    if "\0" in path or not os.path.exists(path):
+        if _MODEL.fullmatch(path):
+            raise InputError(
+                f"{path!r} names a PyTorch model, which needs capture; this version has none: {known}"
+            )
+        raise FileError(f"no such file {path!r}; {known}")
+    data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
+    formats = _formats()
+    chosen = format if format is not None else _recognised(formats, data, path)
+    try:
+        return formats[chosen].read(data, _graph_name(path))
+    except UnknownNameError:
+        raise
+    except InputError as problem:
+        raise type(problem)(f"{path}: {problem}") from None
+
+
+def _formats() -> dict[str, _Format]:
+    """The formats by name, in the order in which they are tried."""
+    from loadmaster.graph.formats import msr, nodelink, own, pipedream
+
+    modules = {"own": own, "msr": msr, "pipedream": pipedream, "nodelink": nodelink}
+    return {name: _Format(modules[name].recognises, modules[name].read) for name in FORMATS}
+
+
+def _recognised(formats: dict[str, _Format], data: bytes, path: str) -> str:
+    for name, known in formats.items():
+        if known.recognises(data):
+            return name
+    begin = f"begins with {data[:32]!r}" if data else "is empty"
+    raise FormatError(f"{path} {begin}, which is none of the formats {', '.join(FORMATS)}; name one if it is")
+
+
+def _graph_name(path: str) -> str:
+    """The file's name without .json, .txt or .gz."""
+    name = Path(path).name.removesuffix(".gz")
+    return name.removesuffix(".json").removesuffix(".txt") or name

@@ -1,0 +1,129 @@
+"""Cargo: a problem as placers see it, in units that move as one.
+
+Ops of one group are one unit. A unit of parameters alone *rides* with the unit that reads it first:
+it costs no time, and far from its reader it would be sent there every step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from loadmaster.core.arrays import Bools, Floats, Ints, distinct
+from loadmaster.core.check import unreached
+from loadmaster.core.graph import Phase, edges, held_bytes, units
+from loadmaster.core.problem import FREE, Problem, allowed_devices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cargo:
+    """U units in forward order; riders are folded into the unit they ride with."""
+
+    of_op: Ints  # [N]
+    seconds: Floats  # [U, D] inf = not allowed
+    held_bytes: Floats  # [U] at the end of the step
+    pinned: Bools  # [U]
+    fits: Bools  # [U, D] allowed devices
+
+    @property
+    def num_units(self) -> int:
+        """U."""
+        return len(self.held_bytes)
+
+
+def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
+    """Units in the order of their first forward op.
+
+    With `acyclic`, units that feed each other in a circle are fused and the order is topological on
+    forward edges, so that every cut of the order is a chain.
+    """
+    of_op = _with_riders(problem)
+    if acyclic:
+        of_op = _fused(problem, of_op)
+    of_op = _in_forward_order(problem, of_op, topological=acyclic)
+    num = int(of_op.max()) + 1
+    allowed = allowed_devices(problem, of_op, num)
+    seconds = np.zeros((num, problem.cluster.num_devices))
+    np.add.at(seconds, of_op, problem.device_compute_s)
+    held = np.zeros(num)
+    np.add.at(held, of_op, held_bytes(problem.graph).astype(np.float64))
+    pinned = np.zeros(num, dtype=np.bool_)
+    pinned[of_op[problem.pinned != FREE]] = True
+    return Cargo(of_op, np.where(allowed, seconds, np.inf), held, pinned, allowed)
+
+
+def _with_riders(problem: Problem) -> Ints:
+    """Units, each parameter-only unit joined to its first reader's where both may share a device."""
+    graph = problem.graph
+    unit, num = units(graph)
+    rides = np.ones(num, dtype=np.bool_)
+    rides[unit[(graph.phase != Phase.PARAM) & (graph.phase != Phase.UPDATE)]] = False
+    rides[unit[problem.pinned != FREE]] = False
+    host = np.arange(num, dtype=np.int32)
+    maker = unit[graph.tensor_op[graph.use_tensor]]
+    reads = rides[maker] & ~rides[unit[graph.use_op]]
+    order = np.argsort(graph.use_op[reads], kind="stable")[::-1]  # the first reader is written last
+    host[maker[reads][order]] = unit[graph.use_op[reads][order]]
+    allowed = allowed_devices(problem, unit, num)
+    apart = ~(allowed & allowed[host]).any(axis=1)
+    host[apart] = np.flatnonzero(apart)
+    return host[unit]
+
+
+def _fused(problem: Problem, of_op: Ints) -> Ints:
+    """Units joined until forward edges between them have no circle."""
+    source, target = _forward_edges(problem, of_op)
+    num = int(of_op.max()) + 1
+    matrix = csr_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(num, num))
+    _, component = connected_components(matrix, directed=True, connection="strong")
+    return component.astype(np.int32)[of_op]
+
+
+def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
+    """Units renumbered by first forward op (else first op), then topologically if asked."""
+    graph = problem.graph
+    num = int(of_op.max()) + 1
+    first = np.full(num, graph.num_ops, dtype=np.int64)
+    forward = graph.phase == Phase.FORWARD
+    ops = np.arange(graph.num_ops)
+    np.minimum.at(first, of_op[forward], ops[forward])
+    late = np.full(num, graph.num_ops, dtype=np.int64)
+    np.minimum.at(late, of_op, ops)
+    key = np.where(first < graph.num_ops, first, late)
+    present = np.flatnonzero(late < graph.num_ops)
+    order = present[np.argsort(key[present], kind="stable")]
+    rank = np.zeros(num, dtype=np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    of_op = rank[of_op]
+    return _topological(problem, of_op) if topological else of_op
+
+
+def _topological(problem: Problem, of_op: Ints) -> Ints:
+    """Units renumbered by longest forward path, ties as before; unchanged where already in order."""
+    source, target = _forward_edges(problem, of_op)
+    if (source < target).all():
+        return of_op
+    num = int(of_op.max()) + 1
+    assert not unreached(num, source, target).any()
+    level = np.zeros(num, dtype=np.int64)
+    while True:  # rare and shallow: only where a unit spans much of the graph
+        raised = level.copy()
+        np.maximum.at(raised, target, level[source] + 1)
+        if (raised == level).all():
+            break
+        level = raised
+    rank = np.empty(num, dtype=np.int32)
+    rank[np.argsort(level, kind="stable")] = np.arange(num, dtype=np.int32)
+    return rank[of_op]
+
+
+def _forward_edges(problem: Problem, of_op: Ints) -> tuple[Ints, Ints]:
+    """Distinct forward edges between different units."""
+    graph = problem.graph
+    source, target = edges(graph)
+    forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
+    num = int(of_op.max()) + 1
+    pair = distinct(of_op[source[forward]].astype(np.int64) * num + of_op[target[forward]])
+    pair = pair[pair // num != pair % num]
+    return (pair // num).astype(np.int32), (pair % num).astype(np.int32)

@@ -1,0 +1,1 @@
+"""Constructors: one pass, no search."""

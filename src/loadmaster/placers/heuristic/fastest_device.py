@@ -1,0 +1,49 @@
+"""Each unit on the device that computes it fastest, while there is room.
+
+Minimum execution time: greedy in time and memory, blind to transfers and to queues. O(U D) and a
+few simulations. It makes free splits only.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from loadmaster.core.arrays import Floats, Ints
+from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Problem, Split
+from loadmaster.core.run import Run
+from loadmaster.placers.answer import best_repaired
+from loadmaster.placers.cargo import Cargo, load_cargo
+from loadmaster.placers.registry import Placer
+
+
+@dataclass(frozen=True, slots=True)
+class FastestDevice:
+    """No parameters."""
+
+    splits: ClassVar[tuple[Split, ...]] = (Split.FREE,)
+
+    def __call__(self, problem: Problem, run: Run) -> Placement:
+        """Choose, and choose again with less room where memory overflows."""
+        cargo = load_cargo(problem)
+        return best_repaired(
+            problem, run, [lambda room: choose(cargo, room)[cargo.of_op]], algorithm="fastest_device"
+        )
+
+
+def choose(cargo: Cargo, room: Floats) -> Ints:
+    """[U] the fastest allowed device with room (the lower index on ties), else the one with most room."""
+    free = room.tolist()
+    preference = np.argsort(cargo.seconds, axis=1, kind="stable").tolist()
+    held, fits = cargo.held_bytes.tolist(), cargo.fits.tolist()
+    device = np.empty(cargo.num_units, dtype=np.int32)
+    for u in range(cargo.num_units):
+        choices = [d for d in preference[u] if fits[u][d]]
+        d = next((c for c in choices if free[c] >= held[u]), max(choices, key=lambda c: free[c]))
+        device[u] = d
+        free[d] -= held[u]
+    return device
+
+
+PLACER: type[Placer] = FastestDevice

@@ -1,0 +1,96 @@
+"""A timeline as a Chrome trace: opens in Perfetto and in chrome://tracing.
+
+One process per device with its ops, one for the links with a thread per pair of devices. Transfers of
+a pair that overlap (links without contention) get lanes of their own, since slices of a thread must nest.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loadmaster.core.arrays import Floats, Ints
+from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.timeline import SpanKind, Timeline
+
+
+def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
+    """The JSON document of a trace; times in microseconds, op names as data."""
+    events: list[dict[str, Any]] = []
+    num = len(timeline.device_name)
+    for d, name in enumerate(timeline.device_name):
+        events.append(_named("process_name", d, 0, name))
+        events.append(_named("thread_name", d, 0, "ops"))
+    events.append(_named("process_name", num, 0, "links"))
+    events.extend(_op_events(timeline, graph))
+    events.extend(_transfer_events(timeline, graph, num))
+    peak = {name: int(p) for name, p in zip(timeline.device_name, timeline.peak_bytes, strict=True)}
+    document = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak},
+    }
+    return msgspec.json.encode(document)
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(name: str, category: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": start_s * 1e6,
+        "dur": (end_s - start_s) * 1e6,
+    }
+
+
+def _op_events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
+    events = []
+    for span in np.flatnonzero(timeline.kind == SpanKind.COMPUTE).tolist():
+        op, device = int(timeline.item[span]), int(timeline.resource[span])
+        phase = Phase(int(graph.phase[op])).name.lower()
+        start, end = float(timeline.start_s[span]), float(timeline.end_s[span])
+        event = _slice(graph.op_name[op], phase, device, 0, start, end)
+        event["args"] = {"kind": graph.op_kind[op], "module": graph.module[op]}
+        events.append(event)
+    return events
+
+
+def _transfer_events(timeline: Timeline, graph: Graph, num: int) -> list[dict[str, Any]]:
+    events = []
+    moved = np.flatnonzero(timeline.kind != SpanKind.COMPUTE)
+    tid = 0
+    for pair in np.unique(timeline.resource[moved]).tolist():
+        spans = moved[timeline.resource[moved] == pair]
+        source, target = timeline.device_name[pair // num], timeline.device_name[pair % num]
+        label = f"{source} to host memory" if pair // num == pair % num else f"{source} to {target}"
+        lane = _lanes(timeline.start_s[spans], timeline.end_s[spans])
+        for k in range(int(lane.max()) + 1):
+            events.append(_named("thread_name", num, tid + k, label))
+        for span, k in zip(spans.tolist(), lane.tolist(), strict=True):
+            tensor = int(timeline.item[span])
+            name = graph.op_name[int(graph.tensor_op[tensor])]
+            start, end = float(timeline.start_s[span]), float(timeline.end_s[span])
+            event = _slice(name, "transfer", num, tid + k, start, end)
+            event["args"] = {"bytes": int(graph.tensor_bytes[tensor])}
+            events.append(event)
+        tid += int(lane.max()) + 1
+    return events
+
+
+def _lanes(start_s: Floats, end_s: Floats) -> Ints:
+    """The first lane that is free at each span's start."""
+    lane = np.zeros(len(start_s), dtype=np.int32)
+    free: list[float] = []
+    for span in np.lexsort((end_s, start_s)).tolist():
+        k = next((i for i, at in enumerate(free) if at <= start_s[span]), len(free))
+        if k == len(free):
+            free.append(0.0)
+        free[k] = float(end_s[span])
+        lane[span] = k
+    return lane

@@ -1,0 +1,112 @@
+"""What no plan can beat: lower bounds of the objective, and proofs that nothing fits.
+
+Every bound comes from the original graph or a relaxation of it, so it holds for every plan:
+
+* critical path: the longest chain of ops, each at its fastest allowed device, transfers free;
+* largest unit: ops that must share a device run there one after the other;
+* work: all units spread at will over all engines, split into fractions, transfers free;
+* memory: the same, but no class of devices may hold more than its memory at the end of the step.
+
+Work and memory are one linear programme, solved in `relaxation.py`.
+"""
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Ints, Longs
+from loadmaster.core.graph import Graph, held_bytes, home_bytes, units
+from loadmaster.core.problem import Objective, Problem, allowed_devices
+from loadmaster.core.run import Bound
+from loadmaster.core.units import format_bytes
+from loadmaster.graph.measures import longest_path
+from loadmaster.simulator.relaxation import Classes, fractional_s
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """The best of the bounds, with its name, or the proof that nothing fits."""
+    unit, num_units = units(problem.graph)
+    allowed = allowed_devices(problem, unit, num_units)
+    reason = proof_of_infeasibility(problem, unit, allowed)
+    fastest = np.where(allowed[unit], problem.device_compute_s, np.inf).min(axis=1)
+    if reason:
+        return Bound(0.0, "none", reason)
+    classes = _classes(problem, unit, num_units, allowed)
+    found = [("largest unit", float(classes.seconds.min(axis=1).max()))]
+    if problem.objective == Objective.STEP:
+        found.append(("critical path", float(longest_path(problem.graph, fastest).max())))
+        found.append(("issue", float(problem.costs.issue_s.sum())))
+    found.append(("work", fractional_s(classes, with_memory=False)))
+    if (classes.memory_bytes < classes.held_bytes.sum()).any():
+        found.append(("memory", fractional_s(classes, with_memory=True)))
+    name, seconds = max(found, key=lambda item: item[1])
+    # Sums in another order than the simulator's may differ in the last bits; stay below it.
+    return Bound(seconds * (1.0 - 1e-12), name)
+
+
+def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:
+    """Why no plan can fit, with both numbers, or '' where no proof is found."""
+    graph, cluster = problem.graph, problem.cluster
+    usable = cluster.usable_bytes
+    need = unit_need_bytes(graph, unit, len(allowed))
+    room = np.where(allowed, usable, -1).max(axis=1)
+    big = np.flatnonzero(need > room)
+    if len(big):
+        u = int(big[(need - room)[big].argmax()])
+        op = graph.op_name[int(np.flatnonzero(unit == u)[0])]
+        return (
+            f"op {op!r} and the ops that belong with it need {format_bytes(need[u])} on one device,"
+            f" the largest allowed has {format_bytes(room[u])}; free {format_bytes(need[u] - room[u])} more:"
+            " a smaller batch or a larger device"
+        )
+    total, have = int(held_bytes(graph).sum()), float(usable.astype(np.float64).sum())
+    if total > have:
+        return (
+            f"all ops together hold {format_bytes(total)} at the end of the step, all devices have"
+            f" {format_bytes(have)}; free {format_bytes(total - have)} more: a smaller batch or a device more"
+        )
+    return ""
+
+
+def unit_need_bytes(graph: Graph, unit: Ints, num_units: int) -> Longs:
+    """[units] bytes that must be on a unit's device at some moment, whatever the plan.
+
+    While an op runs: the unit's residents, the op's workspace, its outputs and its inputs.
+    """
+    resident = np.zeros(num_units, dtype=np.int64)
+    np.add.at(resident, unit, graph.resident_bytes)
+    running = graph.workspace_bytes.copy()
+    np.add.at(running, graph.tensor_op, home_bytes(graph))
+    tensor = graph.use_tensor
+    maker = graph.tensor_op[tensor]
+    at_home = unit[maker] == unit[graph.use_op]  # then a weight is resident, a view needs its base's bytes
+    size = np.where(at_home, home_bytes(graph)[tensor], graph.tensor_bytes[tensor])
+    size = np.where(graph.tensor_storage[tensor] == tensor, size, 0)
+    np.add.at(running, graph.use_op, size)
+    need = resident.copy()
+    np.maximum.at(need, unit, resident[unit] + running)
+    held = np.zeros(num_units, dtype=np.int64)
+    np.add.at(held, unit, held_bytes(graph))
+    return np.maximum(need, held)
+
+
+def _classes(problem: Problem, unit: Ints, num_units: int, allowed: Bools) -> Classes:
+    """Engines with the same kinds of devices are one class; a unit pinned to one may use its class."""
+    cluster = problem.cluster
+    _, engine = np.unique(cluster.engine, return_inverse=True)
+    kinds = np.zeros((engine.max() + 1, len(cluster.kind_name)), dtype=np.bool_)
+    kinds[engine, cluster.kind] = True
+    _, class_of_engine = np.unique(kinds, axis=0, return_inverse=True)
+    class_of_device = class_of_engine.reshape(-1)[engine]
+    num_classes = int(class_of_device.max()) + 1
+    by_kind = np.zeros((num_units, len(cluster.kind_name)))
+    np.add.at(by_kind, unit, problem.costs.compute_s)
+    seconds = np.full((num_units, num_classes), np.inf)
+    memory = np.zeros(num_classes)
+    for d in range(cluster.num_devices):
+        c = class_of_device[d]
+        here = np.where(allowed[:, d], by_kind[:, cluster.kind[d]], np.inf)
+        seconds[:, c] = np.minimum(seconds[:, c], here)
+        memory[c] += float(cluster.usable_bytes[d])
+    held = np.zeros(num_units)
+    np.add.at(held, unit, held_bytes(problem.graph).astype(np.float64))
+    count = np.bincount(class_of_engine.reshape(-1), minlength=num_classes).astype(np.float64)
+    return Classes(count, memory, seconds, held)

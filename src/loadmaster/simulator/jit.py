@@ -1,0 +1,88 @@
+"""How hot loops are compiled: numba, with a cache on disk that is never stale and always writable.
+
+numba is imported here and nowhere else, so that it loads only when a kernel is needed. Two of its
+habits need care. It checks a cached function against its own source file only, although kernels
+call kernels in other files: so the folder's name carries a digest of every file that has kernels.
+And it gives up where the folder is read-only: so the first writable one of several is taken.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def kernel(function: F) -> F:
+    """Compile a function with numba when it is first called, and keep the result on disk."""
+    before = numba.config.CACHE_DIR  # read by numba at decoration only; put back for other users of numba
+    numba.config.CACHE_DIR = str(cache_folder())
+    try:
+        compiled: F = numba.njit(cache=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+    return compiled
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the first of these that can be written."""
+    label = f"kernels-{_sources_digest()}"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    choices = [
+        *([Path(own)] if own else []),
+        _PACKAGE / "__pycache__",
+        Path(home) / "loadmaster",
+        Path(tempfile.gettempdir()) / f"loadmaster-{os.getuid()}",
+    ]
+    for folder in choices:
+        if _writable(folder / label):
+            return folder / label
+    return Path(tempfile.mkdtemp(prefix="loadmaster-")) / label
+
+
+def is_warm() -> bool:
+    """Whether these kernels were compiled on this machine before."""
+    return _marker().exists()
+
+
+def mark_warm() -> None:
+    """Remember that the kernels are compiled; failing to remember only costs a message."""
+    try:
+        _marker().touch()
+    except OSError:
+        return
+
+
+def _marker() -> Path:
+    return cache_folder() / f"warm-{numba.__version__}-{numba.config.CPU_NAME or 'host'}"
+
+
+def _sources_digest() -> str:
+    sha = hashlib.sha256()
+    for source in sorted(_PACKAGE.rglob("*.py")):
+        content = source.read_bytes()
+        if b"\n@kernel" in content:
+            sha.update(f"{source.relative_to(_PACKAGE)}\0{len(content)}\0".encode())
+            sha.update(content)
+    return sha.hexdigest()[:16]
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be made in `folder` (made if need be); a stranger's folder is not trusted."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.getuid():
+            return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,103 @@
+"""Steady-state time per sample of a pipelined split: the busiest device or link.
+
+Under `Links.HOST` this is problem T of Tarnawski et al., NeurIPS 2020: every transfer goes through
+host memory; an accelerator pays for each outside tensor it reads, once, and for each of its tensors
+that anybody else reads, once; host-side devices pay for compute only. How the three add up is
+`Problem.load`. Under the other link models devices and links are separate resources.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Floats, Ints, distinct
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import Links, Load, Problem
+from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Seconds per sample of every resource."""
+
+    compute_s: Floats  # [D]
+    read_s: Floats  # [D]
+    write_s: Floats  # [D]
+    load_s: Floats  # [D] how they add up on the device
+    link_s: Floats  # [L] under Links.SHARED, else zeros
+    time_s: float
+
+
+def steady_state(problem: Problem, plan: Plan) -> Loads:
+    """Loads of a plan, and the largest of them."""
+    graph, cluster, device = problem.graph, problem.cluster, plan.device
+    num = cluster.num_devices
+    compute = np.zeros(num)
+    np.add.at(compute, device, problem.costs.compute_s[np.arange(graph.num_ops), cluster.kind[device]])
+    tensor, target = _sent(problem, device)
+    source = device[graph.tensor_op[tensor]]
+    reads, writes, links = np.zeros(num), np.zeros(num), np.zeros(cluster.num_links)
+    if problem.links == Links.HOST:
+        on_host = cluster.on_host[cluster.kind]
+        np.add.at(reads, target, _hops_s(problem, tensor, target, on_host, to_host=False))
+        once = distinct(tensor.astype(np.int64)).astype(np.int32)
+        owner = device[graph.tensor_op[once]]
+        np.add.at(writes, owner, _hops_s(problem, once, owner, on_host, to_host=True))
+        reads[on_host] = writes[on_host] = 0.0
+        load = _combined(problem.load, compute, reads, writes)
+        return Loads(compute, reads, writes, load, links, max(float(load.max()), _engine_s(problem, compute)))
+    seconds = _routed_s(problem, tensor, source, target)
+    np.add.at(reads, target, seconds)
+    np.add.at(writes, source, seconds)
+    busiest = _engine_s(problem, compute)
+    if problem.links == Links.SHARED and len(tensor):
+        for hop in range(cluster.route.shape[2]):
+            link = cluster.route[source, target, hop]
+            np.add.at(links, link[link >= 0], seconds[link >= 0])
+        busiest = max(busiest, float(links.max()))
+    elif problem.links == Links.HALF_DUPLEX:
+        busiest = max(busiest, float((reads + writes).max()))
+    return Loads(compute, reads, writes, compute, links, busiest)
+
+
+def _engine_s(problem: Problem, compute: Floats) -> float:
+    """Seconds of the busiest engine: its devices compute one after the other."""
+    _, engine = np.unique(problem.cluster.engine, return_inverse=True)
+    total = np.zeros(len(compute))
+    np.add.at(total, engine, compute)
+    return float(total.max())
+
+
+def _sent(problem: Problem, device: Ints) -> tuple[Ints, Ints]:
+    """Distinct (tensor, other device that uses it)."""
+    graph, num = problem.graph, problem.cluster.num_devices
+    target = device[graph.use_op]
+    away = target != device[graph.tensor_op[graph.use_tensor]]
+    pair = distinct(graph.use_tensor[away].astype(np.int64) * num + target[away])
+    return (pair // num).astype(np.int32), (pair % num).astype(np.int32)
+
+
+def _routed_s(problem: Problem, tensor: Ints, source: Ints, target: Ints) -> Floats:
+    """Seconds of each transfer over its route, unless given."""
+    given = problem.costs.transfer_s[tensor]
+    latency, rate = route_latency_s(problem.cluster), route_bytes_per_s(problem.cluster)
+    routed = latency[source, target] + problem.graph.tensor_bytes[tensor] / rate[source, target]
+    return np.where(given >= 0, given, routed)
+
+
+def _hops_s(problem: Problem, tensor: Ints, device: Ints, on_host: Bools, *, to_host: bool) -> Floats:
+    """Seconds between each device and host memory (the first host-side device, else a neighbour)."""
+    num = problem.cluster.num_devices
+    host = np.full(len(device), int(on_host.argmax()), dtype=np.int32)
+    if not on_host.any():
+        host = ((device + 1) % num).astype(np.int32)
+    ends = (device, host) if to_host else (host, device)
+    return _routed_s(problem, tensor, *ends)
+
+
+def _combined(load: Load, compute: Floats, reads: Floats, writes: Floats) -> Floats:
+    if load == Load.SUM:
+        return compute + reads + writes
+    if load == Load.MAX2:
+        return np.maximum(compute, reads + writes)
+    return np.maximum(compute, np.maximum(reads, writes))

@@ -1,0 +1,1 @@
+"""What must hold for every problem hypothesis can draw."""
