@@ -101,6 +101,8 @@ def require_unique(values: tuple[str, ...], what: str, error: type[InputError]) 
 
 def require_finite(array: Floats, label: str, error: type[InputError], *, least: float = 0.0) -> None:
     """Refuse NaN, infinity and values under `least`, naming the first."""
+    if array.size == 0 or (array.min() >= least and array.max() < np.inf):  # NaN fails both
+        return
     bad = ~np.isfinite(array) | (array < least)
     if bad.any():
         where = int(np.flatnonzero(bad.reshape(-1))[0])

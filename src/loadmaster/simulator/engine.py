@@ -6,8 +6,10 @@ The meaning of every rule is in `docs/simulator.md`; the compiled loop is `event
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Floats, Ints, Longs, offsets
 from loadmaster.core.check import check_plan, order_cycle
@@ -23,6 +25,8 @@ from loadmaster.simulator.jit import is_warm, mark_warm
 from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, IN_ORDER, PARALLEL, READY, SHARED, Fixed
 from loadmaster.simulator.throughput import steady_state
 
+T = TypeVar("T", bound=np.generic)
+_SPAN_KINDS = (SpanKind.COMPUTE, SpanKind.TRANSFER, SpanKind.SPILL)
 _LINK_CODE = {
     Links.SHARED: SHARED,
     Links.PARALLEL: PARALLEL,
@@ -114,24 +118,32 @@ class Simulator:
         written = np.flatnonzero(outcome.transfer_end[moves:] >= 0).astype(np.int32)
         sent = source[outcome.transfer_tensor] * cluster.num_devices + outcome.transfer_target
         spilt = source[written] * cluster.num_devices + source[written]
-        order = np.argsort(outcome.start_rank)
-        kinds = [SpanKind.COMPUTE] * graph.num_ops + [SpanKind.TRANSFER] * moves
-        item = np.concatenate([order, outcome.transfer_tensor, written])
+        order = np.empty(graph.num_ops, dtype=np.int32)
+        order[outcome.start_rank] = np.arange(graph.num_ops, dtype=np.int32)
+        counts = (graph.num_ops, moves, len(written))
         return Timeline(
             origin=TimelineOrigin.SIMULATED,
             device_name=cluster.device_name,
-            kind=np.array(kinds + [SpanKind.SPILL] * len(written), dtype=np.int8),
-            resource=np.concatenate([plan.device[order], sent, spilt]).astype(np.int32),
-            item=item.astype(np.int32),
-            microbatch=np.zeros(len(item), dtype=np.int32),
-            start_s=_with_transfers(outcome.op_start[order], outcome.transfer_start, moves, written),
-            end_s=_with_transfers(outcome.op_end[order], outcome.transfer_end, moves, written),
+            kind=np.repeat(np.array(_SPAN_KINDS, dtype=np.int8), counts),
+            resource=_joined(plan.device[order], sent, spilt),
+            item=_joined(order, outcome.transfer_tensor, written),
+            microbatch=np.zeros(sum(counts), dtype=np.int32),
+            start_s=_joined(outcome.op_start[order], *_split(outcome.transfer_start, moves, written)),
+            end_s=_joined(outcome.op_end[order], *_split(outcome.transfer_end, moves, written)),
             peak_bytes=outcome.peak_bytes,
         )
 
 
-def _with_transfers(ops: Floats, transfers: Floats, moves: int, written: Ints) -> Floats:
-    return np.concatenate([ops, transfers[:moves], transfers[moves:][written]])
+def _joined(*parts: NDArray[T]) -> NDArray[T]:
+    """Columns one after the other, read-only so that the timeline need not copy them."""
+    whole = np.concatenate(parts)
+    whole.flags.writeable = False
+    return whole
+
+
+def _split(transfers: Floats, moves: int, written: Ints) -> tuple[Floats, Floats]:
+    """Transfers between devices, and the writes to host memory that happened."""
+    return transfers[:moves], transfers[moves:][written]
 
 
 def is_unordered(plan: Plan) -> bool:

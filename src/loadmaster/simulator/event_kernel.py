@@ -5,8 +5,12 @@ which costs more than the work. The drawing of an instant is in `kernel.py`; the
 
     1 an op ends: its engine is free, its inputs are let go, local consumers are fed, outputs are booked
     2 a transfer arrives: its source is let go, consumers there are fed (or: a write to host memory ends)
-    3 an op is issued          4 a transfer starts: its copy takes memory
+    3 an op is issued          4 a transfer starts: its copy takes memory, its arrival becomes an event
     5 ops whose last input came join their engine's queue          6 idle engines start their next op
+
+Transfers that end on one resource (the last link of their route, or a device's port) run one after the
+other in the order of their booking. They queue in a *lane*; only its first is in the heap, which so stays
+as small as the cluster.
 """
 
 from typing import Any
@@ -15,11 +19,13 @@ import numpy as np
 
 from loadmaster.simulator.jit import kernel
 from loadmaster.simulator.kernel import (
+    EMPTY,
     HALF_DUPLEX,
     HOST,
     IN_ORDER,
     LOCAL,
     NO_HOLD,
+    PARALLEL,
     SHARED,
     Fixed,
     by_engine,
@@ -54,8 +60,8 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
     Returns op_start, op_end, start_rank [N], peak [D], move_tensor, move_target [M], move_start, move_end
     [M + W] (W writes to host memory, by tensor, under HOST; end < 0 = none), and how many ops finished.
     """
-    out_ptr, out_tensor, in_ptr, in_use = fixed.out_ptr, fixed.out_tensor, fixed.in_ptr, fixed.in_use
-    use_ptr, use_op, use_tensor, tensor_op = fixed.use_ptr, fixed.use_op, fixed.use_tensor, fixed.tensor_op
+    out_ptr, out_tensor, in_ptr = fixed.out_ptr, fixed.out_tensor, fixed.in_ptr
+    use_ptr, use_op, tensor_op = fixed.use_ptr, fixed.use_op, fixed.tensor_op
     tensor_bytes, home_bytes, storage = fixed.tensor_bytes, fixed.home_bytes, fixed.storage
     transfer_s, workspace, issue_s, compute_s = (
         fixed.transfer_s,
@@ -70,12 +76,14 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
 
     move_ptr, move_target, move_tensor, move_of_use = list_moves(fixed, device)
     num_moves = len(move_target)
-    hold_of, holders = list_holds(fixed, move_ptr, move_target, move_of_use, device, host)
+    hold_of, hold_of_input, holders = list_holds(fixed, move_ptr, move_target, move_of_use, device, host)
     hold_size = np.zeros(len(holders), dtype=np.int64)
     writes = num_tensors if host else 0
     arrivals_end = num_ops + num_moves + writes  # codes: ops, arrivals, issues, transfer starts
     issues_end = arrivals_end + num_ops
-    capacity = num_engines + 2 * num_moves + writes + (num_ops if issue else 0) + 1
+    num_lanes = fixed.num_links if links == SHARED else num_devices
+    waits = num_moves if links == PARALLEL or host else 0  # those that queue nowhere
+    capacity = num_engines + num_lanes + waits + (num_ops if issue else 0) + 1
     heap_time, heap_code, heap_size = np.empty(capacity), np.empty(capacity, dtype=np.int64), 0
 
     engine_of_op = np.empty(num_ops, dtype=np.int32)
@@ -96,7 +104,10 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
     fed, num_fed = np.empty(num_ops, dtype=np.int32), 0
     to_book, num_to_book = np.empty(num_tensors + 1, dtype=np.int32), 0
     pending, num_pending = np.empty(num_moves + writes + 1, dtype=np.int32), 0
-    free_s = np.zeros(fixed.num_links if links == SHARED else num_devices)
+    free_s = np.zeros(num_lanes)
+    lane_last = np.full(num_lanes, EMPTY, dtype=np.int32)
+    lane_of = np.empty(num_moves + writes, dtype=np.int32)
+    next_in_lane = np.full(num_moves + writes, EMPTY, dtype=np.int32)
     op_start, op_end, start_rank = np.zeros(num_ops), np.zeros(num_ops), np.zeros(num_ops, dtype=np.int32)
     move_start, move_end = np.zeros(num_moves + writes), np.full(num_moves + writes, -1.0)
     num_started, num_done, num_issued, now = 0, 0, 0, 0.0
@@ -131,11 +142,8 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     num_dirty += 1
                 used[here] -= workspace[code]
                 for at in range(in_ptr[code], in_ptr[code + 1]):
-                    use = in_use[at]
-                    hold = hold_of[use_tensor[use]]
+                    hold = hold_of_input[at]
                     if hold != NO_HOLD:
-                        if move_of_use[use] != LOCAL:
-                            hold = num_tensors + move_of_use[use]
                         holders[hold] -= 1
                         if holders[hold] == 0:
                             used[here] -= hold_size[hold]
@@ -152,12 +160,16 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                             begin = max(now, free_s[here])
                             end = begin + hop_s(fixed, t, here, True)
                             free_s[here] = end
-                            move_start[num_moves + t] = begin
-                            move_end[num_moves + t] = end
-                            soon = end > begin  # what takes no time arrives in the round after it starts
-                            event = num_ops + num_moves + t if soon else issues_end + num_moves + t
-                            push(heap_time, heap_code, heap_size, end, event)
-                            heap_size += 1
+                            w = num_moves + t
+                            move_start[w] = begin
+                            move_end[w] = end
+                            lane_of[w] = here
+                            if lane_last[here] == EMPTY:
+                                pending[num_pending] = w
+                                num_pending += 1
+                            else:
+                                next_in_lane[lane_last[here]] = w
+                            lane_last[here] = w
                         else:
                             to_book[num_to_book] = t
                             num_to_book += 1
@@ -170,6 +182,16 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     issuing, clock = True, now
             elif code < arrivals_end:  # 2
                 m = code - num_ops
+                if lane_of[m] != EMPTY:
+                    after = next_in_lane[m]
+                    if after == EMPTY:
+                        lane_last[lane_of[m]] = EMPTY
+                    elif move_start[after] == now:
+                        pending[num_pending] = after
+                        num_pending += 1
+                    else:
+                        push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
+                        heap_size += 1
                 written = m >= num_moves
                 t = m - num_moves if written else move_tensor[m]
                 source = device[tensor_op[t]]
@@ -203,12 +225,12 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 source = device[tensor_op[t]]
                 for m in range(move_ptr[t], move_ptr[t + 1]):
                     target = move_target[m]
-                    begin = now
+                    begin, lane = now, target
                     if links == SHARED:
                         for hop in range(hops):
                             link = route[source, target, hop]
                             if link >= 0:
-                                begin = max(begin, free_s[link])
+                                begin, lane = max(begin, free_s[link]), link
                     elif links == HALF_DUPLEX:
                         begin = max(begin, free_s[source], free_s[target])
                     elif host and not on_host[target]:
@@ -234,22 +256,25 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                         free_s[target] = end
                     move_start[m] = begin
                     move_end[m] = end
-                    if end > begin:
-                        push(heap_time, heap_code, heap_size, end, num_ops + m)
-                        heap_size += 1
-                    if begin == now:
+                    if links == PARALLEL or (host and on_host[target]):
+                        lane = EMPTY  # nothing to queue for
+                    lane_of[m] = lane
+                    if lane != EMPTY and lane_last[lane] != EMPTY:
+                        next_in_lane[lane_last[lane]] = m
+                    elif begin == now:
                         pending[num_pending] = m
                         num_pending += 1
                     else:
                         push(heap_time, heap_code, heap_size, begin, issues_end + m)
                         heap_size += 1
+                    if lane != EMPTY:
+                        lane_last[lane] = m
             num_to_book = 0
 
         for p in range(num_pending):  # 4
             m = pending[p]
-            if move_end[m] == now:
-                push(heap_time, heap_code, heap_size, now, num_ops + m)
-                heap_size += 1
+            push(heap_time, heap_code, heap_size, move_end[m], num_ops + m)
+            heap_size += 1
             if m >= num_moves:  # a write to host memory takes no memory of a device
                 continue
             t = move_tensor[m]

@@ -20,6 +20,7 @@ READY, IN_ORDER = 0, 1
 SHARED, PARALLEL, HALF_DUPLEX, HOST = 0, 1, 2, 3
 LOCAL = -1  # a use on its tensor's own device
 NO_HOLD = -1
+EMPTY = -1  # a lane without transfers, a transfer without a follower
 
 
 class Fixed(NamedTuple):
@@ -94,7 +95,7 @@ def list_holds(
     """Count the holders of every storage on every device it reaches.
 
     Hold t is tensor t at home, hold T + m the copy made by move m. Returns of_tensor [T] (a view shares
-    the hold of its base) and holders [T + M].
+    the hold of its base), of_input [U] (by position in in_use) and holders [T + M].
     """
     out_ptr, out_tensor, in_ptr, in_use = fixed.out_ptr, fixed.out_tensor, fixed.in_ptr, fixed.in_use
     use_ptr, use_tensor, storage, keep = fixed.use_ptr, fixed.use_tensor, fixed.storage, fixed.keep
@@ -131,7 +132,14 @@ def list_holds(
             for use in range(use_ptr[t], use_ptr[t + 1]):
                 move = move_of_use[use]
                 holders[mine if move == LOCAL else num_tensors + move] += 1
-    return of_tensor, holders
+    of_input = np.empty(len(in_use), dtype=np.int32)
+    for at in range(len(in_use)):
+        use = in_use[at]
+        hold = of_tensor[use_tensor[use]]
+        if hold != NO_HOLD and move_of_use[use] != LOCAL:
+            hold = num_tensors + move_of_use[use]
+        of_input[at] = hold
+    return of_tensor, of_input, holders
 
 
 @kernel

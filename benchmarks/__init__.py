@@ -1,0 +1,1 @@
+"""Speed and quality, as ratios in one run; never in a test with a stopwatch."""
