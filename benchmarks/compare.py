@@ -17,9 +17,8 @@ def main() -> None:
         known = before.get((figure["suite"], figure["name"]))
         if known is not None and known["value"]:
             ratio = figure["value"] / known["value"]
-            print(
-                f"{figure['name']:70} {known['value']:10.4g} -> {figure['value']:10.4g} {figure['unit']:6} {ratio:6.2f}x"
-            )
+            change = f"{known['value']:10.4g} -> {figure['value']:10.4g} {figure['unit']:6}"
+            print(f"{figure['name']:70} {change} {ratio:6.2f}x")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ def _split_is_kept(problem: Problem, device: tuple[int, ...]) -> bool:
     if problem.split == Split.CHAIN:
         stages = itertools.permutations(range(problem.cluster.num_devices))  # s(u) <= s(v) on every edge
         return any(all(s[device[u]] <= s[device[v]] for u, v in arrows) for s in stages)
-    return all(device[walk[0]] != device[walk[-1]] or len(set(_on(device, walk))) == 1 for walk in _walks(arrows))
+    return all(
+        device[walk[0]] != device[walk[-1]] or len(set(_on(device, walk))) == 1 for walk in _walks(arrows)
+    )
 
 
 def _on(device: tuple[int, ...], walk: tuple[int, ...]) -> list[int]:

@@ -4,15 +4,15 @@ Ops of one group are one unit. A unit of parameters alone *rides* with the unit 
 it costs no time, and far from its reader it would be sent there every step.
 """
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from loadmaster.core.arrays import Bools, Floats, Ints, distinct
-from loadmaster.core.check import unreached
-from loadmaster.core.graph import Phase, edges, held_bytes, units
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct, offsets
+from loadmaster.core.graph import Graph, Phase, edges, held_bytes, units
 from loadmaster.core.problem import FREE, Problem, allowed_devices
 
 
@@ -81,40 +81,62 @@ def _fused(problem: Problem, of_op: Ints) -> Ints:
 
 
 def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
-    """Units renumbered by first forward op (else first op), then topologically if asked."""
+    """Units renumbered by first forward op, the others beside their neighbours; topologically if asked."""
     graph = problem.graph
     num = int(of_op.max()) + 1
     first = np.full(num, graph.num_ops, dtype=np.int64)
     forward = graph.phase == Phase.FORWARD
     ops = np.arange(graph.num_ops)
     np.minimum.at(first, of_op[forward], ops[forward])
-    late = np.full(num, graph.num_ops, dtype=np.int64)
-    np.minimum.at(late, of_op, ops)
-    key = np.where(first < graph.num_ops, first, late)
-    present = np.flatnonzero(late < graph.num_ops)
-    order = present[np.argsort(key[present], kind="stable")]
+    place = first.copy()
+    if (first == graph.num_ops).any():
+        place = _beside_neighbours(graph, of_op, first)
+    present = np.flatnonzero(np.bincount(of_op, minlength=num))
+    order = present[np.lexsort((first[present], place[present]))]
     rank = np.zeros(num, dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     of_op = rank[of_op]
     return _topological(problem, of_op) if topological else of_op
 
 
+def _beside_neighbours(graph: Graph, of_op: Ints, first: Longs) -> Longs:
+    """[units] `first`, and for a unit without forward ops the place of the last unit it feeds.
+
+    Backward runs against the forward order, so that is where its gradient comes from. A unit that feeds
+    nobody goes to the first unit that feeds it.
+    """
+    nowhere = graph.num_ops
+    place = first.tolist()
+    sources, targets = (of_op[side].tolist() for side in edges(graph))
+    lost = {u for u, at in enumerate(place) if at == nowhere}
+    pairs = [(u, v) for u, v in zip(sources, targets, strict=True) if u != v and (u in lost or v in lost)]
+    fed = dict.fromkeys(lost, -1)
+    for u, v in reversed(pairs):  # consumers come before their producers
+        if u in lost and place[v] != nowhere:
+            fed[u] = place[u] = max(fed[u], place[v])
+    for u, v in pairs:
+        if v in lost and fed[v] == -1:
+            place[v] = min(place[v], place[u])
+    return np.array(place, dtype=np.int64)
+
+
 def _topological(problem: Problem, of_op: Ints) -> Ints:
-    """Units renumbered by longest forward path, ties as before; unchanged where already in order."""
+    """Units renumbered along forward edges, the lowest number first; unchanged where already in order."""
     source, target = _forward_edges(problem, of_op)
     if (source < target).all():
         return of_op
     num = int(of_op.max()) + 1
-    assert not unreached(num, source, target).any()
-    level = np.zeros(num, dtype=np.int64)
-    while True:  # rare and shallow: only where a unit spans much of the graph
-        raised = level.copy()
-        np.maximum.at(raised, target, level[source] + 1)
-        if (raised == level).all():
-            break
-        level = raised
+    heads, pointer = target.tolist(), offsets(source, num).tolist()  # edges are sorted by source
+    waiting = np.bincount(target, minlength=num).tolist()
+    ready = [u for u in range(num) if waiting[u] == 0]
     rank = np.empty(num, dtype=np.int32)
-    rank[np.argsort(level, kind="stable")] = np.arange(num, dtype=np.int32)
+    for place in range(num):  # no circles are left, so that somebody is always ready
+        u = heapq.heappop(ready)
+        rank[u] = place
+        for v in heads[pointer[u] : pointer[u + 1]]:
+            waiting[v] -= 1
+            if waiting[v] == 0:
+                heapq.heappush(ready, v)
     return rank[of_op]
 
 

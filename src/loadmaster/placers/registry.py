@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -39,35 +40,59 @@ class Entry:
 
     name: str
     family: str
-    summary: str
     module: str  # or 'package:attribute' of a third party's entry point
+
+    @property
+    def summary(self) -> str:
+        """First line of its file's docstring, read without importing it."""
+        if self.family not in FAMILIES:
+            return self.module
+        text = (_HERE / self.family / f"{self.name}.py").read_text(encoding="utf-8")
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+def own() -> dict[str, Entry]:
+    """The algorithms of this package by name, by their file names alone."""
+    return {
+        module.name: Entry(module.name, family, f"loadmaster.placers.{family}.{module.name}")
+        for family in FAMILIES
+        for module in pkgutil.iter_modules([str(_HERE / family)])
+        if not module.name.startswith("_")
+    }
 
 
 def available() -> dict[str, Entry]:
-    """Every algorithm by name, without importing any."""
-    found: dict[str, Entry] = {}
-    for family in FAMILIES:
-        for module in pkgutil.iter_modules([str(_HERE / family)]):
-            if not module.name.startswith("_"):
-                path = f"loadmaster.placers.{family}.{module.name}"
-                summary = _summary(_HERE / family / f"{module.name}.py")
-                found[module.name] = Entry(module.name, family, summary, path)
+    """Every algorithm by name, third parties' too, without importing any."""
+    found = own()
     for point in entry_points(group="loadmaster.placers"):
-        found.setdefault(point.name, Entry(point.name, "third party", point.value, point.value))
+        found.setdefault(point.name, Entry(point.name, "third party", point.value))
     return dict(sorted(found.items()))
 
 
 def placer(name: str, **parameters: Any) -> Placer:
     """Make an algorithm by name."""
-    entries = available()
+    entries = own()  # looking for entry points reads the whole environment: only where need be
+    entries = entries if name in entries else available()
     if name not in entries:
         raise UnknownNameError("algorithm", name, entries, see="loadmaster algorithms lists them")
-    module, _, attribute = entries[name].module.partition(":")
-    made = getattr(importlib.import_module(module), attribute or "PLACER")
+    made = _class_of(entries[name])
     try:
         return cast(Placer, made(**parameters))
     except TypeError as problem:
         raise InputError(f"algorithm {name!r}: {problem}") from None
+
+
+def _class_of(entry: Entry) -> Any:
+    module, _, attribute = entry.module.partition(":")
+    if entry.family in FAMILIES:
+        return importlib.import_module(module).PLACER
+    try:
+        return attrgetter(attribute or "PLACER")(importlib.import_module(module))
+    except (ImportError, AttributeError) as problem:
+        raise InputError(
+            f"algorithm {entry.name!r} of a third party cannot be loaded from {entry.module!r}: {problem};"
+            " repair or remove its package"
+        ) from None
 
 
 def name_of(algorithm: Placer) -> str:
@@ -99,9 +124,3 @@ def require_served(algorithm: Placer, problem: Problem) -> None:
     reason = why_not(algorithm, problem)
     if reason:
         raise ProblemError(f"{reason}; choose another algorithm or another question")
-
-
-def _summary(path: Path) -> str:
-    """First line of a module's docstring, read without importing it."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n")[0]

@@ -39,12 +39,12 @@ def steady_state(problem: Problem, plan: Plan) -> Loads:
     reads, writes, links = np.zeros(num), np.zeros(num), np.zeros(cluster.num_links)
     if problem.links == Links.HOST:
         on_host = cluster.on_host[cluster.kind]
-        np.add.at(reads, target, _hops_s(problem, tensor, target, on_host, to_host=False))
+        np.add.at(reads, target, hop_s(problem, tensor, target, to_host=False))
         once = distinct(tensor.astype(np.int64)).astype(np.int32)
         owner = device[graph.tensor_op[once]]
-        np.add.at(writes, owner, _hops_s(problem, once, owner, on_host, to_host=True))
+        np.add.at(writes, owner, hop_s(problem, once, owner, to_host=True))
         reads[on_host] = writes[on_host] = 0.0
-        load = _combined(problem.load, compute, reads, writes)
+        load = combined(problem.load, compute, reads, writes)
         return Loads(compute, reads, writes, load, links, max(float(load.max()), _engine_s(problem, compute)))
     seconds = _routed_s(problem, tensor, source, target)
     np.add.at(reads, target, seconds)
@@ -85,17 +85,19 @@ def _routed_s(problem: Problem, tensor: Ints, source: Ints, target: Ints) -> Flo
     return np.where(given >= 0, given, routed)
 
 
-def _hops_s(problem: Problem, tensor: Ints, device: Ints, on_host: Bools, *, to_host: bool) -> Floats:
-    """Seconds between each device and host memory (the first host-side device, else a neighbour)."""
+def hop_s(problem: Problem, tensor: Ints, device: Ints | int, *, to_host: bool) -> Floats:
+    """Seconds of each tensor between a device and host memory (the first host-side device, else a neighbour)."""
     num = problem.cluster.num_devices
-    host = np.full(len(device), int(on_host.argmax()), dtype=np.int32)
+    on_host = problem.cluster.on_host[problem.cluster.kind]
+    near = np.broadcast_to(np.asarray(device, dtype=np.int32), tensor.shape)
+    far = np.full(len(tensor), int(on_host.argmax()), dtype=np.int32)
     if not on_host.any():
-        host = ((device + 1) % num).astype(np.int32)
-    ends = (device, host) if to_host else (host, device)
-    return _routed_s(problem, tensor, *ends)
+        far = ((near + 1) % num).astype(np.int32)
+    return _routed_s(problem, tensor, near, far) if to_host else _routed_s(problem, tensor, far, near)
 
 
-def _combined(load: Load, compute: Floats, reads: Floats, writes: Floats) -> Floats:
+def combined(load: Load, compute: Floats, reads: Floats, writes: Floats) -> Floats:
+    """How compute, reads and writes add up on an accelerator."""
     if load == Load.SUM:
         return compute + reads + writes
     if load == Load.MAX2:

@@ -18,6 +18,7 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_repaired
 from loadmaster.placers.cargo import Cargo, load_cargo
+from loadmaster.placers.heuristic._nets import Nets, nets_of
 from loadmaster.placers.registry import Placer
 
 _PROBES = 40
@@ -36,9 +37,10 @@ class ChainBalance:
         # A pinned unit is set aside, unless every unit must stay in the chain.
         aside = np.zeros(cargo.num_units, dtype=np.bool_) if strict else cargo.pinned
         sums = _prefix_sums(cargo, aside)
+        nets = nets_of(problem, cargo.of_op)
         orders = itertools.islice(device_orders(problem), self.max_candidates)
         builders = (
-            lambda room, order=order: balanced(cargo, sums, aside, room, order)[cargo.of_op]
+            lambda room, order=order: balanced(cargo, sums, nets, aside, room, order)[cargo.of_op]
             for order in orders
         )
         return best_repaired(problem, run, builders, algorithm="chain_balance")
@@ -80,16 +82,21 @@ def _prefix_sums(cargo: Cargo, aside: Bools) -> tuple[Floats, Floats]:
 
 
 def balanced(
-    cargo: Cargo, sums: tuple[Floats, Floats], aside: Bools, room: Floats, order: tuple[int, ...]
+    cargo: Cargo,
+    sums: tuple[Floats, Floats],
+    nets: Nets | None,
+    aside: Bools,
+    room: Floats,
+    order: tuple[int, ...],
 ) -> Ints:
     """[U] devices: the fill with the least T that covers all units, or the fill without limit."""
     finite = np.where(np.isfinite(cargo.seconds), cargo.seconds, 0.0)
     low, high = 0.0, float(finite.max(axis=1).sum()) * (1.0 + 1e-9)
-    cuts = _fill(cargo, sums, room, order, np.inf)
+    cuts = _fill(cargo, sums, nets, room, order, np.inf)
     if cuts[-1] == cargo.num_units:
         for _ in range(_PROBES):
             middle = (low + high) / 2
-            tried = _fill(cargo, sums, room, order, middle)
+            tried = _fill(cargo, sums, nets, room, order, middle)
             if tried[-1] == cargo.num_units:
                 high, cuts = middle, tried
             else:
@@ -106,7 +113,12 @@ def balanced(
 
 
 def _fill(
-    cargo: Cargo, sums: tuple[Floats, Floats], room: Floats, order: tuple[int, ...], limit_s: float
+    cargo: Cargo,
+    sums: tuple[Floats, Floats],
+    nets: Nets | None,
+    room: Floats,
+    order: tuple[int, ...],
+    limit_s: float,
 ) -> list[int]:
     """Where each device's block ends when filled up to `limit_s`, its room, or a unit it cannot run."""
     seconds, held = sums
@@ -116,7 +128,11 @@ def _fill(
         by_time = int(np.searchsorted(seconds[:, d], seconds[begin, d] + limit_s, side="right")) - 1
         barred = np.flatnonzero(~cargo.fits[begin:, d])
         by_support = begin + int(barred[0]) if len(barred) else cargo.num_units
-        begin = max(begin, min(by_bytes, by_support, by_time))
+        end = max(begin, min(by_bytes, by_support, by_time))
+        if nets is not None and end > begin:
+            loads = nets.loads_s(d, begin, seconds[begin : end + 1, d] - seconds[begin, d])
+            end = begin + int(np.flatnonzero(loads <= limit_s)[-1])  # the empty block loads nothing
+        begin = end
         cuts.append(begin)
     return cuts
 

@@ -12,7 +12,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.placers.registry import Placer, available, placer, why_not
+from loadmaster.placers.registry import Placer, own, placer, why_not
 
 _FAMILY_ORDER = {"heuristic": 0, "exact": 1, "search": 2, "learned": 3}
 
@@ -47,7 +47,7 @@ class Auto:
         return replace(best, algorithm="auto", members=members + tuple(skipped), wall_s=seconds)
 
     def _members(self, problem: Problem) -> list[tuple[str, Placer]]:
-        entries = [e for e in available().values() if e.name != "auto" and e.family in _FAMILY_ORDER]
+        entries = [e for e in own().values() if e.name != "auto"]
         entries.sort(key=lambda e: (e.name != "single_device", _FAMILY_ORDER[e.family], e.name))
         tiny = problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3
         return [(e.name, placer(e.name)) for e in entries if e.name != "brute_force" or tiny]

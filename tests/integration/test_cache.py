@@ -1,0 +1,75 @@
+"""Compiled kernels are kept on disk, wherever that can be written."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WHERE = "from loadmaster.simulator.jit import cache_folder; print(cache_folder())"
+KERNEL = (
+    "from loadmaster.simulator.jit import cache_folder, kernel\n"
+    "from loadmaster.simulator.kernel import in_sequence\n"
+    "import numpy as np\n"
+    "print(in_sequence(np.array([2, 0, 1], dtype=np.int32)).tolist())\n"
+    "print(len(list(cache_folder().rglob('*in_sequence*.nbi'))))\n"
+)
+
+
+def run(code: str, **environment: str) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **environment}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\n")
+
+
+def test_the_users_own_numba_folder_comes_first(tmp_path: Path) -> None:
+    assert run(WHERE, NUMBA_CACHE_DIR=str(tmp_path))[0].startswith(str(tmp_path))
+
+
+def test_a_compiled_kernel_is_found_on_disk_and_numba_is_left_as_it_was(tmp_path: Path) -> None:
+    code = KERNEL + "import numba; print(repr(numba.config.CACHE_DIR))"
+    order, files, config = run(code, NUMBA_CACHE_DIR=str(tmp_path))[:3]
+    assert order == "[1, 2, 0]"
+    assert int(files) == 1
+    assert config == repr(str(tmp_path))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write into read-only folders")
+def test_a_read_only_folder_falls_back_to_a_writable_one(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert not run(WHERE, NUMBA_CACHE_DIR=str(locked))[0].startswith(str(locked))
+
+
+def test_a_folder_that_cannot_be_made_falls_back_to_a_writable_one(tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("not a folder")
+    code = (
+        "import loadmaster.simulator.jit as jit\n"
+        "from pathlib import Path\n"
+        f"jit._PACKAGE = Path({str(blocked)!r})\n"
+        "print(jit.cache_folder())\n"
+    )
+    where = run(code, NUMBA_CACHE_DIR=str(blocked), XDG_CACHE_HOME=str(blocked), TMPDIR=str(tmp_path))[0]
+    assert where.startswith(str(tmp_path / "loadmaster-"))
+    assert Path(where).is_dir()
+
+
+def test_the_folder_changes_when_a_kernel_changes(tmp_path: Path) -> None:
+    code = (
+        "import loadmaster.simulator.jit as jit\n"
+        "from pathlib import Path\n"
+        "before = jit._sources_digest()\n"
+        f"jit._PACKAGE = Path({str(tmp_path)!r})\n"
+        "(jit._PACKAGE / 'a.py').write_text('x = 1\\n@kernel\\ndef f(): pass\\n')\n"
+        "one = jit._sources_digest()\n"
+        "(jit._PACKAGE / 'a.py').write_text('x = 2\\n@kernel\\ndef f(): pass\\n')\n"
+        "print(len({before, one, jit._sources_digest()}))\n"
+    )
+    assert run(code)[0] == "3"
