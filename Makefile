@@ -36,10 +36,10 @@ test: .venv/dev
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 test-slow: .venv/dev
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n auto -m slow
 
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.run

@@ -4,13 +4,15 @@ problem = lm.problem("gen:transformer:1500", "2xA100-80GB, cpu-64GB")     source
 placement = lm.plan(problem)                                               Problem -> Placement
 timeline = lm.simulate(problem, placement.plan)                            Problem x Plan -> Timeline
 lm.save(placement, "plan.json");  lm.load("plan.json")                     any noun <-> file
+
+The simulator (numba, scipy) is imported where it is used: bad input is answered without it.
 """
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -27,11 +29,13 @@ from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes
-from loadmaster.cost.memory import with_optimizer
+from loadmaster.cost.memory import PRECISIONS, with_optimizer
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.source import read_source
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
-from loadmaster.simulator import bounds, compare, engine
+
+if TYPE_CHECKING:
+    from loadmaster.simulator.compare import Comparison
 
 Source = str | os.PathLike[str] | Graph | Workload
 Devices = str | os.PathLike[str] | Cluster
@@ -56,7 +60,7 @@ def problem(
     *,
     links: Links | str | None = None,
     split: Split | str | None = None,
-    load: Load | str = Load.SUM,
+    load: Load | str | None = None,
     optimizer: str | None = None,
     precision: str = "fp32",
     pin: Mapping[str, str] | None = None,
@@ -66,12 +70,18 @@ def problem(
 ) -> Problem:
     """A source on devices (its own if it brings some and none are named), and what is asked.
 
-    An objective of None is the source's own; `pin` maps an op or module to a device; `optimizer`
-    sizes the state of parameters.
+    What is None is the source's own, else the default. `pin` maps an op or module to a device;
+    `optimizer` sizes the state of parameters.
     """
     workload = read_source(source, format=format, max_bytes=max_bytes)
     graph, cluster, costs = workload.graph, workload.cluster, workload.costs
     chosen = optimizer or workload.optimizer
+    if precision not in PRECISIONS:
+        raise UnknownNameError("precision", str(precision), PRECISIONS)
+    if chosen is None and precision != PRECISIONS[0]:
+        raise ProblemError(
+            f"precision {precision!r} changes nothing without an optimizer; name one, e.g. adamw"
+        )
     if chosen is not None:
         graph = with_optimizer(graph, chosen, precision=precision)
     if devices is not None:
@@ -83,17 +93,18 @@ def problem(
     if reserve_bytes:
         cluster = with_reserve(cluster, reserve_bytes)
     asked = _choice(Objective, objective) or workload.objective
-    own_links = workload.links if devices is None else Links.SHARED
+    own = devices is None  # links and pins speak of the source's own devices
+    own_split = workload.split if asked == workload.objective else None
     default_split = Split.CHAIN if asked == Objective.THROUGHPUT else Split.FREE
     return Problem(
         graph=graph,
         cluster=cluster,
         costs=costs if costs is not None else roofline(graph, cluster),
         objective=asked,
-        links=_choice(Links, links) or own_links,
-        split=_choice(Split, split) or default_split,
-        load=_choice(Load, load) or Load.SUM,
-        pinned=_pins(graph, cluster, pin or {}),
+        links=_choice(Links, links) or (workload.links if own else Links.SHARED),
+        split=_choice(Split, split) or own_split or default_split,
+        load=_choice(Load, load) or workload.load or Load.SUM,
+        pinned=_pins(graph, cluster, pin or {}, workload.pinned if own else None),
     )
 
 
@@ -111,15 +122,19 @@ def plan(
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x')."""
     chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
+    _require_usable(chosen, seed)
     only = objectives_of(chosen)
     asked = objective if objective is not None or len(only) > 1 else only[0]
     question = _question(problem_or_source, devices, asked, links, split)
     require_served(chosen, question)
+    limit = parse_budget(budget)
+    from loadmaster.simulator import bounds, engine
+
     bound = bounds.lower_bound(question)
     simulator = engine.prepare(question)
     simulator.warm_up(progress)
     run = Run(
-        budget=parse_budget(budget),
+        budget=limit,
         rng=np.random.default_rng(seed),
         score=simulator.score,
         order=simulator.ordered,
@@ -133,20 +148,36 @@ def simulate(
     problem: Problem, plan: Plan, links: Links | str | None = None, *, dispatch: str | None = None
 ) -> Timeline:
     """The timeline of a plan, under the problem's links unless others are named."""
+    _require_plan(problem, plan)
+    from loadmaster.simulator import engine
+
     how = _choice(engine.Dispatch, dispatch)
     return engine.simulate(problem, plan, links=_choice(Links, links), dispatch=how)
 
 
+def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None = None) -> float:
+    """Steady-state time of a pipelined plan: its busiest device or link."""
+    _require_plan(problem, plan)
+    from loadmaster.simulator.throughput import steady_state
+
+    return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
+
+
 def lower_bound(problem: Problem) -> Bound:
     """What no plan of this problem can beat, and the argument's name."""
+    from loadmaster.simulator import bounds
+
     return bounds.lower_bound(problem)
 
 
 def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
+    _require_plan(problem, plan)
     found = check.check_plan(problem, plan)
     if any(v.rule in ("length", "device", "support", "order") for v in found):
         return found
+    from loadmaster.simulator import engine
+
     found = [v for v in found if v.rule != "memory"]
     peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
     for d in np.flatnonzero(peak > cluster.usable_bytes):
@@ -157,8 +188,10 @@ def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     return found
 
 
-def compare_timelines(predicted: Timeline, measured: Timeline) -> compare.Comparison:
+def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
     """How far a prediction is from a measurement."""
+    from loadmaster.simulator import compare
+
     return compare.compare(predicted, measured)
 
 
@@ -184,6 +217,24 @@ def _question(
     )
 
 
+def _require_usable(algorithm: object, seed: object) -> None:
+    """Refuse what is no algorithm, or no seed."""
+    if isinstance(algorithm, type) or not callable(algorithm):
+        raise InputError(f"{algorithm!r} is not an algorithm; give a name or an instance, e.g. RoundRobin()")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}; give a whole number >= 0")
+
+
+def _require_plan(problem: object, plan: object) -> None:
+    """Refuse what is easily confused with a problem and its plan."""
+    if not isinstance(problem, Problem):
+        raise InputError(f"{type(problem).__name__} is not a Problem; make one with loadmaster.problem()")
+    if not isinstance(plan, Plan):
+        hint = "nothing that fits was found; placement.least_overflow_plan came nearest"
+        hint = hint if plan is None else "of a Placement, give its .plan"
+        raise InputError(f"{type(plan).__name__} is not a Plan; {hint}")
+
+
 def _choice(kind: type[E], value: object) -> E | None:
     """A member of an enumeration by its value; None stays None."""
     if value is None or isinstance(value, kind):
@@ -194,9 +245,9 @@ def _choice(kind: type[E], value: object) -> E | None:
     return kind(str(value))
 
 
-def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str]) -> Ints:
+def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str], already: Ints | None) -> Ints:
     """[N] device of every pinned op; what belongs together is pinned together."""
-    pinned = np.full(graph.num_ops, FREE, dtype=np.int32)
+    pinned = np.full(graph.num_ops, FREE, dtype=np.int32) if already is None else already.copy()
     unit, _ = units(graph)
     for name, device in pin.items():
         if device not in cluster.device_name:
@@ -205,10 +256,9 @@ def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str]) -> Ints:
         if not hit.any():
             hit = np.array([m == name or m.startswith(f"{name}.") for m in graph.module], dtype=np.bool_)
         if not hit.any():
-            known = (*graph.op_name, *set(graph.module))
-            raise UnknownNameError(
-                "op or module to pin", name, known[:20000], see="loadmaster show lists them"
-            )
+            known = (*set(graph.module), *graph.op_name)
+            see = "loadmaster show SOURCE --ops 100 lists some"
+            raise UnknownNameError("op or module to pin", name, known[:20000], see=see)
         where = cluster.device_name.index(device)
         chosen = np.isin(unit, unit[hit])
         clash = chosen & (pinned != FREE) & (pinned != where)

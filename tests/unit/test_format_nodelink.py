@@ -58,7 +58,7 @@ def any_graph(draw: st.DrawFn) -> Graph:
         draw(st.sampled_from([kept, *base])) if kept == NO_STORAGE else kept
         for kept, base in zip(own, bases, strict=True)
     ]
-    sizes = st.integers(0, 2**63 - 1)
+    sizes = st.integers(0, 2**57)
     floats = st.floats(0, allow_infinity=False, allow_nan=False)
     return Graph(
         name=draw(st.text()),

@@ -2,11 +2,11 @@
 
 from loadmaster.cli import options as o
 
+SUMMARY = "List the placement algorithms."
+
 
 def command(json: o.Json = False) -> None:
     """List the placement algorithms."""
-    from rich.table import Table
-
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.placers.registry import available
 
@@ -15,9 +15,9 @@ def command(json: o.Json = False) -> None:
         rows = [{"name": e.name, "family": e.family, "summary": e.summary} for e in entries]
         print_json({"algorithms": rows})
         return
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("algorithm", "family", "what it does"):
-        table.add_column(title)
+    from loadmaster.cli.tables import columns, one_line
+
+    table = columns("algorithm", "family", "what it does", whole=("algorithm", "family"))
     for e in entries:
-        table.add_row(e.name, e.family, e.summary)
+        table.add_row(one_line(e.name), one_line(e.family), one_line(e.summary, 200))
     stdout().print(table)

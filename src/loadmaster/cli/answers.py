@@ -1,11 +1,16 @@
-"""Placements as JSON documents and files: the same words for every verb."""
+"""Placements and timelines as JSON documents and files: the same words for every verb."""
 
 from typing import Any
 
+import numpy as np
+
+from loadmaster.core.check import check_plan
+from loadmaster.core.errors import PlanError
 from loadmaster.core.io import write_bytes
-from loadmaster.core.placement import Placement
+from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
-from loadmaster.core.timeline import Timeline
+from loadmaster.core.timeline import SpanKind, Timeline
+from loadmaster.core.units import format_bytes
 from loadmaster.report.trace import chrome_trace
 
 
@@ -15,6 +20,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
     return {
         "algorithm": placement.algorithm,
         "status": placement.status.value,
+        "reasons": [] if placement.fits else why_not_fit(placement),
         "objective": problem.objective.value,
         "step_s": placement.score_s,
         "bound_s": placement.bound_s,
@@ -53,8 +59,32 @@ def _rate(placement: Placement) -> float | None:
     return 1.0 / placement.score_s
 
 
+def why_not_fit(placement: Placement) -> list[str]:
+    """One line per reason: the proof, or which device lacks how many bytes and what to do."""
+    cluster = placement.problem.cluster
+    proven = placement.status == Status.INFEASIBLE
+    lines = [f"proven that nothing fits: {placement.proof}"] if proven else []
+    remedy = (
+        "a smaller batch or a device more"
+        if proven
+        else "a smaller batch, a device more, or another algorithm"
+    )
+    for d in np.flatnonzero(placement.shortfall_bytes > 0):
+        need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
+        lines.append(
+            f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)}; free"
+            f" {format_bytes(need - have)} more: {remedy}"
+        )
+    return lines or [placement.proof or "no plan was found"]
+
+
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints of a timeline."""
+    compute = timeline.resource[timeline.kind == SpanKind.COMPUTE]
+    if len(compute) and compute.max() >= len(timeline.device_name):
+        raise PlanError(
+            f"a span computes on device {compute.max()}, the timeline has {len(timeline.device_name)} devices"
+        )
     return {
         "step_s": timeline.step_s,
         "origin": timeline.origin.value,
@@ -63,6 +93,14 @@ def timeline_document(timeline: Timeline) -> dict[str, Any]:
         "peak_bytes": timeline.peak_bytes.tolist(),
         "num_spans": len(timeline.kind),
     }
+
+
+def require_matching(placement: Placement) -> None:
+    """Refuse a saved placement whose plan is not one of its problem."""
+    for plan in (placement.plan, placement.least_overflow_plan):
+        broken = check_plan(placement.problem, plan) if plan is not None else []
+        if broken and broken[0].rule in ("length", "device"):
+            raise PlanError(broken[0].message)
 
 
 def save_trace(placement: Placement, timeline: Timeline, path: str) -> None:

@@ -1,67 +1,80 @@
-"""The command `loadmaster`: verbs, exit codes, and the one place where errors become messages.
+"""The command `loadmaster`: the one place where errors become messages and exit codes.
 
-Exit codes: 0 done, 1 no feasible plan, 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 no feasible plan, 2 bad input, 130 interrupted, 141 the reader of stdout went away.
+The verbs are imported inside `main`, so that Ctrl-C is answered in one line from the beginning.
 """
 
-import os
 import sys
-from typing import Annotated
-
-import typer
-
-from loadmaster import __version__
-from loadmaster.cli import algorithms, compare, demo, doctor, plan, show, simulate
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Where every operator of a neural network goes: plans that fit unequal devices, with a proven gap.",
-)
-for verb in (plan, simulate, compare, show, algorithms, demo, doctor):
-    app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"loadmaster {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Options before the verb."""
 
 
 def main() -> None:
-    """Run the command line; bad input is one message and exit code 2, never a traceback."""
+    """Run the command line; bad input is one line on stderr, never a traceback."""
+    try:
+        code = _run(sys.argv[1:] or ["--help"])
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = _end("interrupted", 130)
+    except BrokenPipeError:  # as in `loadmaster show ... | head -1`: nobody is left to tell
+        code = _lost_stdout(141)
+    except OSError as trouble:  # files of ours raise FileError; what is left is stdout itself
+        _end(f"error: cannot write the answer: {trouble.strerror or trouble}", 2)
+        code = _lost_stdout(2)
+    except MemoryError:
+        code = _end("error: out of memory; use a smaller graph or fewer devices", 2)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command line."""
+    import typer
+
+    from loadmaster.cli.plain import speak_the_terminals_alphabet
+    from loadmaster.cli.verbs import app
     from loadmaster.core.errors import LoadmasterError
 
+    speak_the_terminals_alphabet()
+    command = typer.main.get_command(app)
     try:
-        app()
+        with command.make_context("loadmaster", list(arguments)) as context:
+            command.invoke(context)
     except LoadmasterError as problem:
-        _complain(str(problem))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader went away; keep the interpreter from complaining at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except MemoryError:
-        _complain("out of memory; use a smaller graph or fewer devices")
-        sys.exit(2)
+        return _end(f"error: {problem}", 2)
+    except typer.Exit as end:
+        return int(end.exit_code)
+    except typer.Abort:
+        return _end("interrupted", 130)
+    except Exception as trouble:
+        if not hasattr(trouble, "format_message"):  # how a wrong option is told, whatever typer it is
+            raise
+        return _end(f"error: {_usage(trouble)}", 2)
+    return 0
 
 
-def _complain(message: str) -> None:
-    """One line on stderr, whatever names from files it quotes."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    print(f"error: {line}", file=sys.stderr)
+def _usage(trouble: Exception) -> str:
+    """What is wrong with the words of a command line, and where the right ones are listed."""
+    message = str(trouble.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
+    context = getattr(trouble, "ctx", None)
+    path = context.command_path if context is not None else "loadmaster"
+    return f"{message} (see: {path} --help)"
+
+
+def _end(message: str, code: int) -> int:
+    """Say one line on stderr, whatever names from files it quotes."""
+    from contextlib import suppress
+
+    from loadmaster.cli.plain import printable, shortened
+
+    with suppress(OSError):  # stderr may be full or closed; the exit code still tells
+        print(printable(shortened(message)), file=sys.stderr, flush=True)
+    return code
+
+
+def _lost_stdout(code: int) -> int:
+    from loadmaster.cli.plain import discard
+
+    discard(sys.stdout)
+    return code
 
 
 if __name__ == "__main__":

@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
     from loadmaster.core.problem import Problem
 
+SUMMARY = "Set several algorithms side by side."
+
 
 def command(
     source: o.Source,
     devices: o.Devices = None,
     algorithms: Annotated[
-        str | None, typer.Option("--algorithms", help="Comma-separated names. Default: all.")
+        str | None,
+        typer.Option("--algorithms", "-a", metavar="NAMES", help="Comma-separated names. Default: all."),
     ] = None,
     budget: o.BudgetText = "10s",
     seed: o.Seed = 0,
     objective: o.ObjectiveName = None,
     links: o.LinksName = None,
     split: o.SplitName = None,
-    load: o.LoadName = "sum",
+    load: o.LoadName = None,
     optimizer: o.Optimizer = None,
     precision: o.Precision = "fp32",
     pin: o.Pin = None,
@@ -36,9 +39,10 @@ def command(
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.cli.question import ask
     from loadmaster.core.placement import Placement
+    from loadmaster.core.run import parse_budget
 
-    names = [name.strip() for name in algorithms.split(",") if name.strip()] if algorithms else None
-    check_names(names or [])
+    names = chosen_names(algorithms)
+    parse_budget(budget)
     problem = ask(
         source,
         devices,
@@ -65,32 +69,42 @@ def command(
     else:
         console = stdout()
         console.print(tables.comparison(rows))
+        console.print()
         for line in tables.notes(rows):
             console.print(line, style="dim", soft_wrap=True)
     if not any(isinstance(result, Placement) and result.fits for _, result in rows):
         raise typer.Exit(1)
 
 
-def check_names(names: list[str]) -> None:
-    """Refuse unknown algorithms before any work is done."""
-    from loadmaster.placers.registry import placer
+def chosen_names(text: str | None) -> list[str]:
+    """The algorithms asked for, all of them if none are named; unknown ones are refused before any work."""
+    from loadmaster.core.errors import InputError
+    from loadmaster.placers.registry import available, placer
 
+    if text is None:
+        return list(available())
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise InputError(
+            f"--algorithms {text!r} names none; write for example auto,round_robin, or leave it out"
+        )
     for name in names:
         placer(name)
+    return names
 
 
 def run_all(
-    problem: "Problem", names: list[str] | None, *, budget: str, seed: int
+    problem: "Problem", names: list[str], *, budget: str, seed: int
 ) -> "list[tuple[str, Placement | str]]":
     """Every algorithm's placement, or why it does not apply; best first."""
     from loadmaster import api
     from loadmaster.cli.console import progress
     from loadmaster.core.placement import Placement
-    from loadmaster.placers.registry import available, placer, why_not
+    from loadmaster.placers.registry import placer, why_not
 
     rows: list[tuple[str, Placement | str]] = []
     with progress("comparing") as say:
-        for name in names or list(available()):
+        for name in names:
             say(name, 0.0)
             algorithm = placer(name)
             reason = why_not(algorithm, problem)

@@ -1,33 +1,43 @@
 """Where the command line speaks: results on stdout, everything else on stderr, progress while it lasts."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-_SAY_AFTER_S = 1.0
+from loadmaster.cli.plain import printable
+
+_FIRST_LINE_S = 1.0
+_LINES_SLOW_DOWN = 1.5
+_LONGEST_SILENCE_S = 20.0
+
+
+class _Console(Console):
+    """Rich's console, but a reader that went away is told to `app.main`, which knows the exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def stdout() -> Console:
     """For results; op names are data, so nothing in them is markup."""
-    return Console(markup=False, highlight=False, emoji=False)
+    return _Console(markup=False, highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """For messages and progress."""
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return _Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One document on stdout; numbers that JSON cannot hold are null."""
-    import msgspec
-
-    data = msgspec.json.format(msgspec.json.encode(_finite(document)), indent=2)
-    print(data.decode())
+    """One document on stdout, in ASCII for any terminal; numbers that JSON cannot hold are null."""
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -38,26 +48,52 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _News:
+    """What is being done and for how long; a spinner draws it anew at every turn."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.message = ""
+        self.began = time.perf_counter()
+
+    def __rich__(self) -> Text:
+        seconds = time.perf_counter() - self.began
+        message = f": {self.message}" if self.message else ""
+        return Text(printable(f"{self.what}{message} ({seconds:.0f} s)"))
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A spinner on a terminal; elsewhere a line now and then once it takes over a second."""
-    console = stderr()
-    began = time.perf_counter()
-    if console.is_terminal:
-        with console.status(Text(what)) as status:
-
-            def spin(message: str, _share: float) -> None:
-                seconds = time.perf_counter() - began
-                status.update(Text(f"{what}: {message} ({seconds:.0f} s)"))
-
-            yield spin
-        return
-    last = began
+    """A spinner on a terminal; elsewhere a line once it takes over a second, then ever fewer."""
+    console, news = stderr(), _News(what)
 
     def say(message: str, _share: float) -> None:
-        nonlocal last
-        if time.perf_counter() - last > _SAY_AFTER_S or "compiling" in message:
-            last = time.perf_counter()
-            console.print(f"{what}: {message} ({last - began:.0f} s)", style="dim")
+        news.message = message
+        if "compiling" in message and not console.is_terminal:
+            _tell_once(console, news)
 
-    yield say
+    if console.is_terminal:
+        with console.status(news, spinner="line"):
+            yield say
+        return
+    done = Event()
+    teller = Thread(target=_tell, args=(console, news, done), daemon=True)
+    teller.start()
+    try:
+        yield say
+    finally:
+        done.set()
+        teller.join()
+
+
+def _tell(console: Console, news: _News, done: Event) -> None:
+    """A line now and then until it is done."""
+    wait_s = _FIRST_LINE_S
+    while not done.wait(wait_s):
+        _tell_once(console, news)
+        wait_s = min(wait_s * _LINES_SLOW_DOWN, _LONGEST_SILENCE_S)
+
+
+def _tell_once(console: Console, news: _News) -> None:
+    with suppress(OSError):  # work goes on where nobody listens
+        console.print(news, style="dim", soft_wrap=True)

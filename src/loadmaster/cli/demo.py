@@ -1,43 +1,48 @@
 """loadmaster demo: a transformer's training step on four unequal devices, every algorithm."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadmaster.cli import options as o
+from loadmaster.cli.plain import printable
+
+if TYPE_CHECKING:
+    from loadmaster.core.placement import Placement
+    from loadmaster.core.timeline import Timeline
 
 SOURCE = "gen:transformer:1500"
 DEVICES = "V100-16GB, T4, RTX2080, cpu-64GB"
+SUMMARY = "Plan a transformer on four unequal devices."
 
 
 def command(
-    out_dir: Annotated[str, typer.Option("--out-dir", help="Where plan and trace are written.")] = "out",
+    out_dir: Annotated[
+        str, typer.Option("--out-dir", metavar="FOLDER", help="Where plan and trace are written.")
+    ] = "out",
     budget: o.BudgetText = "10s",
     json: o.Json = False,
 ) -> None:
     """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms."""
     from loadmaster import api
-    from loadmaster.cli import answers, tables
-    from loadmaster.cli.compare import run_all
+    from loadmaster.cli import answers
+    from loadmaster.cli.compare import chosen_names, run_all
     from loadmaster.cli.console import print_json, stderr, stdout
-    from loadmaster.core.errors import FileError
     from loadmaster.core.placement import Placement
+    from loadmaster.core.run import parse_budget
 
+    parse_budget(budget)
+    plan_path, trace_path = _paths(out_dir)
     say = stderr() if json else stdout()
     say.print(f"GPT-2-small, batch 8 x 1024, AdamW, one training step ({SOURCE}) on {DEVICES}")
+    say.print()
     problem = api.problem(SOURCE, DEVICES)
-    rows = run_all(problem, None, budget=budget, seed=0)
+    rows = run_all(problem, chosen_names(None), budget=budget, seed=0)
     best = next(result for _, result in rows if isinstance(result, Placement))
     plan = best.plan or best.least_overflow_plan
     assert plan is not None
     timeline = api.simulate(problem, plan)
-    folder = Path(out_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as trouble:
-        raise FileError(f"cannot make folder {out_dir}: {trouble.strerror}") from None
-    plan_path, trace_path = str(folder / "demo-plan.json"), str(folder / "demo-trace.json")
     api.save(best, plan_path)
     answers.save_trace(best, timeline, trace_path)
     if json:
@@ -47,14 +52,42 @@ def command(
         }
         print_json({"results": results, "plan": plan_path, "trace": trace_path})
         return
+    _show(rows, best, timeline)
+    console = stdout()
+    console.print()
+    for what, path, then in (
+        ("plan", plan_path, f"loadmaster simulate {plan_path}"),
+        ("trace", trace_path, "open it at ui.perfetto.dev"),
+    ):
+        console.print(printable(f"{what} written to {path}  ({then})"), soft_wrap=True)
+
+
+def _paths(out_dir: str) -> tuple[str, str]:
+    """Where plan and trace go; the folder is made, and what cannot be written is refused before any work."""
+    from loadmaster.core.errors import FileError
+    from loadmaster.core.io import require_writable
+
+    folder = Path(out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as trouble:
+        raise FileError(f"cannot make folder {out_dir}: {trouble.strerror}") from None
+    paths = str(folder / "demo-plan.json"), str(folder / "demo-trace.json")
+    for path in paths:
+        require_writable(path)
+    return paths
+
+
+def _show(rows: "list[tuple[str, Placement | str]]", best: "Placement", timeline: "Timeline") -> None:
+    from loadmaster.cli import tables
+    from loadmaster.cli.console import stdout
+
     console = stdout()
     console.print(tables.comparison(rows))
+    console.print()
     for line in tables.notes(rows):
         console.print(line, style="dim", soft_wrap=True)
     console.print()
     console.print(tables.summary(best))
     console.print()
     console.print(tables.devices(best, timeline))
-    console.print()
-    console.print(f"plan written to {plan_path}   (loadmaster simulate {plan_path})", soft_wrap=True)
-    console.print(f"trace written to {trace_path}  (open it at ui.perfetto.dev)", soft_wrap=True)

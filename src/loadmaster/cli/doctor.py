@@ -13,6 +13,7 @@ EXTRAS = {
     "train": ("torch", "safetensors", "optuna"),
     "ray": ("ray",),
 }
+SUMMARY = "Print versions, devices, extras and the cache."
 
 
 def command(json: o.Json = False) -> None:
@@ -25,14 +26,14 @@ def command(json: o.Json = False) -> None:
     if json:
         print_json(found)
         return
-    from rich.table import Table
+    from loadmaster.cli.tables import fields
 
-    table = Table.grid(padding=(0, 2))
+    lines: dict[str, object] = {}
     for section, rows in found.items():
-        table.add_row(section, "")
+        lines[section] = ""
         for name, value in rows.items():
-            table.add_row(f"  {name}", str(value))
-    stdout().print(table)
+            lines[f"  {name}"] = {True: "yes", False: "no"}.get(value, value)
+    stdout().print(fields(lines))
 
 
 def findings() -> dict[str, dict[str, Any]]:

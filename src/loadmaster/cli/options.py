@@ -6,51 +6,100 @@ import typer
 
 Source = Annotated[
     str,
-    typer.Argument(help="A graph: a file (own JSON, msr, pipedream, node-link) or gen:FAMILY:OPS[:SEED]."),
+    typer.Argument(
+        metavar="SOURCE",
+        help="A graph: a file (own JSON, msr, pipedream, node-link) or gen:FAMILY:OPS[:SEED],"
+        " e.g. gen:transformer:1500.",
+    ),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
         "--devices",
         "-d",
-        help="A cluster: '2xA100-80GB, cpu-64GB', a .toml or a .json file. Default: the source's own.",
+        metavar="CLUSTER",
+        help="'2xA100-80GB, cpu-64GB', a .toml or a saved .json file. Default: the source's own.",
     ),
 ]
-Algorithm = Annotated[str, typer.Option("--algorithm", "-a", help="See: loadmaster algorithms.")]
-BudgetText = Annotated[
-    str, typer.Option("--budget", "-b", help="Seconds (10s) or a count of scored plans (2000x, repeatable).")
+Algorithm = Annotated[
+    str, typer.Option("--algorithm", "-a", metavar="NAME", help="One of: loadmaster algorithms.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="For algorithms that draw.")]
+BudgetText = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BUDGET",
+        help="Seconds (10s), or a count of plans to try (2000x: the same answer every time).",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="For algorithms that draw; 0 or more.")]
 ObjectiveName = Annotated[
-    str | None, typer.Option("--objective", help="step or throughput. Default: the source's own.")
+    str | None,
+    typer.Option(
+        "--objective",
+        metavar="NAME",
+        help="step (one step's time) or throughput (pipelined time per sample). Default: the source's own.",
+    ),
 ]
 LinksName = Annotated[
     str | None,
-    typer.Option("--links", help="shared, parallel, half-duplex or host. Default: the source's own."),
+    typer.Option(
+        "--links",
+        metavar="NAME",
+        help="How transfers contend: shared, parallel, half-duplex or host. Default: the source's own.",
+    ),
 ]
 SplitName = Annotated[
-    str | None, typer.Option("--split", help="chain, convex or free: what a throughput plan must look like.")
+    str | None,
+    typer.Option(
+        "--split", metavar="NAME", help="What a throughput plan must look like: chain, convex or free."
+    ),
 ]
 LoadName = Annotated[
-    str, typer.Option("--load", help="sum, max2 or max3: how loads add up under links=host.")
+    str | None,
+    typer.Option("--load", metavar="NAME", help="How loads add up under --links host: sum, max2 or max3."),
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option("--optimizer", help="sgd, momentum, adam, adamw or adafactor: state of the parameters."),
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="What is kept beside each weight: sgd, momentum, adam, adamw or adafactor.",
+    ),
 ]
-Precision = Annotated[str, typer.Option("--precision", help="fp32 or mixed (16-bit weights, fp32 master).")]
+Precision = Annotated[
+    str,
+    typer.Option("--precision", metavar="NAME", help="fp32, or mixed (16-bit weights, fp32 master copy)."),
+]
 Pin = Annotated[
-    list[str] | None, typer.Option("--pin", help="OP_OR_MODULE=DEVICE, e.g. lm_head=gpu0. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="OP=DEVICE",
+        help="Keep an op or a module on a device: lm_head=gpu0. May be repeated.",
+    ),
 ]
-Reserve = Annotated[str, typer.Option("--reserve", help="Memory to keep free on every device, e.g. 1GiB.")]
+Reserve = Annotated[
+    str, typer.Option("--reserve", metavar="SIZE", help="Memory to keep free on every device, e.g. 1GiB.")
+]
 Format = Annotated[
-    str | None, typer.Option("--format", help="Format of the source, if it is not to be recognised.")
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="Read the file as own, msr, pipedream or nodelink. Default: recognised.",
+    ),
 ]
-MaxBytes = Annotated[str, typer.Option("--max-bytes", help="Refuse larger files.")]
+MaxBytes = Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Refuse larger files.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 Out = Annotated[
-    str | None, typer.Option("--out", "-o", help="Save the answer with all it needs (.json, .json.gz).")
+    str | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Save the answer with all it needs (.json, .json.gz)."),
 ]
 Trace = Annotated[
-    str | None, typer.Option("--trace", help="Write the timeline as a Chrome trace (Perfetto).")
+    str | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="Write the timeline as a Chrome trace; opens at ui.perfetto.dev."
+    ),
 ]

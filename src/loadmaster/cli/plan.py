@@ -1,8 +1,16 @@
 """loadmaster plan: the best plan for a graph on devices, with its proof or its reasons."""
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.core.placement import Placement
+    from loadmaster.core.timeline import Timeline
+
+SUMMARY = "Place a graph on devices."
 
 
 def command(
@@ -14,7 +22,7 @@ def command(
     objective: o.ObjectiveName = None,
     links: o.LinksName = None,
     split: o.SplitName = None,
-    load: o.LoadName = "sum",
+    load: o.LoadName = None,
     optimizer: o.Optimizer = None,
     precision: o.Precision = "fp32",
     pin: o.Pin = None,
@@ -25,15 +33,20 @@ def command(
     trace: o.Trace = None,
     json: o.Json = False,
 ) -> None:
-    """Place a graph on devices: step time, proven gap, peak memory, and why."""
+    """Place a graph on devices: step time, proven gap, peak memory, and why.
+
+    Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks.
+    """
     from loadmaster import api
-    from loadmaster.cli import answers, tables
-    from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.question import ask
+    from loadmaster.cli import answers
+    from loadmaster.cli.console import print_json, progress, stderr
+    from loadmaster.cli.plain import printable
+    from loadmaster.cli.question import ask, check_outputs
     from loadmaster.core.run import parse_budget
     from loadmaster.placers.registry import objectives_of, placer
 
     limit, chosen = parse_budget(budget), placer(algorithm)
+    check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
     only = objectives_of(chosen)
     problem = ask(
         source,
@@ -53,27 +66,40 @@ def command(
         placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, progress=say)
     plan = placement.plan or placement.least_overflow_plan
     timeline = api.simulate(problem, plan) if plan is not None else None
-    written = []
+    written = {}
     if out is not None:
         api.save(placement, out)
-        written.append(("plan", out))
+        written["plan"] = out
     if trace is not None and timeline is not None:
         answers.save_trace(placement, timeline, trace)
-        written.append(("trace", trace))
+        written["trace"] = trace
     if json:
-        document = answers.placement_document(placement)
-        print_json({"source": source, **document, **dict(written)})
+        print_json({"source": source, **answers.placement_document(placement), **written})
+        for line in [] if placement.fits else answers.why_not_fit(placement):
+            stderr().print(printable(line), soft_wrap=True)
     else:
-        console = stdout()
-        console.print(tables.summary(placement))
-        console.print()
-        console.print(tables.devices(placement, timeline))
-        if placement.members:
-            console.print()
-            console.print(tables.members(placement))
-        for line in [] if placement.fits else tables.why_not_fit(placement):
-            console.print(line, style="red", soft_wrap=True)
-        for what, path in written:
-            console.print(f"{what} written to {path}", soft_wrap=True)
+        _show(placement, timeline, written)
     if not placement.fits:
         raise typer.Exit(1)
+
+
+def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str, str]) -> None:
+    from loadmaster.cli import answers, tables
+    from loadmaster.cli.console import stdout
+    from loadmaster.cli.plain import printable
+
+    console = stdout()
+    console.print(tables.summary(placement))
+    console.print()
+    if not placement.fits:
+        console.print("the plan that came nearest:")
+    console.print(tables.devices(placement, timeline))
+    if placement.members:
+        console.print()
+        console.print(tables.members(placement))
+    if not placement.fits:
+        console.print()
+    for line in [] if placement.fits else answers.why_not_fit(placement):
+        console.print(printable(line), style="red", soft_wrap=True)
+    for what, path in written.items():
+        console.print(printable(f"{what} written to {path}"), soft_wrap=True)

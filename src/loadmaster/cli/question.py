@@ -1,9 +1,11 @@
-"""From options to a Problem: what every planning verb does first."""
+"""From options to a Problem, and what can be refused before any work: what every planning verb does first."""
 
+import os
 from typing import TYPE_CHECKING
 
 from loadmaster.cli.console import progress
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import FileError, InputError
+from loadmaster.core.io import require_writable
 from loadmaster.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ def ask(
     objective: str | None,
     links: str | None,
     split: str | None,
-    load: str,
+    load: str | None,
     optimizer: str | None,
     precision: str,
     pin: list[str] | None,
@@ -26,9 +28,8 @@ def ask(
     max_bytes: str,
 ) -> "Problem":
     """Read source and devices, with progress if that takes long."""
-    pins = dict(_pair(text) for text in pin or [])
-    with progress(f"reading {source}") as say:
-        say("loading", 0.0)
+    pins, reserve_bytes, limit = _pins(pin or []), size("--reserve", reserve), size("--max-bytes", max_bytes)
+    with progress(f"reading {source}"):
         from loadmaster import api
 
         return api.problem(
@@ -41,10 +42,45 @@ def ask(
             optimizer=optimizer,
             precision=precision,
             pin=pins,
-            reserve_bytes=parse_bytes(reserve),
+            reserve_bytes=reserve_bytes,
             format=format,
-            max_bytes=parse_bytes(max_bytes),
+            max_bytes=limit,
         )
+
+
+def size(option: str, text: str) -> int:
+    """The bytes an option gives, its name in the error."""
+    try:
+        return parse_bytes(text)
+    except InputError as problem:
+        raise InputError(f"{option}: {problem}") from None
+
+
+def check_outputs(outputs: dict[str, str | None], *, inputs: list[str | None]) -> None:
+    """Refuse what cannot be written, or would overwrite an input or another output."""
+    taken: dict[str, str] = {}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        require_writable(path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue  # /dev/null may take everything
+        for given in filter(None, inputs):
+            if os.path.exists(given) and os.path.exists(path) and os.path.samefile(path, given):
+                raise FileError(f"{option} {path} would overwrite the input {given}; name another file")
+        first = taken.setdefault(os.path.realpath(path), option)
+        if first != option:
+            raise FileError(f"{first} and {option} both name {path}; name two files")
+
+
+def _pins(pin: list[str]) -> dict[str, str]:
+    """Device of each pinned name."""
+    pins: dict[str, str] = {}
+    for text in pin:
+        name, device = _pair(text)
+        if pins.setdefault(name, device) != device:
+            raise InputError(f"--pin puts {name!r} on {pins[name]!r} and on {device!r}; pin it once")
+    return pins
 
 
 def _pair(text: str) -> tuple[str, str]:

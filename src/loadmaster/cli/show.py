@@ -1,146 +1,101 @@
 """loadmaster show: what is in a graph, a plan, a cluster or any saved file."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.core.cluster import Cluster
-    from loadmaster.core.graph import Graph
+    from loadmaster.cli.descriptions import Description
+    from loadmaster.core.io import AnyNoun
+
+SUMMARY = "Show a graph, a cluster or any saved file."
 
 
 def command(
     source: Annotated[
-        str | None, typer.Argument(help="A graph source, or any file Loadmaster wrote.")
+        str | None, typer.Argument(metavar="[SOURCE]", help="A graph source, or any file Loadmaster wrote.")
     ] = None,
-    devices: o.Devices = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            "-d",
+            metavar="CLUSTER",
+            help="A cluster to show: '2xA100-80GB, cpu-64GB', a .toml or a saved .json file.",
+        ),
+    ] = None,
+    ops: Annotated[
+        int, typer.Option("--ops", metavar="N", min=0, help="List the first N ops, too: names to pin.")
+    ] = 0,
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
     """Show a graph's size and shape, a saved plan, or (with --devices) a cluster."""
-    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.cli.console import print_json, progress, stdout
+    from loadmaster.cli.question import size
     from loadmaster.core.errors import InputError
 
     if source is None and devices is None:
         raise InputError("nothing to show; name a source, a file or --devices")
-    document: dict[str, Any] = {}
-    tables: list[Any] = []
-    if source is not None:
-        _add_thing(source, format, max_bytes, document, tables)
-    if devices is not None:
-        from loadmaster.cluster.parse import parse_cluster
-        from loadmaster.core.units import parse_bytes
+    limit = size("--max-bytes", max_bytes)
+    parts: list[Description] = []
+    with progress(f"reading {source if source is not None else devices}"):
+        if source is not None:
+            parts += _describe(source, format, limit, ops)
+        if devices is not None:
+            from loadmaster.cli.descriptions import describe_cluster
+            from loadmaster.cluster.parse import parse_cluster
 
-        _add_cluster(parse_cluster(devices, max_bytes=parse_bytes(max_bytes)), document, tables)
+            parts.append(describe_cluster(parse_cluster(devices, max_bytes=limit)))
     if json:
-        print_json(document)
+        print_json({key: value for document, _ in parts for key, value in document.items()})
         return
     console = stdout()
-    for table in tables:
+    for number, table in enumerate(table for _, shown in parts for table in shown):
+        if number:
+            console.print()
         console.print(table)
-        console.print()
 
 
-def _add_thing(
-    source: str, format: str | None, max_bytes: str, document: dict[str, Any], tables: list[Any]
-) -> None:
-    """A saved noun is shown as what it is; anything else is read as a graph."""
-    from loadmaster.cli import answers
-    from loadmaster.cli import tables as t
-    from loadmaster.core import io
+def _describe(source: str, format: str | None, limit: int, num_listed: int) -> "list[Description]":
+    """A saved noun is described as what it is; anything else is read as a graph."""
+    from loadmaster.cli import descriptions as d
     from loadmaster.core.cluster import Cluster
+    from loadmaster.core.graph import Graph
     from loadmaster.core.placement import Placement
+    from loadmaster.core.problem import Problem
     from loadmaster.core.timeline import Timeline
-    from loadmaster.core.units import parse_bytes
-    from loadmaster.graph.formats import own
     from loadmaster.graph.source import read_source
 
-    limit = parse_bytes(max_bytes)
-    noun = None
-    if format is None and not source.startswith("gen:"):
-        data = io.read_bytes(source, max_bytes=limit)
-        noun = io.decode(data, where=source) if own.recognises(data) else None
+    noun = _saved_noun(source, limit) if format is None else None
     if isinstance(noun, Cluster):
-        _add_cluster(noun, document, tables)
-    elif isinstance(noun, Timeline):
-        document["timeline"] = answers.timeline_document(noun)
-        tables.append(_fields(document["timeline"]))
-    elif isinstance(noun, Placement):
-        document["placement"] = answers.placement_document(noun)
-        tables.extend([t.summary(noun), t.devices(noun, None)])
-        _add_graph(noun.problem.graph, document, tables)
-    else:
-        workload = read_source(source, format=format, max_bytes=limit)
-        _add_graph(workload.graph, document, tables)
-        if workload.cluster is not None:
-            _add_cluster(workload.cluster, document, tables)
+        return [d.describe_cluster(noun)]
+    if isinstance(noun, Timeline):
+        return [d.describe_timeline(noun)]
+    if isinstance(noun, Placement):
+        graph = d.describe_graph(noun.problem.graph, num_listed)
+        return [d.describe_placement(noun), d.describe_problem(noun.problem), graph]
+    if isinstance(noun, Problem):
+        graph = d.describe_graph(noun.graph, num_listed)
+        return [d.describe_problem(noun), graph, d.describe_cluster(noun.cluster)]
+    if noun is not None and not isinstance(noun, Graph):
+        return [d.describe_other(noun)]
+    workload = read_source(source, format=format, max_bytes=limit)
+    parts = [d.describe_graph(workload.graph, num_listed)]
+    return parts + ([d.describe_cluster(workload.cluster)] if workload.cluster is not None else [])
 
 
-def _fields(rows: dict[str, Any]) -> Any:
-    from rich.table import Table
+def _saved_noun(source: str, limit: int) -> "AnyNoun | None":
+    """The noun in a file of our own, None for any other source."""
+    import os
 
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    return table
+    from loadmaster.core import io
+    from loadmaster.graph.formats import own
 
-
-def _add_graph(graph: "Graph", document: dict[str, Any], tables: list[Any]) -> None:
-    from dataclasses import asdict
-
-    from loadmaster.cli.tables import one_line
-    from loadmaster.core.units import format_bytes, format_flops
-    from loadmaster.graph.measures import measure
-
-    measures = asdict(measure(graph))
-    document["graph"] = {"name": graph.name, "capture": graph.capture, "digest": graph.digest, **measures}
-    shown: dict[str, Any] = {"graph": one_line(graph.name), "made": graph.capture}
-    for name, value in measures.items():
-        text = format_bytes(value) if name.endswith("bytes") else value
-        shown[name.replace("_", " ")] = format_flops(value) if name.endswith("flops") else text
-    tables.append(_fields({**shown, "digest": graph.digest[:16]}))
-
-
-def _add_cluster(cluster: "Cluster", document: dict[str, Any], tables: list[Any]) -> None:
-    from rich.table import Table
-
-    from loadmaster.cli.tables import memory_text, one_line
-    from loadmaster.core.graph import Dtype
-    from loadmaster.core.units import format_bytes, format_flops, format_seconds
-
-    rows = []
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("device", "kind", "host", "memory", "float32", "bfloat16", "memory rate"):
-        table.add_column(title)
-    for d, name in enumerate(cluster.device_name):
-        k = int(cluster.kind[d])
-        rate = cluster.flops_per_s[k]
-        rows.append(
-            {"name": name, "kind": cluster.kind_name[k], "memory_bytes": int(cluster.memory_bytes[d])}
-        )
-        table.add_row(
-            one_line(name),
-            one_line(cluster.kind_name[k]),
-            str(cluster.host[d]),
-            memory_text(int(cluster.memory_bytes[d])),
-            f"{format_flops(rate[Dtype.FLOAT32])}/s",
-            f"{format_flops(rate[Dtype.BFLOAT16])}/s",
-            f"{format_bytes(cluster.memory_bytes_per_s[k])}/s",
-        )
-    links = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("link", "rate", "latency"):
-        links.add_column(title)
-    for i, name in enumerate(cluster.link_name[:40]):
-        latency = format_seconds(cluster.link_latency_s[i])
-        links.add_row(one_line(name), f"{format_bytes(cluster.link_bytes_per_s[i])}/s", latency)
-    document["cluster"] = {"name": cluster.name, "digest": cluster.digest, "devices": rows}
-    document["cluster"]["links"] = [
-        {"name": name, "bytes_per_s": float(rate), "latency_s": float(latency)}
-        for name, rate, latency in zip(
-            cluster.link_name, cluster.link_bytes_per_s, cluster.link_latency_s, strict=True
-        )
-    ]
-    tables.extend([table, links])
+    if source.startswith("gen:") or not os.path.exists(source):
+        return None
+    data = io.read_bytes(source, max_bytes=limit)
+    return io.decode(data, where=source) if own.recognises(data) else None

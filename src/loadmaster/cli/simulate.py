@@ -1,20 +1,41 @@
 """loadmaster simulate: a saved plan run again, under the same or another model of the links."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loadmaster.cli import options as o
 
+if TYPE_CHECKING:
+    from loadmaster.core.placement import Placement
+    from loadmaster.core.plan import Plan
+    from loadmaster.core.timeline import Timeline
+
+SUMMARY = "Simulate a saved plan."
+
 
 def command(
-    plan: Annotated[str, typer.Argument(help="A plan saved by: loadmaster plan --out plan.json")],
-    links: o.LinksName = None,
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A file saved by: loadmaster plan ... --out plan.json")
+    ],
+    links: Annotated[
+        str | None,
+        typer.Option(
+            "--links",
+            metavar="NAME",
+            help="How transfers contend: shared, parallel, half-duplex or host. Default: as planned.",
+        ),
+    ] = None,
     dispatch: Annotated[
-        str | None, typer.Option("--dispatch", help="in_order (the plan's order) or ready (first come).")
+        str | None,
+        typer.Option(
+            "--dispatch", metavar="NAME", help="in_order (the plan's order, default) or ready (first come)."
+        ),
     ] = None,
     max_bytes: o.MaxBytes = "1GiB",
-    out: o.Out = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="FILE", help="Save the timeline (.json, .json.gz).")
+    ] = None,
     trace: o.Trace = None,
     json: o.Json = False,
 ) -> None:
@@ -22,34 +43,77 @@ def command(
     from dataclasses import replace
 
     from loadmaster import api
-    from loadmaster.cli import answers, tables
-    from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.core.errors import SchemaError
-    from loadmaster.core.placement import Placement
-    from loadmaster.core.units import format_seconds, parse_bytes
+    from loadmaster.cli import answers
+    from loadmaster.cli.console import print_json, progress
+    from loadmaster.cli.question import check_outputs, size
+    from loadmaster.core.problem import Objective
 
-    with progress(f"simulating {plan}") as say:
-        placement = api.load(plan, max_bytes=parse_bytes(max_bytes))
-        if not isinstance(placement, Placement):
-            raise SchemaError(
-                f"{plan} holds a {type(placement).__name__.lower()}; simulate wants a placement, as"
-                " 'loadmaster plan --out' saves it"
-            )
-        order = placement.plan or placement.least_overflow_plan
-        if order is None:
-            raise SchemaError(f"{plan} holds no plan: nothing was found for it")
-        say("running", 0.0)
-        timeline = api.simulate(placement.problem, order, links, dispatch=dispatch)
+    limit = size("--max-bytes", max_bytes)
+    check_outputs({"--out": out, "--trace": trace}, inputs=[plan])
+    with progress(f"simulating {plan}"):
+        placement, order = _read(plan, limit)
+        problem = placement.problem
+        timeline = api.simulate(problem, order, links, dispatch=dispatch)
+        per_sample = problem.objective == Objective.THROUGHPUT
+        step_s = api.seconds_per_sample(problem, order, links) if per_sample else timeline.step_s
     if out is not None:
         api.save(timeline, out)
     if trace is not None:
         answers.save_trace(placement, timeline, trace)
+    document = {
+        "plan": plan,
+        **answers.timeline_document(timeline),
+        "objective": problem.objective.value,
+        "step_s": step_s,
+        "pass_s": timeline.step_s,
+        "memory_bytes": problem.cluster.usable_bytes.tolist(),
+        "fits": bool((timeline.peak_bytes <= problem.cluster.usable_bytes).all()),
+        "links": links or problem.links.value,
+        "out": out,
+        "trace": trace,
+    }
     if json:
-        print_json({"plan": plan, **answers.timeline_document(timeline), "out": out, "trace": trace})
+        print_json(document)
         return
+    score_s = step_s if placement.fits else None
+    _show(replace(placement, peak_bytes=timeline.peak_bytes, score_s=score_s), timeline, document)
+
+
+def _read(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
+    """The placement in a file and the plan to run."""
+    from loadmaster import api
+    from loadmaster.core.errors import SchemaError
+    from loadmaster.core.placement import Placement
+
+    placement = api.load(path, max_bytes=max_bytes)
+    if not isinstance(placement, Placement):
+        kind = type(placement).__name__.lower()
+        raise SchemaError(
+            f"{path} holds a {kind}; simulate wants a placement, as 'loadmaster plan --out' saves it"
+        )
+    order = placement.plan or placement.least_overflow_plan
+    if order is None:
+        raise SchemaError(f"{path} holds no plan: nothing was found for it")
+    return placement, order
+
+
+def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]) -> None:
+    from loadmaster.cli import tables
+    from loadmaster.cli.console import stdout
+    from loadmaster.cli.plain import printable
+    from loadmaster.core.problem import Objective
+    from loadmaster.core.units import format_seconds
+
+    objective = placement.problem.objective
+    rows: dict[str, object] = {tables.time_word(objective): format_seconds(document["step_s"])}
+    if objective == Objective.THROUGHPUT:
+        rows["one sample alone"] = format_seconds(document["pass_s"])
+    if not document["fits"]:
+        rows["memory"] = "does not fit: a peak is above the device's memory"
     console = stdout()
-    console.print(f"one pass takes {format_seconds(timeline.step_s)}")
-    console.print(tables.devices(replace(placement, peak_bytes=timeline.peak_bytes), timeline))
-    for what, path in (("timeline", out), ("trace", trace)):
+    console.print(tables.fields(rows))
+    console.print()
+    console.print(tables.devices(placement, timeline))
+    for what, path in (("timeline", document["out"]), ("trace", document["trace"])):
         if path is not None:
-            console.print(f"{what} written to {path}", soft_wrap=True)
+            console.print(printable(f"{what} written to {path}"), soft_wrap=True)

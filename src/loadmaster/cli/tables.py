@@ -1,11 +1,16 @@
 """Tables for people: plans, devices, algorithms side by side."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from loadmaster.cli.answers import why_not_fit
+from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
@@ -13,12 +18,42 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 
 _MOST_PEAKS = 6
+_STATUS = {
+    Status.OPTIMAL: "optimal (proven)",
+    Status.FEASIBLE: "feasible",
+    Status.INFEASIBLE: "infeasible (proven: no plan fits)",
+    Status.NOT_FOUND: "no plan that fits was found",
+}
 
 
 def one_line(text: str, limit: int = 48) -> Text:
     """A name from elsewhere, safe to print: control characters shown, markup not obeyed."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = printable(text)
     return Text(shown if len(shown) <= limit else f"{shown[: limit - 1]}…")
+
+
+def columns(*titles: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """An empty table; numbers stand to the `right`, and `whole` columns are never cut or wrapped."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(
+            Text(title),
+            justify="right" if title in right else "left",
+            no_wrap=title in whole,
+            overflow="fold",
+            min_width=max((len(word) for word in title.split()[:2]), default=0),  # of its heading
+        )
+    return table
+
+
+def fields(rows: dict[str, object]) -> Table:
+    """Names and values, one pair a line."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(printable(name), value if isinstance(value, Text) else printable(str(value)))
+    return table
 
 
 def time_word(objective: Objective) -> str:
@@ -36,19 +71,27 @@ def gap_text(gap: float | None) -> str:
     return "-" if gap is None else format_percent(gap)
 
 
+def bound_text(placement: Placement) -> str:
+    """The lower bound and the argument behind it."""
+    if placement.bound_s <= 0:
+        return "none"
+    return f"{format_seconds(placement.bound_s)} ({placement.bound_name})"
+
+
 def summary(placement: Placement) -> Table:
     """What was found, how good it is, and what proves it."""
-    table = Table.grid(padding=(0, 2))
-    table.add_row("algorithm", _winner(placement))
-    style = "green" if placement.fits else "red"
-    table.add_row("status", Text(placement.status.replace("_", " "), style=style))
+    rows: dict[str, object] = {
+        "algorithm": _winner(placement),
+        "status": Text(_STATUS[placement.status], style="green" if placement.fits else "red"),
+    }
     if placement.score_s is not None:
-        table.add_row(time_word(placement.problem.objective), format_seconds(placement.score_s))
-    table.add_row("lower bound", f"{format_seconds(placement.bound_s)} ({placement.bound_name})")
-    table.add_row("gap", f"{gap_text(placement.gap)} at most" if placement.gap else gap_text(placement.gap))
-    table.add_row("plan time", format_seconds(placement.wall_s))
-    table.add_row("digest", placement.digest[:16])
-    return table
+        rows[time_word(placement.problem.objective)] = format_seconds(placement.score_s)
+    rows["lower bound"] = bound_text(placement)
+    if placement.gap is not None:
+        rows["gap"] = f"at most {gap_text(placement.gap)} above the best possible"
+    rows["plan time"] = format_seconds(placement.wall_s)
+    rows["digest"] = placement.digest[:16]
+    return fields(rows)
 
 
 def _winner(placement: Placement) -> str:
@@ -57,50 +100,63 @@ def _winner(placement: Placement) -> str:
 
 
 def devices(placement: Placement, timeline: Timeline | None) -> Table:
-    """Every device: what it holds, how busy it is, and how full."""
+    """Every device: what it holds, how busy it is (if a timeline says so), and how full."""
     cluster = placement.problem.cluster
     plan = placement.plan or placement.least_overflow_plan
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("device", "kind", "ops", "busy", "peak", "memory", ""):
-        table.add_column(name, justify="left" if name in ("device", "kind", "") else "right")
-    counts = (
-        np.bincount(plan.device, minlength=cluster.num_devices) if plan else np.zeros(cluster.num_devices)
-    )
+    busy = _busy(placement, timeline)
+    titles = ["device", "kind", "ops", *(["busy"] if busy else []), "peak", "memory", ""]
+    table = columns(*titles, right=("ops", "busy", "peak", "memory"), whole=("ops", "busy", "peak", "memory"))
+    num = cluster.num_devices
+    counts = np.bincount(plan.device, minlength=num) if plan else np.zeros(num, dtype=np.int64)
     for d, name in enumerate(cluster.device_name):
-        busy = "-"
-        if timeline is not None and timeline.step_s > 0:
-            busy = format_percent(timeline.busy_s[d] / timeline.step_s)
         usable, peak = int(cluster.usable_bytes[d]), int(placement.peak_bytes[d])
         table.add_row(
             one_line(name),
             one_line(cluster.kind_name[cluster.kind[d]]),
             str(int(counts[d])),
-            busy,
+            *(busy[d : d + 1]),
             format_bytes(peak),
             memory_text(usable),
-            bar(peak / usable),
+            Bar(peak / usable),
         )
     return table
 
 
-def bar(share: float, width: int = 20) -> Text:
-    """A filled bar; red where it overflows."""
-    full = min(width, round(share * width))
-    colour = "red" if share > 1 else "yellow" if share > 0.9 else "green"
-    text = Text("█" * full, style=colour)
-    text.append("░" * (width - full), style="dim")
-    return text
+def _busy(placement: Placement, timeline: Timeline | None) -> list[str]:
+    """Share of the time each device computes: of the step, or of a pipeline's time per sample."""
+    if timeline is None:
+        return []
+    per_sample = placement.problem.objective == Objective.THROUGHPUT and placement.score_s
+    period_s = placement.score_s if per_sample else timeline.step_s
+    return [format_percent(busy_s / period_s) if period_s else "-" for busy_s in timeline.busy_s.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A filled bar as wide as there is room for; red where it overflows."""
+
+    share: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Four to twenty characters."""
+        return Measurement(4, 20)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The bar, in this terminal's width."""
+        width = min(options.max_width, 20)
+        full = min(width, round(min(self.share, 1.0) * width))
+        colour = "red" if self.share > 1 else "yellow" if self.share > 0.9 else "green"
+        yield Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
 
 
 def members(placement: Placement) -> Table:
     """How the members of a portfolio did."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("member", "status", "time", "took", "why"):
-        table.add_column(name)
+    table = columns("member", "status", "time", "took", "why", whole=("member", "status", "time", "took"))
     for m in placement.members:
         status = m.status.replace("_", " ") if m.status else "-"
         seconds = "-" if m.score_s is None else format_seconds(m.score_s)
-        table.add_row(m.name, status, seconds, format_seconds(m.seconds), one_line(m.reason, 70))
+        took = "-" if m.status is None else format_seconds(m.seconds)
+        table.add_row(one_line(m.name), status, seconds, took, one_line(m.reason, 70))
     return table
 
 
@@ -109,18 +165,18 @@ def comparison(rows: Sequence[tuple[str, Placement | str]]) -> Table:
     placements = [p for _, p in rows if isinstance(p, Placement)]
     names = placements[0].problem.cluster.device_name if placements else ()
     word = time_word(placements[0].problem.objective) if placements else "time"
-    shown = "/".join(names) if len(names) <= _MOST_PEAKS else "fullest device"
+    few = len(names) <= _MOST_PEAKS
+    shown = " / ".join(one_line(name, 24).plain for name in names) if few else "fullest device"
     unit = "GiB" if max((int(p.peak_bytes.max()) for p in placements), default=0) >= 2**29 else "MiB"
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("algorithm", word, "gap", f"peak {unit} {shown}", "plan time"):
-        table.add_column(Text(title), justify="left" if title == "algorithm" else "right")
+    titles = ("algorithm", word, "gap", f"peak {unit} {shown}", "plan time")
+    table = columns(*titles, right=titles[1:], whole=("algorithm", "gap"))
     fastest = min((p.score_s for p in placements if p.score_s is not None), default=None)
     for name, result in rows:
         if isinstance(result, str):
-            table.add_row(name, "-", "-", "-", "-", style="dim")
+            table.add_row(one_line(name), "-", "-", "-", "-", style="dim")
             continue
         table.add_row(
-            name,
+            one_line(name),
             format_seconds(result.score_s) if result.score_s is not None else "does not fit",
             gap_text(result.gap),
             peaks(result, 2**30 if unit == "GiB" else 2**20),
@@ -138,9 +194,16 @@ def peaks(placement: Placement, scale: int) -> str:
 
 
 def notes(rows: Sequence[tuple[str, Placement | str]]) -> list[str]:
-    """Why some algorithms have no plan, and which plans are proven."""
-    said = [(name, result if isinstance(result, str) else note(result)) for name, result in rows]
-    return [f"{name}: {text}" for name, text in said if text]
+    """What the gap is measured from, why some algorithms have no plan, and which plans are proven."""
+    placements = [p for _, p in rows if isinstance(p, Placement)]
+    said: dict[str, list[str]] = {}
+    for name, result in rows:
+        text = result if isinstance(result, str) else note(result)
+        said.setdefault(text.removeprefix(f"{name} "), []).append(name)
+    lines = [f"{', '.join(names)}: {text}" for text, names in said.items() if text]
+    if any(p.gap is not None for p in placements):
+        lines.insert(0, f"gap: above the lower bound of {bound_text(placements[0])}, which no plan can beat")
+    return [printable(line) for line in lines]
 
 
 def note(placement: Placement) -> str:
@@ -148,18 +211,3 @@ def note(placement: Placement) -> str:
     if placement.status == Status.OPTIMAL:
         return f"optimal: {placement.proof}"
     return "" if placement.fits else why_not_fit(placement)[0]
-
-
-def why_not_fit(placement: Placement) -> list[str]:
-    """One line per reason: the proof, or which device lacks how many bytes and what to do."""
-    cluster = placement.problem.cluster
-    lines = []
-    if placement.status == Status.INFEASIBLE:
-        lines.append(f"proven: {placement.proof}")
-    for d in np.flatnonzero(placement.shortfall_bytes > 0):
-        need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
-        lines.append(
-            f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)}; free"
-            f" {format_bytes(need - have)} more: a smaller batch, a device more, or another --algorithm"
-        )
-    return lines or [placement.proof or "no plan was found"]

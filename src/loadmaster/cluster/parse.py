@@ -92,7 +92,9 @@ def _from_file(path: str, max_bytes: int) -> Cluster:
     try:
         data = tomllib.loads(read_bytes(path, max_bytes=max_bytes).decode("utf-8"))
         table = msgspec.convert(data, _ClusterTable)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, msgspec.ValidationError) as problem:
+    except (ValueError, RecursionError, msgspec.ValidationError) as problem:
+        if isinstance(problem, InputError):
+            raise
         raise FormatError(f"{path} is not a cluster in TOML: {problem}") from None
     try:
         return _from_table(table, default_name=Path(path).stem)

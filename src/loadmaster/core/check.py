@@ -90,15 +90,20 @@ def _torn_group(group: Ints, device: Ints) -> tuple[int, int] | None:
 def order_cycle(problem: Problem, plan: Plan) -> str:
     """Why the plan's order cannot be run in order ('' = it can).
 
-    Engine order and data dependencies together must have no cycle.
+    Engine order and data dependencies together must have no cycle. Where ops are issued by one thread, it
+    must come to a producer before it comes to its consumer.
     """
     graph = problem.graph
     sequence = np.lexsort((np.arange(graph.num_ops), plan.priority))
     position = np.empty(graph.num_ops, dtype=np.int64)
     position[sequence] = np.arange(graph.num_ops)
     source, target = edges(graph)
-    if (position[source] < position[target]).all():
+    late = np.flatnonzero(position[source] > position[target])
+    if len(late) == 0:
         return ""
+    if problem.costs.issue_s.any():
+        maker, user = (graph.op_name[side[late[0]]] for side in (source, target))
+        return f"the order deadlocks: op {user!r} is issued before op {maker!r}, whose tensor it uses"
     engine = problem.cluster.engine[plan.device[sequence]]
     by_engine = sequence[np.argsort(engine, kind="stable")]
     same = np.sort(engine, kind="stable")

@@ -8,6 +8,10 @@ nothing" is not an error but a `Status`.
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_GUESS = 100
+_MOST_LISTED = 40
+_FEW = 5
+
 
 class LoadmasterError(Exception):
     """Something the user gave cannot be used."""
@@ -50,12 +54,22 @@ class SchemaError(FormatError):
 
 
 class UnknownNameError(InputError):
-    """A name is not among the known ones; the message offers the nearest."""
+    """A name is not among the known ones; the message offers the nearest, or some of those there are."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, see: str = "") -> None:
-        """`see` names the command or page that lists the known names."""
-        choices = sorted(known)
-        lowered = {choice.lower(): choice for choice in choices}
-        near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-        hint = f"; did you mean {lowered[near[0]]!r}?" if near else f"; known: {', '.join(choices)}"
-        super().__init__(f"unknown {what} {name!r}{hint}{f' ({see})' if see else ''}")
+        """`see` says what lists the known names."""
+        choices = sorted(set(known) - {""})
+        lowered = {choice.lower(): choice for choice in choices if len(choice) <= _LONGEST_GUESS}
+        asked = name[: 2 * _LONGEST_GUESS].lower()  # the search is quadratic in the length of a name
+        near = difflib.get_close_matches(asked, lowered, n=1, cutoff=0.5)
+        hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
+        if not near or len(choices) <= _FEW:  # of two words, the nearest may be far
+            hint += f"known: {_listed(choices)}"
+        super().__init__(f"unknown {what} {name!r}; {hint.strip()}{f' ({see})' if see else ''}")
+
+
+def _listed(choices: list[str]) -> str:
+    """The choices, or the first of very many."""
+    shown = ", ".join(choices[:_MOST_LISTED])
+    more = len(choices) - _MOST_LISTED
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -136,6 +136,8 @@ class Graph:
             values: Longs = getattr(self, field)
             if values.size and values.min() < 0:
                 raise GraphError(f"Graph.{field}: {values.min()} is negative; bytes are >= 0")
+            if float(values.sum(dtype=np.float64)) >= 2.0**62:
+                raise GraphError(f"Graph.{field}: the total is 4 EiB or more; no device holds that")
         mirrored = self.mirror != NO_MIRROR
         if (self.phase[mirrored] != Phase.BACKWARD).any():
             raise GraphError("Graph.mirror: only a backward op may name the forward op it mirrors")

@@ -4,6 +4,9 @@
 
 A float column holds null for infinity. A name that ends in `.gz` is compressed. The digest, where
 present, must match the content: a damaged file is said to be damaged.
+
+A file is replaced only when the new one is complete. A device such as /dev/null is written to, never
+replaced, and of a symbolic link the file it points at.
 """
 
 import gzip
@@ -11,7 +14,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import IO, Any, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -22,16 +25,19 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Costs, Problem
+from loadmaster.core.run import Budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2**30
-AnyNoun = Graph | Cluster | Costs | Problem | Plan | Pipeline | Placement | Timeline
+AnyNoun = Graph | Cluster | Costs | Problem | Plan | Pipeline | Placement | Timeline | Budget
 NOUNS: dict[str, type[Any]] = {
     noun.__name__.lower(): noun
-    for noun in (Graph, Cluster, Costs, Problem, Plan, Pipeline, Placement, Timeline)
+    for noun in (Graph, Cluster, Costs, Problem, Plan, Pipeline, Placement, Timeline, Budget)
 }
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CHUNK_BYTES = 2**20
 
 
 class _Envelope(msgspec.Struct):
@@ -43,15 +49,20 @@ class _Envelope(msgspec.Struct):
 
 def encode(noun: AnyNoun) -> bytes:
     """The JSON document of a noun."""
-    content = msgspec.Raw(msgspec.json.encode(noun, enc_hook=_encode_array))
     kind = type(noun).__name__.lower()
+    if kind not in NOUNS:
+        raise FormatError(f"a {type(noun).__name__} cannot be saved; give one of {', '.join(NOUNS)}")
+    try:
+        content = msgspec.Raw(msgspec.json.encode(noun, enc_hook=_encode_array))
+    except UnicodeEncodeError as problem:  # half a surrogate pair, as Python makes of undecodable bytes
+        raise FormatError(f"a name in this {kind} is not Unicode text: {problem}; rename it") from None
     return msgspec.json.encode(_Envelope(kind, SCHEMA_VERSION, content, noun.digest))
 
 
 def decode(data: bytes, *, where: str = "document") -> AnyNoun:
     """The noun of a JSON document; `where` names it in errors."""
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
+        envelope = msgspec.json.decode(data.removeprefix(_BYTE_ORDER_MARK), type=_Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise FormatError(f"{where} is not a Loadmaster JSON file: {problem}") from None
     if envelope.loadmaster not in NOUNS:
@@ -65,12 +76,13 @@ def decode(data: bytes, *, where: str = "document") -> AnyNoun:
     noun_type = NOUNS[envelope.loadmaster]
     try:
         noun = msgspec.json.decode(envelope.content, type=noun_type, dec_hook=_decode_array)
-    except (msgspec.DecodeError, RecursionError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise FormatError(f"{where}: bad {envelope.loadmaster}: {problem}") from None
     assert isinstance(noun, AnyNoun)
-    if envelope.digest and envelope.digest != noun.digest:
+    found = noun.digest
+    if envelope.digest and envelope.digest != found:
         raise FormatError(
-            f"{where} is damaged: its digest says {envelope.digest[:12]}, its content {noun.digest[:12]};"
+            f"{where} is damaged: its digest says {envelope.digest[:12]}, its content {found[:12]};"
             " if you edited it on purpose, delete the digest"
         )
     return noun
@@ -93,11 +105,11 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
                 raise _too_large(path, size, max_bytes)
-            if not str(path).endswith(".gz"):
-                data = file.read(max_bytes + 1)
-            else:
+            if str(path).endswith(".gz"):
                 with gzip.GzipFile(fileobj=file) as unzipped:
-                    data = unzipped.read(max_bytes + 1)
+                    data = _read_at_most(unzipped, max_bytes + 1, _CHUNK_BYTES)
+            else:
+                data = _read_at_most(file, max_bytes + 1, max(size + 1, _CHUNK_BYTES))
     except (OSError, ValueError) as problem:  # ValueError: a name with a NUL in it
         if isinstance(problem, InputError):
             raise
@@ -105,32 +117,75 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
     except (EOFError, zlib.error) as problem:
         raise FormatError(f"{path} is not a whole gzip file: {problem}") from None
     if len(data) > max_bytes:
-        raise _too_large(path, len(data), max_bytes)
+        raise _too_large(path, None, max_bytes)
     return data
+
+
+def _read_at_most(stream: IO[bytes] | gzip.GzipFile, limit: int, chunk_bytes: int) -> bytes:
+    """Up to `limit` bytes; memory is taken as they come, not as they are allowed."""
+    parts: list[bytes] = []
+    left = limit
+    while left > 0 and (part := stream.read(min(left, chunk_bytes))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file whole or not at all: an old file stays until the new one is complete."""
-    target = Path(path)
-    if target.is_dir():
-        raise FileError(f"cannot write {path}: it is a folder; name a file")
+    require_writable(path)
+    target = _target(path)
+    content = gzip.compress(data, 6, mtime=0) if target.name.endswith(".gz") else data
     scratch: str | None = None
     try:
-        if target.exists() and not os.access(target, os.W_OK):
-            raise PermissionError(13, "the file is read-only")
-        handle, scratch = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
+        if _is_special(target):
+            target.write_bytes(content)
+            return
+        handle, scratch = tempfile.mkstemp(prefix=".loadmaster-", dir=target.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(gzip.compress(data, 6, mtime=0) if target.name.endswith(".gz") else data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(scratch, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
         os.replace(scratch, target)
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise FileError(f"cannot write {path}: {reason}; the old content, if any, is untouched") from None
+        raise _unwritable(path, problem.strerror or str(problem)) from None
     finally:
         if scratch is not None and os.path.exists(scratch):
             os.unlink(scratch)
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse before any work is done what `write_bytes` would refuse after it."""
+    try:
+        target = _target(path)
+        if target.is_dir():
+            raise FileError(f"cannot write {path}: it is a folder; name a file")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise _unwritable(path, "the file is read-only")
+        if not target.parent.is_dir():
+            raise _unwritable(path, f"there is no folder {target.parent}")
+        if not _is_special(target):
+            with tempfile.TemporaryFile(dir=target.parent):
+                return
+    except (OSError, ValueError) as problem:  # ValueError: a name with a NUL in it
+        if isinstance(problem, InputError):
+            raise
+        raise _unwritable(path, getattr(problem, "strerror", None) or str(problem)) from None
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """What is to be written: a device or pipe as it is named, else the file that a link points at."""
+    return Path(path) if _is_special(Path(path)) else Path(os.path.realpath(path))
+
+
+def _is_special(target: Path) -> bool:
+    """Whether this is a device or a pipe: something to write to, which must not be replaced."""
+    return target.exists() and not target.is_file()
+
+
+def _unwritable(path: str | os.PathLike[str], reason: str) -> FileError:
+    return FileError(f"cannot write {path}: {reason}; the old content, if any, is untouched")
 
 
 def json_schema(noun_type: type[Any]) -> dict[str, Any]:
@@ -169,12 +224,23 @@ def _encode_array(value: object) -> list[Any]:
 def _decode_array(kind: Any, value: object) -> Any:
     wanted = np.dtype(kind.__args__[1].__args__[0])
     try:
-        array = np.asarray(value, dtype=wanted if wanted.kind == "f" else None)
-    except (TypeError, ValueError) as problem:
+        array = np.asarray(value)
+        if array.dtype.kind in "US" or any(isinstance(part, str) for part in _loose(array)):
+            raise InputError("a column holds text; give numbers")
+        if wanted.kind == "f" and array.dtype != wanted:
+            array = array.astype(wanted)
+    except (TypeError, ValueError, OverflowError) as problem:
+        if isinstance(problem, InputError):
+            raise
         raise InputError(f"a column cannot be read as numbers: {problem}") from None
     if wanted.kind == "f":
         array[np.isnan(array)] = np.inf
     return array
+
+
+def _loose(array: np.ndarray[Any, Any]) -> list[Any]:
+    """The parts of an array that numpy found no number type for: nulls, huge numbers, anything."""
+    return array.reshape(-1).tolist() if array.dtype.kind == "O" else []
 
 
 def _array_schema(kind: Any) -> dict[str, Any]:
@@ -190,8 +256,10 @@ def _umask() -> int:
     return mask
 
 
-def _too_large(path: str | os.PathLike[str], size: int, max_bytes: int) -> FileError:
-    return FileError(
-        f"{path} has {format_bytes(size)} or more, the limit is {format_bytes(max_bytes)};"
-        " raise it with --max-bytes"
-    )
+def _too_large(path: str | os.PathLike[str], size: int | None, max_bytes: int) -> FileError:
+    """`size` is None where reading stopped at the limit."""
+    limit = format_bytes(max_bytes)
+    have = f"more than {limit}" if size is None else format_bytes(size)
+    if have == limit:  # the difference is lost in rounding
+        have, limit = f"{size} bytes", f"{max_bytes} bytes"
+    return FileError(f"{path} has {have}, the limit is {limit}; raise it with --max-bytes")

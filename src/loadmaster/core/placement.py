@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from loadmaster.core.arrays import Longs, column
+from loadmaster.core.arrays import Longs, column, require_range
 from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
@@ -43,7 +43,7 @@ class Placement:
     score_s: float | None
     bound_s: float
     bound_name: str
-    proof: str  # the certificate of optimal or infeasible, '' = none
+    proof: str  # the certificate of optimal or infeasible; not found: the rule the nearest plan breaks, or ''
     shortfall_bytes: Longs  # [D] bytes lacking on each device; zeros when it fits
     peak_bytes: Longs  # [D] of the plan, or of the least overflow
     least_overflow_plan: Plan | None
@@ -52,14 +52,24 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Check that status, plan and score agree."""
+        if not isinstance(self.problem, Problem):
+            raise PlanError(f"Placement.problem is a {type(self.problem).__name__}; needs a Problem")
+        if self.status not in list(Status):
+            raise PlanError(f"Placement.status: {self.status!r} is none of {', '.join(Status)}")
+        object.__setattr__(self, "status", Status(self.status))
         devices = self.problem.cluster.num_devices
         for field in ("shortfall_bytes", "peak_bytes"):
             column(self, field, np.int64, (devices,), PlanError)
+            require_range(getattr(self, field), 0, 2**63 - 1, f"Placement.{field}", PlanError)
+        _require_seconds(self, "bound_s", "wall_s", *(("score_s",) if self.score_s is not None else ()))
         fits = self.status in (Status.OPTIMAL, Status.FEASIBLE)
         if fits != (self.plan is not None) or fits != (self.score_s is not None):
-            raise PlanError(f"a placement that is {self.status} needs a plan and a score exactly if it fits")
+            raise PlanError(
+                f"Placement.status is {self.status}, Placement.plan is {'' if self.plan else 'not '}there and"
+                f" Placement.score_s is {self.score_s}; plan and score belong to a status that fits"
+            )
         if self.status == Status.INFEASIBLE and not self.proof:
-            raise PlanError("an infeasible placement needs its proof")
+            raise PlanError("Placement.proof is empty; an infeasible placement needs its proof")
 
     @property
     def fits(self) -> bool:
@@ -78,3 +88,11 @@ class Placement:
         """Hexadecimal SHA-256 of problem and plan; times of the search are left out."""
         plan = self.plan.digest if self.plan is not None else self.status.value
         return hashlib.sha256(f"{self.problem.digest} {plan}".encode()).hexdigest()
+
+
+def _require_seconds(placement: Placement, *fields: str) -> None:
+    """Refuse what is not a finite number >= 0."""
+    for field in fields:
+        value = getattr(placement, field)
+        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise PlanError(f"Placement.{field} is {value!r}; needs a finite number >= 0")

@@ -29,12 +29,17 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
+        column(self, "replicas", np.int32, (-1,), PlanError)
         stages = len(self.replicas)
-        if stages < 1 or self.num_microbatches < 1:
+        if stages < 1:
+            raise PlanError("Pipeline.replicas names 0 stages; a pipeline needs >= 1")
+        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
             raise PlanError(
-                f"a pipeline needs >= 1 stage and >= 1 micro-batch, got {stages} and {self.num_microbatches}"
+                f"Pipeline.num_microbatches is {self.num_microbatches!r}; needs a whole number >= 1"
             )
-        column(self, "stage", np.int32, (len(self.stage),), PlanError)
+        if not isinstance(self.schedule, str):
+            raise PlanError(f"Pipeline.schedule is {self.schedule!r}; needs a name such as '1f1b'")
+        column(self, "stage", np.int32, (-1,), PlanError)
         for field in ("replicas", "in_flight"):
             column(self, field, np.int32, (stages,), PlanError)
             require_range(getattr(self, field), 1, 2**31 - 1, f"Pipeline.{field}", PlanError)
@@ -59,13 +64,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
+        column(self, "device", np.int32, (-1,), PlanError)
         num_ops = len(self.device)
-        column(self, "device", np.int32, (num_ops,), PlanError)
         column(self, "priority", np.int32, (num_ops,), PlanError)
         column(self, "recompute", np.bool_, (num_ops,), PlanError)
         require_range(self.device, 0, 2**31 - 1, "Plan.device", PlanError)
-        if self.pipeline is not None and len(self.pipeline.stage) != num_ops:
-            raise PlanError(f"Pipeline.stage has {len(self.pipeline.stage)} ops, Plan {num_ops}")
+        if self.pipeline is None:
+            return
+        if not isinstance(self.pipeline, Pipeline):
+            raise PlanError(f"Plan.pipeline is a {type(self.pipeline).__name__}; needs a Pipeline or None")
+        if len(self.pipeline.stage) != num_ops:
+            raise PlanError(f"Plan.pipeline: stage has {len(self.pipeline.stage)} ops, the plan {num_ops}")
 
     @property
     def digest(self) -> str:

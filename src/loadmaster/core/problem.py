@@ -75,17 +75,19 @@ class Costs:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
+        column(self, "compute_s", np.float64, (-1, -1), CostError)
         num_ops = len(self.compute_s)
-        column(self, "compute_s", np.float64, (num_ops, -1), CostError)
         column(self, "issue_s", np.float64, (num_ops,), CostError)
-        column(self, "transfer_s", np.float64, (len(self.transfer_s),), CostError)
+        column(self, "transfer_s", np.float64, (-1,), CostError)
         column(self, "origin", np.int8, (num_ops,), CostError)
         column(self, "rel_error", np.float64, (num_ops,), CostError)
         bad = np.isnan(self.compute_s) | (self.compute_s < 0)
         if bad.any():
             op, kind = (int(axis[0]) for axis in np.nonzero(bad))
             value = self.compute_s[op, kind]
-            raise CostError(f"op {op} takes {value} s on kind {kind}; a cost is a number >= 0")
+            raise CostError(
+                f"Costs.compute_s: op {op} takes {value} s on kind {kind}; a cost is a number >= 0"
+            )
         require_finite(self.issue_s, "Costs.issue_s", CostError)
         require_finite(self.rel_error, "Costs.rel_error", CostError)
         given = self.transfer_s[self.transfer_s != BY_ROUTE]
@@ -113,6 +115,12 @@ class Problem:
 
     def __post_init__(self) -> None:
         """Check that the parts belong together."""
+        for field, part in (("graph", Graph), ("cluster", Cluster), ("costs", Costs)):
+            if not isinstance(getattr(self, field), part):
+                given = type(getattr(self, field)).__name__
+                raise ProblemError(f"Problem.{field} is a {given}; needs a {part.__name__}")
+        for field, word in _WORDS.items():
+            _require_word(self, field, word)
         num_ops, num_devices = self.graph.num_ops, self.cluster.num_devices
         column(self, "pinned", np.int32, (num_ops,), ProblemError)
         require_range(self.pinned, FREE, num_devices, "Problem.pinned", ProblemError)
@@ -156,6 +164,24 @@ class Problem:
         return content_digest(self)
 
 
+_WORDS: dict[str, type[StrEnum]] = {
+    "objective": Objective,
+    "links": Links,
+    "split": Split,
+    "load": Load,
+}
+
+
+def _require_word(problem: Problem, field: str, word: type[StrEnum]) -> None:
+    """Replace a field of a problem under construction by the member of its enumeration."""
+    value = getattr(problem, field)
+    try:
+        object.__setattr__(problem, field, word(value))
+    except ValueError:
+        known = ", ".join(member.value for member in word)
+        raise ProblemError(f"Problem.{field}: {value!r} is none of {known}") from None
+
+
 def allowed_devices(problem: Problem, unit: Ints, num_units: int) -> Bools:
     """[units, D] where a whole unit (see `graph.units`) can run, pins respected."""
     runs = np.isfinite(problem.device_compute_s)
@@ -177,3 +203,6 @@ class Workload:
     objective: Objective = Objective.STEP
     links: Links = Links.SHARED
     optimizer: str | None = None  # applied to parameters unless the user names another
+    split: Split | None = None
+    load: Load | None = None
+    pinned: Ints | None = None  # [N]

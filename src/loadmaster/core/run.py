@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loadmaster.core.arrays import content_digest
 from loadmaster.core.errors import InputError
 from loadmaster.core.plan import Plan
 from loadmaster.core.units import parse_seconds
@@ -24,8 +25,17 @@ class Budget:
         if (self.seconds is None) == (self.count is None):
             raise InputError("a budget is seconds or a count; give exactly one")
         value = self.seconds if self.seconds is not None else self.count
-        if value is None or not value > 0 or value != value or value == float("inf"):
-            raise InputError(f"a budget of {value} is not positive and finite; give for example 10s or 2000x")
+        kind = float | int if self.seconds is not None else int
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise InputError(
+                f"a budget of {value!r} is not positive, finite and, for a count, whole;"
+                " give for example 10s or 2000x"
+            )
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
+        return content_digest(self)
 
     def __str__(self) -> str:
         """'10s' or '2000x'."""
@@ -37,18 +47,20 @@ def parse_budget(value: "Budget | float | int | str") -> Budget:
     if isinstance(value, Budget):
         return value
     if isinstance(value, int | float):
-        return Budget(seconds=float(value))
-    if re.fullmatch(r"\s*[0-9]+\s*x\s*", value):
-        return Budget(count=int(value.strip().rstrip("x")))
+        return Budget(seconds=value)
+    text = str(value)
+    if re.fullmatch(r"\s*[0-9]{1,18}\s*x\s*", text):
+        return Budget(count=int(text.strip().rstrip("x")))
     try:
-        return Budget(seconds=float(value))
-    except ValueError as problem:
-        if isinstance(problem, InputError):
-            raise
-    try:
-        return Budget(seconds=parse_seconds(value))
-    except InputError:
-        raise InputError(f"{value!r} is not a budget; write seconds as '10s' or a count as '2000x'") from None
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parse_seconds(text)
+        except InputError:
+            raise InputError(
+                f"{value!r} is not a budget; write seconds as '10s' or a count as '2000x'"
+            ) from None
+    return Budget(seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, order=True)

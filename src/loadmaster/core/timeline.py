@@ -61,6 +61,8 @@ class Timeline:
         column(self, "peak_bytes", np.int64, (devices,), PlanError)
         require_range(self.kind, 0, len(SpanKind), "Timeline.kind", PlanError)
         require_range(self.resource, 0, devices * devices, "Timeline.resource", PlanError)
+        on_device = self.resource[self.kind == SpanKind.COMPUTE]
+        require_range(on_device, 0, devices, "Timeline.resource of a compute span", PlanError)
         if (self.end_s < self.start_s).any():
             raise PlanError("Timeline: a span ends before it starts")
 

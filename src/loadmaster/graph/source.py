@@ -73,7 +73,7 @@ def _count(text: str, what: str, source: str) -> int:
 
 def _file(path: str, *, format: str | None, max_bytes: int) -> Workload:
     known = "a source is a file or gen:FAMILY:OPS[:SEED]"
-    if "\0" in path or not os.path.exists(path):
+    if "\0" in path or not os.path.lexists(path):
         if _MODEL.fullmatch(path):
             raise InputError(
                 f"{path!r} names a PyTorch model, which needs capture; this version has none: {known}"
@@ -82,12 +82,13 @@ def _file(path: str, *, format: str | None, max_bytes: int) -> Workload:
     data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
     formats = _formats()
     chosen = format if format is not None else _recognised(formats, data, path)
+    name = path if chosen == "own" else _graph_name(path)  # our own files name the graph themselves
     try:
-        return formats[chosen].read(data, _graph_name(path))
-    except UnknownNameError:
-        raise
+        return formats[chosen].read(data, name)
     except InputError as problem:
-        raise type(problem)(f"{path}: {problem}") from None
+        if not str(problem).startswith(path):
+            problem.args = (f"{path}: {problem}",)
+        raise
 
 
 def _formats() -> dict[str, _Format]:
@@ -103,10 +104,14 @@ def _recognised(formats: dict[str, _Format], data: bytes, path: str) -> str:
         if known.recognises(data):
             return name
     begin = f"begins with {data[:32]!r}" if data else "is empty"
-    raise FormatError(f"{path} {begin}, which is none of the formats {', '.join(FORMATS)}; name one if it is")
+    raise FormatError(
+        f"{path} {begin}, which is none of the formats {', '.join(FORMATS)};"
+        " if it is one of them after all, say which with --format"
+    )
 
 
 def _graph_name(path: str) -> str:
     """The file's name without .json, .txt or .gz."""
-    name = Path(path).name.removesuffix(".gz")
+    whole = os.fsencode(Path(path).name).decode("utf-8", "replace")  # a file's name may be any bytes
+    name = whole.removesuffix(".gz")
     return name.removesuffix(".json").removesuffix(".txt") or name

@@ -11,9 +11,12 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Run, Score
+from loadmaster.placers.cargo import Cargo
 
-_REPAIRS = 6
-Builder = Callable[[Floats], Ints]  # bytes each device may hold at the end of the step -> device of each op
+_ATTEMPTS = 7
+_SHRINK = 0.95  # of the room that would just do, for what is shared unevenly
+_EQUAL = 1e-9  # a score this near its bound differs by rounding alone
+Builder = Callable[[Floats, Floats], Ints]  # bytes [U] of units, room [D] for them -> device [U]
 
 
 class Tally:
@@ -27,9 +30,9 @@ class Tally:
         self._best: tuple[bool, Score] | None = None
         self._plan: Plan | None = None
 
-    def offer(self, plan: Plan) -> Score:
-        """Order and score a plan, and keep it if it is the best."""
-        ordered = self.run.order(plan)
+    def offer(self, plan: Plan, *, in_order: bool = False) -> Score:
+        """Score a plan and keep it if it is the best; it is ordered by its starts unless it is `in_order`."""
+        ordered = plan if in_order else self.run.order(plan)
         score = self.run.score(ordered)
         self.scored += 1
         rated = (bool(broken_rules(self.problem, ordered)), score)
@@ -43,7 +46,7 @@ class Tally:
         return self.scored > 0 and self.run.out_of_budget(self.scored)
 
     def answer(self, *, algorithm: str, proof: str = "") -> Placement:
-        """The placement of the best plan; `proof` claims that it is optimal."""
+        """The placement of the best plan; `proof` claims that there is no better one."""
         assert self._best is not None
         assert self._plan is not None
         return answer(self.problem, self.run, self._plan, self._best[1], algorithm=algorithm, proof=proof)
@@ -64,25 +67,28 @@ def answer(
     proof: str = "",
     members: tuple[Member, ...] = (),
 ) -> Placement:
-    """The placement of an ordered, scored plan. A plan that breaks a rule or does not fit is none."""
+    """The placement of an ordered, scored plan. A plan that breaks a rule or does not fit is none.
+
+    `proof` claims that no plan is better: the status is then optimal, or infeasible where this one is none.
+    """
     peak = np.array(score.peak_bytes, dtype=np.int64)
     shortfall: Longs = np.maximum(peak - problem.cluster.usable_bytes, 0)
     broken = broken_rules(problem, plan)
     fits = score.overflow_bytes == 0 and not broken
-    if fits:
-        status = Status.OPTIMAL if proof else Status.FEASIBLE
-    else:
-        status = Status.INFEASIBLE if run.bound.infeasible else Status.NOT_FOUND
-        proof = run.bound.infeasible or (broken[0] if broken else "")
+    if fits and not proof and score.time_s <= run.bound.seconds * (1.0 + _EQUAL):
+        proof = f"no plan beats the lower bound ({run.bound.name}), and this one reaches it"
+    if not fits:
+        proof = run.bound.infeasible or (f"{proof}, and none is valid and fits" if proof else "")
+    certain, searched = (Status.OPTIMAL, Status.FEASIBLE) if fits else (Status.INFEASIBLE, Status.NOT_FOUND)
     return Placement(
         problem=problem,
         plan=plan if fits else None,
         algorithm=algorithm,
-        status=status,
+        status=certain if proof else searched,
         score_s=score.time_s if fits else None,
         bound_s=run.bound.seconds,
         bound_name=run.bound.name,
-        proof=proof,
+        proof=proof or (broken[0] if broken else ""),
         shortfall_bytes=shortfall,
         peak_bytes=peak,
         least_overflow_plan=None if fits else plan,
@@ -101,18 +107,30 @@ def best_of(problem: Problem, run: Run, plans: Iterable[Plan], *, algorithm: str
     return tally.answer(algorithm=algorithm)
 
 
-def best_repaired(problem: Problem, run: Run, builders: Iterable[Builder], *, algorithm: str) -> Placement:
-    """The best of several builders' plans; one whose peak overflows is built again with less room there."""
+def best_repaired(
+    problem: Problem, run: Run, cargo: Cargo, builders: Iterable[Builder], *, algorithm: str
+) -> Placement:
+    """The best of several builders' plans; one whose peak overflows is built again with less room there.
+
+    Room is first what a device may hold at the end of the step. Tensors that are gone by then decide a peak
+    too: after a failure room is counted in all bytes that units make, as many as the memory stood for.
+    """
     tally = Tally(problem, run)
     usable = problem.cluster.usable_bytes
     for build in builders:
-        room = usable.astype(np.float64)
-        for _ in range(_REPAIRS):
-            peak = np.array(tally.offer(plan_of(build(room.copy()))).peak_bytes)
-            over = np.maximum(peak - usable, 0)
-            if tally.spent or not over.any():
+        unit_bytes, room = cargo.held_bytes, usable.astype(np.float64)
+        for attempt in range(_ATTEMPTS):
+            device = build(unit_bytes, room)
+            peak = np.array(tally.offer(plan_of(device[cargo.of_op])).peak_bytes)
+            over = peak > usable
+            made = np.bincount(device, cargo.made_bytes, len(usable))
+            if tally.spent or not over.any() or not made.any():
                 break
-            room = np.maximum(room - 1.1 * over, 0.0)
+            if attempt == 0:
+                unit_bytes = cargo.made_bytes
+                room = usable * np.where(made > 0, made / np.maximum(peak, 1), made.sum() / peak.sum())
+            room = np.where(over, _SHRINK * np.minimum(room, made) * usable / np.maximum(peak, 1), room)
+            room = room * max(1.0, made.sum() / room.sum())  # what has no room anywhere is spread
         if tally.spent:
             break
     return tally.answer(algorithm=algorithm)

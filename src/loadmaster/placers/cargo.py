@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct, offsets
-from loadmaster.core.graph import Graph, Phase, edges, held_bytes, units
+from loadmaster.core.graph import Graph, Phase, edges, held_bytes, home_bytes, units
 from loadmaster.core.problem import FREE, Problem, allowed_devices
 
 
@@ -23,6 +23,7 @@ class Cargo:
     of_op: Ints  # [N]
     seconds: Floats  # [U, D] inf = not allowed
     held_bytes: Floats  # [U] at the end of the step
+    made_bytes: Floats  # [U] those, every tensor that is gone by then, and the largest workspace
     pinned: Bools  # [U]
     fits: Bools  # [U, D] allowed devices
 
@@ -38,7 +39,7 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     With `acyclic`, units that feed each other in a circle are fused and the order is topological on
     forward edges, so that every cut of the order is a chain.
     """
-    of_op = _with_riders(problem)
+    graph, of_op = problem.graph, _with_riders(problem)
     if acyclic:
         of_op = _fused(problem, of_op)
     of_op = _in_forward_order(problem, of_op, topological=acyclic)
@@ -47,10 +48,14 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     seconds = np.zeros((num, problem.cluster.num_devices))
     np.add.at(seconds, of_op, problem.device_compute_s)
     held = np.zeros(num)
-    np.add.at(held, of_op, held_bytes(problem.graph).astype(np.float64))
+    np.add.at(held, of_op, held_bytes(graph).astype(np.float64))
+    made, gone = np.zeros(num), ~graph.keep
+    np.maximum.at(made, of_op, graph.workspace_bytes.astype(np.float64))
+    made += held
+    np.add.at(made, of_op[graph.tensor_op[gone]], home_bytes(graph)[gone].astype(np.float64))
     pinned = np.zeros(num, dtype=np.bool_)
     pinned[of_op[problem.pinned != FREE]] = True
-    return Cargo(of_op, np.where(allowed, seconds, np.inf), held, pinned, allowed)
+    return Cargo(of_op, np.where(allowed, seconds, np.inf), held, made, pinned, allowed)
 
 
 def _with_riders(problem: Problem) -> Ints:
@@ -81,51 +86,57 @@ def _fused(problem: Problem, of_op: Ints) -> Ints:
 
 
 def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
-    """Units renumbered by first forward op, the others beside their neighbours; topologically if asked."""
+    """Units renumbered by first forward op, or along forward edges; the others beside their neighbours."""
     graph = problem.graph
-    num = int(of_op.max()) + 1
-    first = np.full(num, graph.num_ops, dtype=np.int64)
-    forward = graph.phase == Phase.FORWARD
-    ops = np.arange(graph.num_ops)
-    np.minimum.at(first, of_op[forward], ops[forward])
-    place = first.copy()
-    if (first == graph.num_ops).any():
-        place = _beside_neighbours(graph, of_op, first)
-    present = np.flatnonzero(np.bincount(of_op, minlength=num))
-    order = present[np.lexsort((first[present], place[present]))]
-    rank = np.zeros(num, dtype=np.int32)
+    first = np.full(int(of_op.max()) + 1, graph.num_ops, dtype=np.int64)
+    forward = np.flatnonzero(graph.phase == Phase.FORWARD)
+    np.minimum.at(first, of_op[forward], forward)
+    of_op, first = _renumbered(of_op, first)
+    if topological:
+        rank = _topological(problem, of_op)
+        of_op, first = rank[of_op], first[np.argsort(rank)]
+    lost = first == graph.num_ops
+    if not lost.any():
+        return of_op
+    place = np.where(lost, graph.num_ops, np.arange(len(first)))
+    return _renumbered(of_op, _beside_neighbours(graph, of_op, place))[0]
+
+
+def _renumbered(of_op: Ints, key: Longs) -> tuple[Ints, Longs]:
+    """Units in order of their keys, as before where equal, and the keys in that order; empty units go."""
+    present = np.flatnonzero(np.bincount(of_op, minlength=len(key)))
+    order = present[np.argsort(key[present], kind="stable")]
+    rank = np.zeros(len(key), dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
-    of_op = rank[of_op]
-    return _topological(problem, of_op) if topological else of_op
+    return rank[of_op], key[order]
 
 
-def _beside_neighbours(graph: Graph, of_op: Ints, first: Longs) -> Longs:
-    """[units] `first`, and for a unit without forward ops the place of the last unit it feeds.
+def _beside_neighbours(graph: Graph, of_op: Ints, place: Longs) -> Longs:
+    """[units] their place; a unit that has none (N: it has no forward ops) gets that of the last it feeds.
 
     Backward runs against the forward order, so that is where its gradient comes from. A unit that feeds
     nobody goes to the first unit that feeds it.
     """
-    nowhere = graph.num_ops
-    place = first.tolist()
+    nowhere, at = graph.num_ops, place.tolist()
     sources, targets = (of_op[side].tolist() for side in edges(graph))
-    lost = {u for u, at in enumerate(place) if at == nowhere}
+    lost = {u for u, here in enumerate(at) if here == nowhere}
     pairs = [(u, v) for u, v in zip(sources, targets, strict=True) if u != v and (u in lost or v in lost)]
     fed = dict.fromkeys(lost, -1)
     for u, v in reversed(pairs):  # consumers come before their producers
-        if u in lost and place[v] != nowhere:
-            fed[u] = place[u] = max(fed[u], place[v])
+        if u in lost and at[v] != nowhere:
+            fed[u] = at[u] = max(fed[u], at[v])
     for u, v in pairs:
         if v in lost and fed[v] == -1:
-            place[v] = min(place[v], place[u])
-    return np.array(place, dtype=np.int64)
+            at[v] = min(at[v], at[u])
+    return np.array(at, dtype=np.int64)
 
 
 def _topological(problem: Problem, of_op: Ints) -> Ints:
-    """Units renumbered along forward edges, the lowest number first; unchanged where already in order."""
+    """[units] their rank along forward edges, the lowest number first."""
     source, target = _forward_edges(problem, of_op)
-    if (source < target).all():
-        return of_op
     num = int(of_op.max()) + 1
+    if (source < target).all():
+        return np.arange(num, dtype=np.int32)
     heads, pointer = target.tolist(), offsets(source, num).tolist()  # edges are sorted by source
     waiting = np.bincount(target, minlength=num).tolist()
     ready = [u for u in range(num) if waiting[u] == 0]
@@ -137,7 +148,7 @@ def _topological(problem: Problem, of_op: Ints) -> Ints:
             waiting[v] -= 1
             if waiting[v] == 0:
                 heapq.heappush(ready, v)
-    return rank[of_op]
+    return rank
 
 
 def _forward_edges(problem: Problem, of_op: Ints) -> tuple[Ints, Ints]:

@@ -2,8 +2,11 @@
 
 One process per device with its ops, one for the links with a thread per pair of devices. Transfers of
 a pair that overlap (links without contention) get lanes of their own, since slices of a thread must nest.
+Times are whole nanoseconds, so that slices which touch in the timeline do not overlap by a rounding error.
 """
 
+import heapq
+import json
 from typing import Any
 
 import msgspec
@@ -30,7 +33,10 @@ def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
         "displayTimeUnit": "ms",
         "otherData": {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak},
     }
-    return msgspec.json.encode(document)
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:  # half a surrogate pair in a name: the slower encoder escapes it
+        return json.dumps(document).encode()
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -38,14 +44,15 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _slice(name: str, category: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
+    start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
     return {
         "ph": "X",
         "name": name,
         "cat": category,
         "pid": pid,
         "tid": tid,
-        "ts": start_s * 1e6,
-        "dur": (end_s - start_s) * 1e6,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
     }
 
 
@@ -86,11 +93,12 @@ def _transfer_events(timeline: Timeline, graph: Graph, num: int) -> list[dict[st
 def _lanes(start_s: Floats, end_s: Floats) -> Ints:
     """The first lane that is free at each span's start."""
     lane = np.zeros(len(start_s), dtype=np.int32)
-    free: list[float] = []
+    taken: list[tuple[float, int]] = []  # (end, lane) of the lanes in use
+    free: list[int] = []
     for span in np.lexsort((end_s, start_s)).tolist():
-        k = next((i for i, at in enumerate(free) if at <= start_s[span]), len(free))
-        if k == len(free):
-            free.append(0.0)
-        free[k] = float(end_s[span])
+        while taken and taken[0][0] <= start_s[span]:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        k = heapq.heappop(free) if free else len(taken)
+        heapq.heappush(taken, (float(end_s[span]), k))
         lane[span] = k
     return lane

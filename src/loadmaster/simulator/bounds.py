@@ -10,15 +10,19 @@ Every bound comes from the original graph or a relaxation of it, so it holds for
 Work and memory are one linear programme, solved in `relaxation.py`.
 """
 
+import itertools
+
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints, Longs
-from loadmaster.core.graph import Graph, held_bytes, home_bytes, units
+from loadmaster.core.graph import Graph, Phase, held_bytes, home_bytes, units
 from loadmaster.core.problem import Objective, Problem, allowed_devices
 from loadmaster.core.run import Bound
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.measures import longest_path
 from loadmaster.simulator.relaxation import Classes, fractional_s
+
+_MANY_SETS = 10
 
 
 def lower_bound(problem: Problem) -> Bound:
@@ -57,19 +61,47 @@ def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:
             f" the largest allowed has {format_bytes(room[u])}; free {format_bytes(need[u] - room[u])} more:"
             " a smaller batch or a larger device"
         )
-    total, have = int(held_bytes(graph).sum()), float(usable.astype(np.float64).sum())
-    if total > have:
-        return (
-            f"all ops together hold {format_bytes(total)} at the end of the step, all devices have"
-            f" {format_bytes(have)}; free {format_bytes(total - have)} more: a smaller batch or a device more"
-        )
-    return ""
+    return _crowded(problem, unit, allowed)
+
+
+def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
+    """Why units that may use certain devices only do not fit there at the end of the step, or ''."""
+    graph, names = problem.graph, problem.cluster.device_name
+    rows, of_unit = allowed[:1], np.zeros(len(allowed), dtype=np.int64)
+    if not allowed.all():
+        rows, of_unit = np.unique(allowed, axis=0, return_inverse=True)
+    held = np.zeros(len(rows), dtype=np.int64)
+    np.add.at(held, of_unit.reshape(-1)[unit], held_bytes(graph))
+    worst, text = 0, ""
+    for devices in _unions(rows[held > 0]):
+        need = int(held[~(rows & ~devices).any(axis=1)].sum())
+        have = sum(problem.cluster.usable_bytes[devices].tolist())
+        if need - have > worst:
+            worst = need - have
+            some = not devices.all()
+            where = ", ".join(names[d] for d in np.flatnonzero(devices))
+            text = (
+                f"{f'the ops that may run on {where} only' if some else 'all ops together'} hold"
+                f" {format_bytes(need)} at the end of the step, {'those' if some else 'all'} devices have"
+                f" {format_bytes(have)}; free {format_bytes(worst)} more: a smaller batch"
+                f"{', other pins' if some else ''} or a device more"
+            )
+    return text
+
+
+def _unions(rows: Bools) -> list[Bools]:
+    """Every union of a few sets of devices; of many only the sets themselves and all of them."""
+    if len(rows) > _MANY_SETS:
+        return [*rows, rows.any(axis=0)]
+    picks = itertools.product((False, True), repeat=len(rows))
+    return [np.asarray(rows[list(pick)].any(axis=0)) for pick in picks if any(pick)]
 
 
 def unit_need_bytes(graph: Graph, unit: Ints, num_units: int) -> Longs:
     """[units] bytes that must be on a unit's device at some moment, whatever the plan.
 
-    While an op runs: the unit's residents, the op's workspace, its outputs and its inputs.
+    While an op runs: the unit's residents, the op's workspace, its outputs and its inputs. A weight of
+    another unit is a copy, or resident: whatever is less.
     """
     resident = np.zeros(num_units, dtype=np.int64)
     np.add.at(resident, unit, graph.resident_bytes)
@@ -78,7 +110,13 @@ def unit_need_bytes(graph: Graph, unit: Ints, num_units: int) -> Longs:
     tensor = graph.use_tensor
     maker = graph.tensor_op[tensor]
     at_home = unit[maker] == unit[graph.use_op]  # then a weight is resident, a view needs its base's bytes
-    size = np.where(at_home, home_bytes(graph)[tensor], graph.tensor_bytes[tensor])
+    outputs = np.bincount(graph.tensor_op, minlength=graph.num_ops)
+    away = np.where(
+        graph.phase[maker] == Phase.PARAM,
+        np.minimum(graph.tensor_bytes[tensor], graph.resident_bytes[maker] // outputs[maker]),
+        graph.tensor_bytes[tensor],
+    )
+    size = np.where(at_home, home_bytes(graph)[tensor], away)
     size = np.where(graph.tensor_storage[tensor] == tensor, size, 0)
     np.add.at(running, graph.use_op, size)
     need = resident.copy()

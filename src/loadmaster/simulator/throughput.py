@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints, distinct
+from loadmaster.core.arrays import Floats, Ints, distinct
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
@@ -86,7 +86,7 @@ def _routed_s(problem: Problem, tensor: Ints, source: Ints, target: Ints) -> Flo
 
 
 def hop_s(problem: Problem, tensor: Ints, device: Ints | int, *, to_host: bool) -> Floats:
-    """Seconds of each tensor between a device and host memory (the first host-side device, else a neighbour)."""
+    """Seconds of each tensor between a device and host memory (the first host-side device, else a next)."""
     num = problem.cluster.num_devices
     on_host = problem.cluster.on_host[problem.cluster.kind]
     near = np.broadcast_to(np.asarray(device, dtype=np.int32), tensor.shape)

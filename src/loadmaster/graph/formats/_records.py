@@ -34,7 +34,9 @@ def _near(data: bytes, message: str) -> str:
     if match is None:
         return ""
     at = int(match[1])
-    return f" near {data[max(0, at - 16) : at + 16]!r}; NaN and Infinity are not JSON, use finite numbers"
+    near = data[max(0, at - 16) : at + 16]
+    hint = "; NaN and Infinity are not JSON, use finite numbers" if re.search(rb"nan|inf", near, re.I) else ""
+    return f" near {near!r}{hint}"
 
 
 def top_keys(data: bytes) -> frozenset[str]:

@@ -26,7 +26,16 @@ def read(data: bytes, name: str) -> Workload:
     if isinstance(noun, Placement):
         noun = noun.problem
     if isinstance(noun, Problem):
-        return Workload(noun.graph, noun.cluster, noun.costs, noun.objective, noun.links)
+        return Workload(
+            noun.graph,
+            noun.cluster,
+            noun.costs,
+            noun.objective,
+            noun.links,
+            split=noun.split,
+            load=noun.load,
+            pinned=noun.pinned,
+        )
     if isinstance(noun, Graph):
         return Workload(noun)
     kind = type(noun).__name__.lower()

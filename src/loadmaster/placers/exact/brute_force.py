@@ -1,8 +1,9 @@
 """Every plan there is: the oracle for tests, and a proof for the smallest problems.
 
 All allowed assignments of units to devices, times all orders that respect the dependencies (linear
-extensions), less orders that give every engine the same sequence as one already tried. Optimal over
-all plans in the simulator's own semantics. Exponential: refuses beyond `max_plans`.
+extensions), less orders that give every engine the same sequence as one already tried (where ops are
+issued, the order of all ops counts). Optimal over all plans in the simulator's own semantics.
+Exponential: makes no claim beyond `max_plans`.
 """
 
 import itertools
@@ -38,7 +39,7 @@ class BruteForce:
                 break
             if tally.scored % 1000 == 0:
                 run.progress(f"brute force: {tally.scored} plans", 0.0)
-            tally.offer(plan)
+            tally.offer(plan, in_order=True)
         proof = f"all {tally.scored} plans tried" if complete else ""
         return tally.answer(algorithm="brute_force", proof=proof)
 
@@ -49,6 +50,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
     allowed = allowed_devices(problem, unit, num_units)
     choices = [np.flatnonzero(row).tolist() for row in allowed]
     engine = problem.cluster.engine.tolist()
+    issued = bool(problem.costs.issue_s.any())
     for assignment in itertools.product(*choices):
         device = np.array(assignment, dtype=np.int32)[unit]
         seen: set[tuple[tuple[int, ...], ...]] = set()
@@ -57,7 +59,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
             for op in order:
                 sequences.setdefault(engine[device[op]], []).append(op)
             key = tuple(tuple(sequences[e]) for e in sorted(sequences))
-            if key not in seen:
+            if issued or key not in seen:
                 seen.add(key)
                 priority = np.empty(len(order), dtype=np.int32)
                 priority[list(order)] = np.arange(len(order), dtype=np.int32)

@@ -71,9 +71,9 @@ def nets_of(problem: Problem, of_op: Ints) -> Nets | None:
     pair = distinct(graph.use_tensor[away].astype(np.int64) * (num + 1) + user[away])
     if len(pair) == 0:
         return None
-    tensor, begin = np.unique(pair // (num + 1), return_index=True)
+    index, begin = np.unique(pair // (num + 1), return_index=True)
+    tensor, user = index.astype(np.int32), (pair % (num + 1)).astype(np.int32)
     end = np.append(begin[1:], len(pair))
-    user = pair % (num + 1)
     on_host = cluster.on_host[cluster.kind]
     devices = range(cluster.num_devices)
     return Nets(
@@ -81,8 +81,8 @@ def nets_of(problem: Problem, of_op: Ints) -> Nets | None:
         load=problem.load,
         free=on_host,
         home=of_op[graph.tensor_op[tensor]],
-        first=user[begin].astype(np.int32),
-        last=user[end - 1].astype(np.int32),
+        first=user[begin],
+        last=user[end - 1],
         uses=np.repeat(np.arange(len(tensor)), end - begin) * (num + 1) + user,
         read_s=np.stack([hop_s(problem, tensor, d, to_host=False) for d in devices]),
         write_s=np.stack([hop_s(problem, tensor, d, to_host=True) for d in devices]),

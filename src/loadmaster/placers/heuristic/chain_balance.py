@@ -2,8 +2,9 @@
 
 What people do by hand (and what pipeline tools call "balance by time"), done for unequal devices:
 for each order of the devices and each number of them, the least time T is found by bisection such
-that filling device after device, each up to T seconds and its memory, covers all units. Backward ops
-and updates ride with their groups. O(D log U) a probe, at most 32 candidates simulated.
+that filling device after device, each up to T seconds and its memory, covers all units. Where a
+device's load counts its transfers through host memory, so does T. Backward ops and updates ride with
+their groups. O(D log U) a probe, with transfers O(D U); at most 32 candidates simulated.
 """
 
 import itertools
@@ -33,17 +34,11 @@ class ChainBalance:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Try device orders, the natural one over all devices first."""
         cargo = load_cargo(problem, acyclic=True)
-        strict = problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE
-        # A pinned unit is set aside, unless every unit must stay in the chain.
-        aside = np.zeros(cargo.num_units, dtype=np.bool_) if strict else cargo.pinned
-        sums = _prefix_sums(cargo, aside)
         nets = nets_of(problem, cargo.of_op)
+        strict = problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE
         orders = itertools.islice(device_orders(problem), self.max_candidates)
-        builders = (
-            lambda room, order=order: balanced(cargo, sums, nets, aside, room, order)[cargo.of_op]
-            for order in orders
-        )
-        return best_repaired(problem, run, builders, algorithm="chain_balance")
+        lines = (_line(cargo, nets, order, strict=strict) for order in orders)
+        return best_repaired(problem, run, cargo, (line.cut for line in lines), algorithm="chain_balance")
 
 
 def device_orders(problem: Problem) -> Iterable[tuple[int, ...]]:
@@ -71,70 +66,76 @@ def device_orders(problem: Problem) -> Iterable[tuple[int, ...]]:
                 yield order[:length]
 
 
-def _prefix_sums(cargo: Cargo, aside: Bools) -> tuple[Floats, Floats]:
-    """[U + 1, D] seconds and [U + 1] bytes of the first u units (those set aside or barred count nothing)."""
-    seconds = np.where(aside[:, None] | ~cargo.fits, 0.0, cargo.seconds)
-    held = np.where(aside, 0.0, cargo.held_bytes)
-    return (
-        np.concatenate([np.zeros((1, seconds.shape[1])), np.cumsum(seconds, axis=0)]),
-        np.concatenate([[0.0], np.cumsum(held)]),
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Line:
+    """The units in a row, to be cut into a block for each device of `order`."""
 
+    cargo: Cargo
+    nets: Nets | None
+    order: tuple[int, ...]
+    aside: Bools  # [U] not in the row: some device of the order cannot run them
+    seconds: Floats  # [U + 1, D] of the first u units, those aside or barred not counted
 
-def balanced(
-    cargo: Cargo,
-    sums: tuple[Floats, Floats],
-    nets: Nets | None,
-    aside: Bools,
-    room: Floats,
-    order: tuple[int, ...],
-) -> Ints:
-    """[U] devices: the fill with the least T that covers all units, or the fill without limit."""
-    finite = np.where(np.isfinite(cargo.seconds), cargo.seconds, 0.0)
-    low, high = 0.0, float(finite.max(axis=1).sum()) * (1.0 + 1e-9)
-    cuts = _fill(cargo, sums, nets, room, order, np.inf)
-    if cuts[-1] == cargo.num_units:
+    def cut(self, unit_bytes: Floats, room: Floats) -> Ints:
+        """[U] devices: the fill with the least T that covers all units, or the fill without limit."""
+        device: Ints = self.cargo.seconds.argmin(axis=1).astype(np.int32)  # of those aside: the fastest
+        room = room - np.bincount(device[self.aside], unit_bytes[self.aside], len(room))
+        taken = np.concatenate([[0.0], np.cumsum(np.where(self.aside, 0.0, unit_bytes))])
+        ends = self._least(taken, room)
+        begin = 0
+        for d, end in zip(self.order, ends, strict=True):
+            device[begin:end] = np.where(self.aside[begin:end], device[begin:end], d)
+            begin = end
+        rest = np.flatnonzero(~self.aside[begin:]) + begin  # nothing has room: where there is most
+        device[rest] = np.where(self.cargo.fits[rest], room, -np.inf).argmax(axis=1)
+        return device
+
+    def _least(self, taken: Floats, room: Floats) -> list[int]:
+        num = self.cargo.num_units
+        ends = self._fill(taken, room, np.inf)
+        if ends[-1] < num:
+            return ends
+        low, high = 0.0, self._most_s()
         for _ in range(_PROBES):
             middle = (low + high) / 2
-            tried = _fill(cargo, sums, nets, room, order, middle)
-            if tried[-1] == cargo.num_units:
-                high, cuts = middle, tried
+            tried = self._fill(taken, room, middle)
+            if tried[-1] == num:
+                high, ends = middle, tried
             else:
                 low = middle
-    device = np.empty(cargo.num_units, dtype=np.int32)
-    begin = 0
-    for d, end in zip(order, cuts, strict=True):
-        device[begin:end] = d
-        begin = end
-    for u in [*np.flatnonzero(aside), *range(begin, cargo.num_units)]:
-        choices = np.where(cargo.fits[u], room, -np.inf)
-        device[u] = int(choices.argmax()) if u >= begin and not aside[u] else int(cargo.seconds[u].argmin())
-    return device
+        return ends
+
+    def _most_s(self) -> float:
+        """More than any block's load."""
+        transfers = (
+            0.0 if self.nets is None else float((self.nets.read_s + self.nets.write_s).max(axis=0).sum())
+        )
+        return (float(self.seconds[-1].max()) + transfers) * (1.0 + 1e-9)
+
+    def _fill(self, taken: Floats, room: Floats, limit_s: float) -> list[int]:
+        """Where each device's block ends when filled up to `limit_s`, its room, or a unit it cannot run."""
+        ends, begin = [], 0
+        for d in self.order:
+            seconds = self.seconds[:, d]
+            by_bytes = int(np.searchsorted(taken, taken[begin] + room[d], side="right")) - 1
+            by_time = int(np.searchsorted(seconds, seconds[begin] + limit_s, side="right")) - 1
+            barred = np.flatnonzero(~(self.cargo.fits[begin:, d] | self.aside[begin:]))
+            by_support = begin + int(barred[0]) if len(barred) else self.cargo.num_units
+            end = max(begin, min(by_bytes, by_support, by_time))
+            if self.nets is not None and end > begin:
+                loads = self.nets.loads_s(d, begin, seconds[begin : end + 1] - seconds[begin])
+                end = begin + int(np.flatnonzero(loads <= limit_s)[-1])  # the empty block loads nothing
+            begin = end
+            ends.append(begin)
+        return ends
 
 
-def _fill(
-    cargo: Cargo,
-    sums: tuple[Floats, Floats],
-    nets: Nets | None,
-    room: Floats,
-    order: tuple[int, ...],
-    limit_s: float,
-) -> list[int]:
-    """Where each device's block ends when filled up to `limit_s`, its room, or a unit it cannot run."""
-    seconds, held = sums
-    cuts, begin = [], 0
-    for d in order:
-        by_bytes = int(np.searchsorted(held, held[begin] + room[d], side="right")) - 1
-        by_time = int(np.searchsorted(seconds[:, d], seconds[begin, d] + limit_s, side="right")) - 1
-        barred = np.flatnonzero(~cargo.fits[begin:, d])
-        by_support = begin + int(barred[0]) if len(barred) else cargo.num_units
-        end = max(begin, min(by_bytes, by_support, by_time))
-        if nets is not None and end > begin:
-            loads = nets.loads_s(d, begin, seconds[begin : end + 1, d] - seconds[begin, d])
-            end = begin + int(np.flatnonzero(loads <= limit_s)[-1])  # the empty block loads nothing
-        begin = end
-        cuts.append(begin)
-    return cuts
+def _line(cargo: Cargo, nets: Nets | None, order: tuple[int, ...], *, strict: bool) -> _Line:
+    """`strict`: every unit stays in the row, so that the split is a chain."""
+    aside: Bools = np.logical_not(cargo.fits[:, list(order)].all(axis=1) | strict)
+    counted = np.where(aside[:, None] | ~cargo.fits, 0.0, cargo.seconds)
+    seconds = np.concatenate([np.zeros((1, counted.shape[1])), np.cumsum(counted, axis=0)])
+    return _Line(cargo, nets, order, aside, seconds)
 
 
 PLACER: type[Placer] = ChainBalance

@@ -27,22 +27,21 @@ class FastestDevice:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Choose, and choose again with less room where memory overflows."""
         cargo = load_cargo(problem)
-        return best_repaired(
-            problem, run, [lambda room: choose(cargo, room)[cargo.of_op]], algorithm="fastest_device"
-        )
+        builders = [lambda unit_bytes, room: choose(cargo, unit_bytes, room)]
+        return best_repaired(problem, run, cargo, builders, algorithm="fastest_device")
 
 
-def choose(cargo: Cargo, room: Floats) -> Ints:
+def choose(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
     """[U] the fastest allowed device with room (the lower index on ties), else the one with most room."""
     free = room.tolist()
     preference = np.argsort(cargo.seconds, axis=1, kind="stable").tolist()
-    held, fits = cargo.held_bytes.tolist(), cargo.fits.tolist()
+    size, fits = unit_bytes.tolist(), cargo.fits.tolist()
     device = np.empty(cargo.num_units, dtype=np.int32)
     for u in range(cargo.num_units):
         choices = [d for d in preference[u] if fits[u][d]]
-        d = next((c for c in choices if free[c] >= held[u]), max(choices, key=lambda c: free[c]))
+        d = next((c for c in choices if free[c] >= size[u]), max(choices, key=lambda c: free[c]))
         device[u] = d
-        free[d] -= held[u]
+        free[d] -= size[u]
     return device
 
 

@@ -27,23 +27,22 @@ class RoundRobin:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Deal, and deal again with less room where memory overflows."""
         cargo = load_cargo(problem)
-        return best_repaired(
-            problem, run, [lambda room: deal(cargo, room)[cargo.of_op]], algorithm="round_robin"
-        )
+        builders = [lambda unit_bytes, room: deal(cargo, unit_bytes, room)]
+        return best_repaired(problem, run, cargo, builders, algorithm="round_robin")
 
 
-def deal(cargo: Cargo, room: Floats) -> Ints:
+def deal(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
     """[U] the next device in turn that is allowed and has room, else the allowed one with most room."""
     free = room.tolist()
     num = len(free)
     device = np.empty(cargo.num_units, dtype=np.int32)
-    held, fits = cargo.held_bytes.tolist(), cargo.fits.tolist()
+    size, fits = unit_bytes.tolist(), cargo.fits.tolist()
     turn = 0
     for u in range(cargo.num_units):
         choices = [(turn + k) % num for k in range(num) if fits[u][(turn + k) % num]]
-        d = next((c for c in choices if free[c] >= held[u]), max(choices, key=lambda c: free[c]))
+        d = next((c for c in choices if free[c] >= size[u]), max(choices, key=lambda c: free[c]))
         device[u] = d
-        free[d] -= held[u]
+        free[d] -= size[u]
         turn = (d + 1) % num
     return device
 

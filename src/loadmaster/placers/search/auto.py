@@ -44,7 +44,15 @@ class Auto:
         assert best is not None  # single_device serves every problem
         members = tuple(_member(result, best) for result in results)
         seconds = time.perf_counter() - run.started
-        return replace(best, algorithm="auto", members=members + tuple(skipped), wall_s=seconds)
+        proven = next((result for result in results if result.status == Status.INFEASIBLE), best)
+        return replace(
+            best,
+            algorithm="auto",
+            status=proven.status,
+            proof=proven.proof,
+            members=members + tuple(skipped),
+            wall_s=seconds,
+        )
 
     def _members(self, problem: Problem) -> list[tuple[str, Placer]]:
         entries = [e for e in own().values() if e.name != "auto"]

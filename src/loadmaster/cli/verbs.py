@@ -1,0 +1,32 @@
+"""The verbs of the command line, one file each, and the options before them."""
+
+from typing import Annotated
+
+import typer
+
+from loadmaster import __version__
+from loadmaster.cli import algorithms, compare, demo, doctor, plan, show, simulate
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Where every operator of a neural network goes: plans that fit unequal devices, with a proven gap.",
+)
+for verb in (plan, simulate, compare, show, algorithms, demo, doctor):
+    app.command(name=verb.__name__.rpartition(".")[2], short_help=verb.SUMMARY)(verb.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"loadmaster {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the verb."""

@@ -1,0 +1,255 @@
+"""Lower bounds by hand, against published values, and against the linear programme written out in full."""
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from loadmaster.core.arrays import Floats
+from loadmaster.core.graph import Phase
+from loadmaster.core.problem import Links, Objective, Split
+from loadmaster.simulator.bounds import lower_bound
+from loadmaster.simulator.relaxation import Classes, fractional_s
+from tests.builders import (
+    chain,
+    cluster_of,
+    diamond,
+    graph_of,
+    host_cluster,
+    loose_ops,
+    problem_of,
+    star_cluster,
+)
+from tests.conformance.problems import unequal_cluster
+from tests.unit.public_graphs import THROUGHPUT, printed_as, problem_from, throughput_input
+
+INF = float("inf")
+
+
+class TestStepBounds:
+    def test_a_chain_is_bound_by_its_fastest_times(self) -> None:
+        problem = problem_of(chain(3), unequal_cluster(), [[1, 9], [8, 2], [3, 3]])
+        bound = lower_bound(problem)
+        assert bound.name == "critical path"
+        assert bound.seconds == pytest.approx(1 + 2 + 3)
+
+    def test_of_two_branches_the_longer_counts(self) -> None:
+        problem = problem_of(diamond(), star_cluster(4), [1, 5, 2, 1])
+        assert lower_bound(problem).seconds == pytest.approx(1 + 5 + 1)
+
+    def test_equal_devices_share_the_work(self) -> None:
+        bound = lower_bound(problem_of(loose_ops(5), star_cluster(2), [3, 1, 4, 1, 5]))
+        assert bound.name == "work"
+        assert bound.seconds == pytest.approx(14 / 2)
+
+    def test_unequal_devices_share_the_work_in_fractions(self) -> None:
+        """Three ops of 6 s on the first device and 12 s on the second: T/6 + T/12 = 3, so T = 12."""
+        bound = lower_bound(problem_of(loose_ops(3), unequal_cluster(), [[6, 12]] * 3))
+        assert bound.name == "work"
+        assert bound.seconds == pytest.approx(12)
+
+    def test_each_op_goes_where_it_is_comparatively_fast(self) -> None:
+        """
+        a: 2 s or 6 s, b: 6 s or 2 s, c: 4 s or 4 s. a and b where they are fast, c in halves: T = 2 + 4/2.
+        """
+        bound = lower_bound(problem_of(loose_ops(3), unequal_cluster(), [[2, 6], [6, 2], [4, 4]]))
+        assert bound.seconds == pytest.approx(4)
+
+    def test_a_fast_device_without_room_spreads_the_work(self) -> None:
+        """Four ops of 10 bytes, 1 s fast or 4 s slow; the fast device holds 20 bytes: two take 8 s slowly."""
+        graph = graph_of(*({"resident_bytes": 10} for _ in range(4)))
+        bound = lower_bound(problem_of(graph, unequal_cluster([20, 100]), [[1, 4]] * 4))
+        assert bound.name == "memory"
+        assert bound.seconds == pytest.approx(8)
+        roomy = lower_bound(problem_of(graph, unequal_cluster([40, 100]), [[1, 4]] * 4))
+        assert roomy.name == "work"
+        assert roomy.seconds == pytest.approx(4 / (1 + 1 / 4))
+
+    def test_a_reserve_is_no_room(self) -> None:
+        graph = graph_of(*({"resident_bytes": 10} for _ in range(4)))
+        cluster = cluster_of(
+            {(0, 1): [0], (1, 0): [1]}, kind=[0, 1], on_host=(False, False), memory=[40, 100], reserve=[20, 0]
+        )
+        assert lower_bound(problem_of(graph, cluster, [[1, 4]] * 4)).seconds == pytest.approx(8)
+
+    def test_a_group_runs_one_after_the_other(self) -> None:
+        graph = graph_of({"group": 0}, {"group": 0}, {"group": 0}, {})
+        bound = lower_bound(problem_of(graph, star_cluster(4), [2, 3, 4, 5]))
+        assert bound.name == "largest unit"
+        assert bound.seconds == pytest.approx(9)
+
+    def test_a_group_counts_on_one_device_only(self) -> None:
+        """First op fast here, second fast there: together 1 + 10 or 10 + 2, not 1 + 2."""
+        graph = graph_of({"group": 0}, {"group": 0})
+        problem = problem_of(graph, unequal_cluster(), [[1, 10], [10, 2]])
+        assert lower_bound(problem).seconds == pytest.approx(11)
+
+    def test_a_pin_forces_the_slow_device(self) -> None:
+        problem = problem_of(chain(2), unequal_cluster(), [[1, 9], [1, 9]], pinned=[-1, 1])
+        assert lower_bound(problem).seconds == pytest.approx(1 + 9)
+
+    def test_an_op_counts_where_it_can_run(self) -> None:
+        problem = problem_of(chain(2), unequal_cluster(), [[INF, 9], [1, 9]])
+        assert lower_bound(problem).seconds == pytest.approx(9 + 1)
+
+    def test_logical_devices_of_one_chip_share_its_time(self) -> None:
+        routes = {(i, j): [0] for i in range(3) for j in range(3) if i != j}
+        cluster = cluster_of(routes, kind=[0, 0, 0], engine=[7, 7, 8])
+        assert lower_bound(problem_of(loose_ops(6), cluster, 2.0)).seconds == pytest.approx(12 / 2)
+
+    def test_issuing_takes_its_time(self) -> None:
+        bound = lower_bound(problem_of(loose_ops(4), star_cluster(4), 1.0, issue_s=[1, 2, 3, 4]))
+        assert bound.name == "issue"
+        assert bound.seconds == pytest.approx(10)
+
+    def test_ops_without_time_are_bound_by_nothing(self) -> None:
+        assert lower_bound(problem_of(loose_ops(3), unequal_cluster(), 0.0)).seconds == 0.0
+
+
+class TestThroughputBounds:
+    def test_neither_depth_nor_issue_bounds_a_pipeline(self) -> None:
+        problem = problem_of(
+            chain(4), star_cluster(4), 1.0, issue_s=1.0, objective=Objective.THROUGHPUT, split=Split.CHAIN
+        )
+        assert lower_bound(problem).seconds == pytest.approx(1.0)
+
+    def test_a_cpu_ten_times_slower_takes_its_tenth(self) -> None:
+        """Two accelerators and a CPU: 21 ops of 1 s or 10 s give 21 / (2 + 1/10)."""
+        problem = problem_of(
+            loose_ops(21),
+            host_cluster(2),
+            [[1, 10]] * 21,
+            objective=Objective.THROUGHPUT,
+            links=Links.HOST,
+        )
+        assert lower_bound(problem).seconds == pytest.approx(10)
+
+    @pytest.mark.parametrize("name", THROUGHPUT)
+    def test_the_work_bound_of_a_public_graph_is_the_published_one(self, name: str) -> None:
+        bound = lower_bound(problem_from(throughput_input(name)))
+        assert bound.name in ("work", "memory")
+        assert printed_as(bound.seconds, THROUGHPUT[name].work_bound)
+        assert bound.seconds <= THROUGHPUT[name].chain
+
+
+class TestProofsThatNothingFits:
+    def test_an_op_and_its_group_larger_than_every_device(self) -> None:
+        graph = graph_of({"group": 0, "resident_bytes": 12}, {"group": 0, "resident_bytes": 12})
+        bound = lower_bound(problem_of(graph, star_cluster(3, memory=20), 1.0))
+        assert "'op0' and the ops that belong with it need 24 B on one device" in bound.infeasible
+        assert "largest allowed has 20 B; free 4 B more" in bound.infeasible
+
+    def test_the_largest_device_does_not_help_a_pinned_op(self) -> None:
+        graph = graph_of({"resident_bytes": 12})
+        pinned = problem_of(graph, unequal_cluster([10, 100]), [[1, 1]], pinned=[0])
+        assert "need 12 B on one device, the largest allowed has 10 B" in lower_bound(pinned).infeasible
+        assert lower_bound(problem_of(graph, unequal_cluster([10, 100]), [[1, 1]])).infeasible == ""
+
+    def test_inputs_workspace_and_outputs_of_an_op_are_needed_at_once(self) -> None:
+        graph = graph_of({"makes": [5]}, {"makes": [6]}, {"uses": [0, 1], "makes": [3], "workspace_bytes": 2})
+        need = 5 + 6 + 3 + 2
+        assert (
+            f"need {need} B"
+            in lower_bound(problem_of(graph, star_cluster(2, memory=need - 1), 1.0)).infeasible
+        )
+        assert lower_bound(problem_of(graph, star_cluster(2, memory=need), 1.0)).infeasible == ""
+
+    def test_all_together_hold_more_than_all_devices(self) -> None:
+        graph = graph_of(*({"resident_bytes": 10} for _ in range(5)))
+        bound = lower_bound(problem_of(graph, star_cluster(2, memory=20), 1.0))
+        assert "all ops together hold 50 B" in bound.infeasible
+        assert "all devices have 40 B; free 10 B more" in bound.infeasible
+
+    def test_ops_of_few_devices_hold_more_than_those(self) -> None:
+        """Three devices of 20 bytes; three ops of 15 that the third device cannot run."""
+        routes = {(i, j): [0] for i in range(3) for j in range(3) if i != j}
+        cluster = cluster_of(routes, kind=[0, 0, 1], on_host=(False, False), memory=20)
+        graph = graph_of(*({"resident_bytes": 15} for _ in range(3)))
+        bound = lower_bound(problem_of(graph, cluster, [[1, INF]] * 3))
+        assert "may run on d0, d1 only hold 45 B" in bound.infeasible
+        assert "those devices have 40 B; free 5 B more" in bound.infeasible
+
+    def test_pins_that_overfill_a_device(self) -> None:
+        graph = graph_of(*({"resident_bytes": 15} for _ in range(3)))
+        problem = problem_of(graph, star_cluster(3, memory=20), 1.0, pinned=[1, 1, -1])
+        assert "may run on ref1 only hold 30 B" in lower_bound(problem).infeasible
+
+    def test_a_weight_is_not_counted_twice_where_it_lives(self) -> None:
+        """The reader of a weight needs no copy where the weight is resident, however little it is there."""
+        graph = graph_of({"phase": Phase.PARAM, "makes": [100], "resident_bytes": 1}, {"uses": [0]})
+        assert lower_bound(problem_of(graph, star_cluster(2, memory=10), [0, 1])).infeasible == ""
+        resident = graph_of({"phase": Phase.PARAM, "makes": [100], "resident_bytes": 100}, {"uses": [0]})
+        assert lower_bound(problem_of(resident, star_cluster(2, memory=10), [0, 1])).infeasible != ""
+
+
+class TestRelaxation:
+    @pytest.mark.parametrize("seed", range(40))
+    def test_the_bound_is_the_linear_programmes(self, seed: int) -> None:
+        """Three kinds whose speeds differ up to a thousandfold, with and without rows for memory."""
+        classes = random_classes(np.random.default_rng(seed), num_classes=3)
+        for with_memory in (False, True):
+            whole = full_programme_s(classes, with_memory=with_memory)
+            ours = fractional_s(classes, with_memory=with_memory)
+            assert whole is not None
+            assert ours <= whole * (1 + 1e-9)
+            assert ours >= whole * (1 - 1e-6)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_memory_that_just_does_has_a_high_price(self, seed: int) -> None:
+        classes = random_classes(np.random.default_rng(1000 + seed), num_classes=4, slack=1.0001)
+        whole = full_programme_s(classes, with_memory=True)
+        assert whole is not None
+        assert whole * (1 - 1e-6) <= fractional_s(classes, with_memory=True) <= whole * (1 + 1e-9)
+
+    def test_the_last_free_bytes_may_be_worth_any_time(self) -> None:
+        """
+        The fast class has room for one of ten small units beside the large one that only it can run; a small
+        unit takes 1 s there and 100 s elsewhere. 900 s, and a byte would save more than all time there is.
+        """
+        small, large = [[1.0, 100.0]] * 10, [[1.0, INF]]
+        classes = Classes(
+            np.ones(2), np.array([1.0, 9.0]), np.array(small + large), np.array([1e-3] * 10 + [1 - 1e-3])
+        )
+        assert fractional_s(classes, with_memory=True) == pytest.approx(900, rel=1e-6)
+
+    def test_some_programmes_are_bound_by_memory(self) -> None:
+        """Guards the test above against rows that never bind."""
+        drawn = [random_classes(np.random.default_rng(seed), num_classes=3) for seed in range(40)]
+        gained = [
+            fractional_s(c, with_memory=True) > 1.01 * fractional_s(c, with_memory=False) for c in drawn
+        ]
+        assert sum(gained) >= 10
+
+
+def random_classes(rng: np.random.Generator, *, num_classes: int, slack: float = 1.3) -> Classes:
+    """Units that each can run somewhere, and memory that some way to spread them needs less `slack`."""
+    num_units = int(rng.integers(2, 25))
+    seconds = rng.uniform(0.1, 1.0, (num_units, num_classes)) * 10.0 ** rng.uniform(-2, 1, num_classes)
+    seconds[rng.random(seconds.shape) < 0.25] = INF
+    home = rng.integers(num_classes, size=num_units)
+    seconds[np.arange(num_units), home] = rng.uniform(0.1, 1.0, num_units)
+    held = rng.uniform(0.0, 1.0, num_units)
+    memory = slack * np.bincount(home, held, num_classes) + 1e-3
+    return Classes(rng.integers(1, 5, num_classes).astype(np.float64), memory, seconds, held)
+
+
+def full_programme_s(classes: Classes, *, with_memory: bool) -> float | None:
+    """The optimum of the relaxation with a variable for every unit and class, None if it has none."""
+    units, kinds = np.nonzero(np.isfinite(classes.seconds))
+    num = len(units)
+    rows: list[Floats] = []
+    limits: list[float] = []
+    for c, count in enumerate(classes.count):
+        here = kinds == c
+        rows.append(np.append(np.where(here, classes.seconds[units, c], 0.0), -count))
+        limits.append(0.0)
+        if with_memory:
+            rows.append(np.append(np.where(here, classes.held_bytes[units], 0.0), 0.0))
+            limits.append(float(classes.memory_bytes[c]))
+    shares = np.zeros((len(classes.held_bytes), num + 1))
+    shares[units, np.arange(num)] = 1.0
+    with np.errstate(invalid="ignore"):
+        matrix = np.nan_to_num(np.array(rows), posinf=0.0)
+    found = linprog(
+        np.append(np.zeros(num), 1.0), A_ub=matrix, b_ub=limits, A_eq=shares, b_eq=np.ones(len(shares))
+    )
+    return float(found.fun) if found.status == 0 else None
