@@ -247,6 +247,26 @@ class TestCargo:
         assert load_cargo(problem).of_op.tolist() == [0, 1, 0, 2]
         assert load_cargo(problem, acyclic=True).of_op.tolist() == [0, 0, 0, 1]
 
+    def test_a_circle_that_no_device_may_run_stays_apart(self) -> None:
+        """op1, pinned elsewhere, stands between the two halves of a pinned group."""
+        graph = graph_of({"group": 0, "makes": [1]}, {"uses": [0], "makes": [1]}, {"group": 0, "uses": [1]})
+        problem = problem_of(graph, star_cluster(2), 1.0, pinned=[0, 1, 0])
+        assert load_cargo(problem, acyclic=True).of_op.tolist() == [0, 1, 0]
+        for algorithm in PLAIN:
+            assert devices(problem, algorithm) == [0, 1, 0]
+        torn = api.plan(pipelined(problem), algorithm="chain_balance", budget="20x")
+        assert torn.status == Status.NOT_FOUND
+        assert "feed each other in a circle" in torn.proof
+
+    def test_weights_that_cannot_be_on_one_device_do_not_ride(self) -> None:
+        """The reader may run on d0 and d1, one weight on d0 only, the other on d1 only."""
+        weight = {"phase": Phase.PARAM, "makes": [1]}
+        graph = graph_of(weight, weight, {"uses": [0, 1]})
+        problem = problem_of(graph, unequal_cluster(), [[0, INF], [INF, 0], [1, 1]])
+        assert (load_cargo(problem).fits.any(axis=1)).all()
+        for algorithm in PLAIN:
+            assert devices(problem, algorithm)[:2] == [0, 1]
+
     def test_a_unit_with_an_early_weight_waits_for_its_inputs(self) -> None:
         """The group of op0 and op3 has the earliest op, but uses what op1 and op2 make."""
         graph = graph_of({"group": 0}, {"makes": [1]}, {"uses": [0], "makes": [1]}, {"group": 0, "uses": [1]})

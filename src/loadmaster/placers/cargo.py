@@ -24,7 +24,6 @@ class Cargo:
     seconds: Floats  # [U, D] inf = not allowed
     held_bytes: Floats  # [U] at the end of the step
     made_bytes: Floats  # [U] those, every tensor that is gone by then, and the largest workspace
-    pinned: Bools  # [U]
     fits: Bools  # [U, D] allowed devices
 
     @property
@@ -36,8 +35,8 @@ class Cargo:
 def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     """Units in the order of their first forward op.
 
-    With `acyclic`, units that feed each other in a circle are fused and the order is topological on
-    forward edges, so that every cut of the order is a chain.
+    With `acyclic`, units that feed each other in a circle are fused, where a device may run them all, and
+    the order is topological on forward edges, so that every cut of the order is a chain.
     """
     graph, of_op = problem.graph, _with_riders(problem)
     if acyclic:
@@ -53,13 +52,11 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     np.maximum.at(made, of_op, graph.workspace_bytes.astype(np.float64))
     made += held
     np.add.at(made, of_op[graph.tensor_op[gone]], home_bytes(graph)[gone].astype(np.float64))
-    pinned = np.zeros(num, dtype=np.bool_)
-    pinned[of_op[problem.pinned != FREE]] = True
-    return Cargo(of_op, np.where(allowed, seconds, np.inf), held, made, pinned, allowed)
+    return Cargo(of_op, np.where(allowed, seconds, np.inf), held, made, allowed)
 
 
 def _with_riders(problem: Problem) -> Ints:
-    """Units, each parameter-only unit joined to its first reader's where both may share a device."""
+    """Units, each parameter-only unit joined to its first reader's where all may share a device."""
     graph = problem.graph
     unit, num = units(graph)
     rides = np.ones(num, dtype=np.bool_)
@@ -70,19 +67,24 @@ def _with_riders(problem: Problem) -> Ints:
     reads = rides[maker] & ~rides[unit[graph.use_op]]
     order = np.argsort(graph.use_op[reads], kind="stable")[::-1]  # the first reader is written last
     host[maker[reads][order]] = unit[graph.use_op[reads][order]]
-    allowed = allowed_devices(problem, unit, num)
-    apart = ~(allowed & allowed[host]).any(axis=1)
-    host[apart] = np.flatnonzero(apart)
+    apart = np.flatnonzero(~_placeable(problem, host[unit], num)[host])
+    host[apart] = apart
     return host[unit]
 
 
 def _fused(problem: Problem, of_op: Ints) -> Ints:
-    """Units joined until forward edges between them have no circle."""
+    """Units joined until forward edges between them have no circle, but for those no device may run."""
     source, target = _forward_edges(problem, of_op)
     num = int(of_op.max()) + 1
     matrix = csr_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(num, num))
-    _, component = connected_components(matrix, directed=True, connection="strong")
-    return component.astype(np.int32)[of_op]
+    count, component = connected_components(matrix, directed=True, connection="strong")
+    fused = component.astype(np.int32)[of_op]
+    return np.where(_placeable(problem, fused, count)[fused], fused, count + of_op).astype(np.int32)
+
+
+def _placeable(problem: Problem, unit: Ints, num: int) -> Bools:
+    """[num] whether some device may run the whole unit."""
+    return np.asarray(allowed_devices(problem, unit, num).any(axis=1))
 
 
 def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
@@ -140,13 +142,15 @@ def _topological(problem: Problem, of_op: Ints) -> Ints:
     heads, pointer = target.tolist(), offsets(source, num).tolist()  # edges are sorted by source
     waiting = np.bincount(target, minlength=num).tolist()
     ready = [u for u in range(num) if waiting[u] == 0]
-    rank = np.empty(num, dtype=np.int32)
-    for place in range(num):  # no circles are left, so that somebody is always ready
-        u = heapq.heappop(ready)
+    rank = np.full(num, -1, dtype=np.int32)
+    rest = iter(range(num))
+    for place in range(num):
+        # Where a circle could not be fused nobody may be ready: then the lowest number is next.
+        u = heapq.heappop(ready) if ready else next(u for u in rest if rank[u] < 0)
         rank[u] = place
         for v in heads[pointer[u] : pointer[u + 1]]:
             waiting[v] -= 1
-            if waiting[v] == 0:
+            if waiting[v] == 0 and rank[v] < 0:
                 heapq.heappush(ready, v)
     return rank
 
