@@ -16,8 +16,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 	@touch $@
 
 .venv/dev: .venv/base
-	@echo "installing the developers' tools"
-	@$(PIP) -e '.[dev]'
+	@echo "installing the developers' tools and torch, a witness of some tests"
+	@$(PIP) -e '.[torch,dev]'
 	@touch $@
 
 .venv/all: .venv/dev
@@ -32,8 +32,8 @@ setup: .venv/all
 	@$(BIN)/python -m loadmaster.cli.warm
 
 test: .venv/dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n auto

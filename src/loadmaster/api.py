@@ -28,7 +28,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
 from loadmaster.core.timeline import Timeline
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_bytes, parse_bytes
 from loadmaster.cost.memory import PRECISIONS, with_optimizer
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.source import read_source
@@ -64,7 +64,7 @@ def problem(
     optimizer: str | None = None,
     precision: str = "fp32",
     pin: Mapping[str, str] | None = None,
-    reserve_bytes: int = 0,
+    reserve_bytes: int | str = 0,
     format: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Problem:
@@ -91,18 +91,17 @@ def problem(
             f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
         )
     if reserve_bytes:
-        cluster = with_reserve(cluster, reserve_bytes)
+        cluster = with_reserve(cluster, parse_bytes(reserve_bytes))
     asked = _choice(Objective, objective) or workload.objective
     own = devices is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
-    default_split = Split.CHAIN if asked == Objective.THROUGHPUT else Split.FREE
     return Problem(
         graph=graph,
         cluster=cluster,
         costs=costs if costs is not None else roofline(graph, cluster),
         objective=asked,
         links=_choice(Links, links) or (workload.links if own else Links.SHARED),
-        split=_choice(Split, split) or own_split or default_split,
+        split=_choice(Split, split) or own_split or _default_split(asked),
         load=_choice(Load, load) or workload.load or Load.SUM,
         pinned=_pins(graph, cluster, pin or {}, workload.pinned if own else None),
     )
@@ -123,9 +122,10 @@ def plan(
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x')."""
     chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
     _require_usable(chosen, seed)
-    only = objectives_of(chosen)
-    asked = objective if objective is not None or len(only) > 1 else only[0]
-    question = _question(problem_or_source, devices, asked, links, split)
+    if objective is None and not isinstance(problem_or_source, Problem):
+        only = objectives_of(chosen)
+        objective = only[0] if len(only) == 1 else None
+    question = _question(problem_or_source, devices, objective, links, split)
     require_served(chosen, question)
     limit = parse_budget(budget)
     from loadmaster.simulator import bounds, engine
@@ -141,7 +141,10 @@ def plan(
         bound=bound,
         progress=progress,
     )
-    return chosen(question, run)
+    answer = chosen(question, run)
+    if not isinstance(answer, Placement):
+        raise InputError(f"{type(chosen).__name__} answered with a {type(answer).__name__}, not a Placement")
+    return answer
 
 
 def simulate(
@@ -174,7 +177,7 @@ def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
     found = check.check_plan(problem, plan)
-    if any(v.rule in ("length", "device", "support", "order") for v in found):
+    if any(v.rule in ("length", "device", "support", "order", "recompute") for v in found):
         return found
     from loadmaster.simulator import engine
 
@@ -207,14 +210,16 @@ def _question(
         return problem(given, devices, objective, links=links, split=split)
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
-    changed = given
     asked = _choice(Objective, objective) or given.objective
-    if asked != given.objective:
-        default = Split.CHAIN if asked == Objective.THROUGHPUT else Split.FREE
-        changed = replace(changed, objective=asked, split=default)
-    return replace(
-        changed, links=_choice(Links, links) or changed.links, split=_choice(Split, split) or changed.split
-    )
+    kept = given.split if asked == given.objective else _default_split(asked)
+    wanted = (asked, _choice(Links, links) or given.links, _choice(Split, split) or kept)
+    if wanted == (given.objective, given.links, given.split):
+        return given
+    return replace(given, objective=asked, links=wanted[1], split=wanted[2])
+
+
+def _default_split(objective: Objective) -> Split:
+    return Split.CHAIN if objective == Objective.THROUGHPUT else Split.FREE
 
 
 def _require_usable(algorithm: object, seed: object) -> None:
@@ -248,6 +253,8 @@ def _choice(kind: type[E], value: object) -> E | None:
 def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str], already: Ints | None) -> Ints:
     """[N] device of every pinned op; what belongs together is pinned together."""
     pinned = np.full(graph.num_ops, FREE, dtype=np.int32) if already is None else already.copy()
+    if not isinstance(pin, Mapping):
+        raise InputError(f"pin is {pin!r}; give op or module and device, e.g. {{'lm_head': 'gpu0'}}")
     unit, _ = units(graph)
     for name, device in pin.items():
         if device not in cluster.device_name:

@@ -62,4 +62,4 @@ def test_mistakes_in_python_are_answered_like_those_on_the_command_line() -> Non
         with pytest.raises(InputError, match=message):
             call()
     with pytest.raises(ProblemError, match="brings no devices"):
-        lm.plan("gen:transformer:300")
+        lm.plan(lm.problem("gen:chain:4").graph)  # a bare graph brings none

@@ -131,7 +131,6 @@ def cluster_cases() -> list[Case]:
         ),
         case("truncated toml", f"{shown} c.toml", "not a cluster in TOML", c__toml="[[device"),
         case("unknown kind", "plan gen:chain:3 -d 2xRTX309", "did you mean 'RTX3090'"),
-        case("no devices at all", "plan gen:transformer:300", "brings no devices; name some"),
         case("reserve of everything", "plan gen:chain:3 -d T4 --reserve 1TB", "reserve less"),
     ]
 

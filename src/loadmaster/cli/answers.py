@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.core.check import check_plan
+from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement, Status
@@ -37,6 +37,8 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "problem_digest": problem.digest,
         "graph": problem.graph.name,
         "num_ops": problem.graph.num_ops,
+        "assignment": placement.plan.device.tolist() if placement.plan is not None else None,
+        "not_runnable": why_not_runnable(problem, placement.plan) if placement.plan is not None else [],
         "links": problem.links.value,
         "split": problem.split.value,
         "members": [

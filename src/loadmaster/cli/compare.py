@@ -99,6 +99,7 @@ def run_all(
     """Every algorithm's placement, or why it does not apply; best first."""
     from loadmaster import api
     from loadmaster.cli.console import progress
+    from loadmaster.core.errors import InputError
     from loadmaster.core.placement import Placement
     from loadmaster.placers.registry import placer, why_not
 
@@ -106,7 +107,11 @@ def run_all(
     with progress("comparing") as say:
         for name in names:
             say(name, 0.0)
-            algorithm = placer(name)
+            try:  # a third party's broken package spoils its own row only
+                algorithm = placer(name)
+            except InputError as trouble:
+                rows.append((name, str(trouble)))
+                continue
             reason = why_not(algorithm, problem)
             rows.append(
                 (name, reason)

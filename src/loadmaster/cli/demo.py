@@ -1,5 +1,7 @@
 """loadmaster demo: a transformer's training step on four unequal devices, every algorithm."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +24,8 @@ def command(
         str, typer.Option("--out-dir", metavar="FOLDER", help="Where plan and trace are written.")
     ] = "out",
     budget: o.BudgetText = "10s",
+    pin: o.Pin = None,
+    reserve: o.Reserve = "0",
     json: o.Json = False,
 ) -> None:
     """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms."""
@@ -29,6 +33,7 @@ def command(
     from loadmaster.cli import answers
     from loadmaster.cli.compare import chosen_names, run_all
     from loadmaster.cli.console import print_json, stderr, stdout
+    from loadmaster.cli.question import pins, size
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
 
@@ -37,7 +42,7 @@ def command(
     say = stderr() if json else stdout()
     say.print(f"GPT-2-small, batch 8 x 1024, AdamW, one training step ({SOURCE}) on {DEVICES}")
     say.print()
-    problem = api.problem(SOURCE, DEVICES)
+    problem = api.problem(SOURCE, DEVICES, pin=pins(pin), reserve_bytes=size("--reserve", reserve))
     rows = run_all(problem, chosen_names(None), budget=budget, seed=0)
     best = next(result for _, result in rows if isinstance(result, Placement))
     plan = best.plan or best.least_overflow_plan
@@ -56,10 +61,15 @@ def command(
     console = stdout()
     console.print()
     for what, path, then in (
-        ("plan", plan_path, f"loadmaster simulate {plan_path}"),
+        ("plan", plan_path, f"{program()} simulate {plan_path}"),
         ("trace", trace_path, "open it at ui.perfetto.dev"),
     ):
         console.print(printable(f"{what} written to {path}  ({then})"), soft_wrap=True)
+
+
+def program() -> str:
+    """This program as one can type it, also where it is not on the PATH."""
+    return "loadmaster" if shutil.which("loadmaster") else sys.argv[0]
 
 
 def _paths(out_dir: str) -> tuple[str, str]:

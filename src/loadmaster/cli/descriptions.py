@@ -24,8 +24,8 @@ _MOST_LINKS = 40
 Description = tuple[dict[str, Any], list[RenderableType]]
 
 
-def describe_graph(graph: Graph, num_listed: int) -> Description:
-    """Size and shape, and the first `num_listed` ops."""
+def describe_graph(graph: Graph, num_listed: int, where: tuple[str, ...] = ()) -> Description:
+    """Size and shape, and the first `num_listed` ops, with the device of each where there is a plan."""
     m = measure(graph)
     document: dict[str, Any] = {
         "name": graph.name,
@@ -49,20 +49,22 @@ def describe_graph(graph: Graph, num_listed: int) -> Description:
     }
     shown: list[RenderableType] = [fields(rows)]
     if num_listed:
-        document["ops"], table = _listed_ops(graph, num_listed)
+        document["ops"], table = _listed_ops(graph, num_listed, where)
         shown.append(table)
     return {"graph": document}, shown
 
 
-def _listed_ops(graph: Graph, num_listed: int) -> tuple[list[dict[str, Any]], Table]:
+def _listed_ops(graph: Graph, num_listed: int, where: tuple[str, ...]) -> tuple[list[dict[str, Any]], Table]:
     num = min(num_listed, graph.num_ops)
     made = np.bincount(graph.tensor_op, graph.tensor_bytes.astype(np.float64), minlength=graph.num_ops)
     numbers = ("flops", "outputs", "resident")
-    table = columns("op", "kind", "module", "phase", *numbers, right=numbers)
+    placed = ("device",) if where else ()
+    table = columns("op", *placed, "kind", "module", "phase", *numbers, right=numbers, whole=("op", "device"))
     rows: list[dict[str, Any]] = []
     for op in range(num):
         row: dict[str, Any] = {
             "name": graph.op_name[op],
+            **({"device": where[op]} if where else {}),
             "kind": graph.op_kind[op],
             "module": graph.module[op],
             "phase": Phase(int(graph.phase[op])).name.lower(),
@@ -71,7 +73,7 @@ def _listed_ops(graph: Graph, num_listed: int) -> tuple[list[dict[str, Any]], Ta
             "resident_bytes": int(graph.resident_bytes[op]),
         }
         rows.append(row)
-        texts = (one_line(row[key]) for key in ("name", "kind", "module", "phase"))
+        texts = (one_line(row[key]) for key in ("name", *placed, "kind", "module", "phase"))
         sizes = (format_bytes(row[key]) for key in ("output_bytes", "resident_bytes"))
         table.add_row(*texts, format_flops(row["flops"]), *sizes)
     if num < graph.num_ops:
@@ -144,6 +146,8 @@ def describe_placement(placement: Placement) -> Description:
     shown: list[RenderableType] = [tables.summary(placement), tables.devices(placement, None)]
     if placement.members:
         shown.append(tables.members(placement))
+    if placement.plan is not None:
+        shown.append(tables.modules(placement))
     if not placement.fits:
         reasons = "\n".join(map(printable, answers.why_not_fit(placement)))
         shown.append(Text(reasons, style="red"))

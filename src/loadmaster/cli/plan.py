@@ -94,6 +94,9 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     if not placement.fits:
         console.print("the plan that came nearest:")
     console.print(tables.devices(placement, timeline))
+    if placement.plan is not None and any(placement.problem.graph.module):
+        console.print()
+        console.print(tables.modules(placement))
     if placement.members:
         console.print()
         console.print(tables.members(placement))

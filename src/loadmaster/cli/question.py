@@ -28,7 +28,7 @@ def ask(
     max_bytes: str,
 ) -> "Problem":
     """Read source and devices, with progress if that takes long."""
-    pins, reserve_bytes, limit = _pins(pin or []), size("--reserve", reserve), size("--max-bytes", max_bytes)
+    pinned, reserve_bytes, limit = pins(pin), size("--reserve", reserve), size("--max-bytes", max_bytes)
     with progress(f"reading {source}"):
         from loadmaster import api
 
@@ -41,7 +41,7 @@ def ask(
             load=load,
             optimizer=optimizer,
             precision=precision,
-            pin=pins,
+            pin=pinned,
             reserve_bytes=reserve_bytes,
             format=format,
             max_bytes=limit,
@@ -73,14 +73,14 @@ def check_outputs(outputs: dict[str, str | None], *, inputs: list[str | None]) -
             raise FileError(f"{first} and {option} both name {path}; name two files")
 
 
-def _pins(pin: list[str]) -> dict[str, str]:
-    """Device of each pinned name."""
-    pins: dict[str, str] = {}
-    for text in pin:
+def pins(texts: list[str] | None) -> dict[str, str]:
+    """Device of each name pinned by `--pin`."""
+    found: dict[str, str] = {}
+    for text in texts or []:
         name, device = _pair(text)
-        if pins.setdefault(name, device) != device:
-            raise InputError(f"--pin puts {name!r} on {pins[name]!r} and on {device!r}; pin it once")
-    return pins
+        if found.setdefault(name, device) != device:
+            raise InputError(f"--pin puts {name!r} on {found[name]!r} and on {device!r}; pin it once")
+    return found
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -149,6 +149,28 @@ class Bar:
         yield Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
 
 
+def modules(placement: Placement, depth: int = 2, most: int = 24) -> Table:
+    """Where the modules go, neighbours on the same devices in one row."""
+    problem, plan = placement.problem, placement.plan
+    assert plan is not None
+    names, seen = problem.cluster.device_name, dict[str, set[int]]()
+    for path, d in zip(problem.graph.module, plan.device.tolist(), strict=True):
+        seen.setdefault(".".join(path.split(".")[:depth]) or "(no module)", set()).add(d)
+    rows: list[tuple[str, str, str]] = []
+    for path, devices_of in seen.items():
+        where = " + ".join(names[d] for d in sorted(devices_of))
+        if rows and rows[-1][2] == where:
+            rows[-1] = (rows[-1][0], path, where)
+        else:
+            rows.append((path, path, where))
+    table = columns("module", "on")
+    for first, last, where in rows[:most]:
+        table.add_row(one_line(first if first == last else f"{first} ... {last}"), one_line(where))
+    if len(rows) > most:
+        table.add_row(f"and {len(rows) - most} more")
+    return table
+
+
 def members(placement: Placement) -> Table:
     """How the members of a portfolio did."""
     table = columns("member", "status", "time", "took", "why", whole=("member", "status", "time", "took"))

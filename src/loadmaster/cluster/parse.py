@@ -89,12 +89,11 @@ def _from_file(path: str, max_bytes: int) -> Cluster:
         if not isinstance(noun, Cluster):
             raise SchemaError(f"{path} holds a {type(noun).__name__.lower()}; a cluster is needed")
         return noun
+    content = read_bytes(path, max_bytes=max_bytes)
     try:
-        data = tomllib.loads(read_bytes(path, max_bytes=max_bytes).decode("utf-8"))
+        data = tomllib.loads(content.decode("utf-8"))
         table = msgspec.convert(data, _ClusterTable)
     except (ValueError, RecursionError, msgspec.ValidationError) as problem:
-        if isinstance(problem, InputError):
-            raise
         raise FormatError(f"{path} is not a cluster in TOML: {problem}") from None
     try:
         return _from_table(table, default_name=Path(path).stem)

@@ -85,7 +85,6 @@ def _cpu(name: str, cores: int, ghz: float, memory_gb: float) -> KindPreset:
 
 _HOPPER = {"float16": 989.5, "bfloat16": 989.5, "float64": 67, "float8": 1979, "int8": 1979}
 _A100 = {"float16": 312, "bfloat16": 312, "float64": 19.5, "int8": 624}
-_L4 = {"float16": 121, "bfloat16": 121, "float64": 30.3 / 64, "float8": 242.5, "int8": 242.5}
 _RTX4090 = {"float16": 165.2, "bfloat16": 165.2, "float64": 82.6 / 64, "float8": 330.3, "int8": 660.6}
 _KIND_ROWS = (
     # NVIDIA H200 Tensor Core GPU datasheet, SXM (its 1,979 / 3,958 are with sparsity, halved here)

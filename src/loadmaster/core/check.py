@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints
-from loadmaster.core.graph import NO_GROUP, Phase, edges, held_bytes
+from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Phase, edges, held_bytes
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
 from loadmaster.core.units import format_bytes
@@ -15,7 +15,7 @@ from loadmaster.core.units import format_bytes
 class Violation:
     """One rule a plan breaks."""
 
-    rule: str  # 'length', 'device', 'pinned', 'group', 'support', 'order', 'memory', 'chain', 'convex'
+    rule: str  # length device pinned group support recompute order memory chain convex
     message: str
 
 
@@ -35,11 +35,37 @@ def check_plan(problem: Problem, plan: Plan) -> list[Violation]:
         )
         return [Violation("device", text)]
     found = _placement_rules(problem, plan)
+    if plan.recompute.any():
+        name = graph.op_name[int(plan.recompute.argmax())]
+        found.append(Violation("recompute", f"op {name!r} is to be recomputed, which is not simulated yet"))
     cycle = order_cycle(problem, plan)
     if cycle:
         found.append(Violation("order", cycle))
     if problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE:
         found.extend(_split_rules(problem, plan))
+    return found
+
+
+def why_not_runnable(problem: Problem, plan: Plan) -> list[str]:
+    """What keeps a valid plan from being run as autograd runs a step; such a plan can only be simulated.
+
+    A backward op sits with the op it mirrors, an update with its parameter, and the backward ops of a
+    device run in the reverse order of the forward ops they mirror.
+    """
+    graph, device, found = problem.graph, plan.device, []
+    back = np.flatnonzero(graph.mirror != NO_MIRROR)
+    apart = back[device[back] != device[graph.mirror[back]]]
+    if len(apart):
+        found.append(f"backward op {graph.op_name[apart[0]]!r} is not on the device of its forward op")
+    maker, user = graph.tensor_op[graph.use_tensor], graph.use_op
+    owns = (graph.phase[maker] == Phase.PARAM) & (graph.phase[user] == Phase.UPDATE)
+    torn = np.flatnonzero(owns & (device[maker] != device[user]))
+    if len(torn):
+        found.append(f"update {graph.op_name[user[torn[0]]]!r} is not on the device of its parameter")
+    order = back[np.lexsort((back, plan.priority[back], device[back]))]
+    same = device[order[1:]] == device[order[:-1]]
+    if (same & (graph.mirror[order[1:]] > graph.mirror[order[:-1]])).any():
+        found.append("backward ops do not run in the reverse order of their forward ops")
     return found
 
 

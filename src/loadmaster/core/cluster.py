@@ -120,6 +120,11 @@ class Cluster:
         """[D] memory less reserve."""
         return self.memory_bytes - self.reserve_bytes
 
+    def __repr__(self) -> str:
+        """One line; the columns may be long."""
+        more = ", ..." if self.num_devices > 8 else ""
+        return f"<Cluster {self.name!r}: {', '.join(self.device_name[:8])}{more}>"
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content, the name left out."""

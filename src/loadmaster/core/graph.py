@@ -181,6 +181,10 @@ class Graph:
         """U."""
         return len(self.use_op)
 
+    def __repr__(self) -> str:
+        """One line; the columns may be long."""
+        return f"<Graph {self.name!r}: {self.num_ops} ops, {self.num_tensors} tensors, {self.num_uses} uses>"
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content, the name left out."""

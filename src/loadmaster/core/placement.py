@@ -68,8 +68,10 @@ class Placement:
                 f"Placement.status is {self.status}, Placement.plan is {'' if self.plan else 'not '}there and"
                 f" Placement.score_s is {self.score_s}; plan and score belong to a status that fits"
             )
-        if self.status == Status.INFEASIBLE and not self.proof:
-            raise PlanError("Placement.proof is empty; an infeasible placement needs its proof")
+        if self.status in (Status.INFEASIBLE, Status.OPTIMAL) and not self.proof:
+            raise PlanError(f"Placement.proof is empty; a placement that is {self.status} needs its proof")
+        if self.score_s is not None and self.score_s < self.bound_s:
+            raise PlanError(f"Placement.score_s is {self.score_s}, below the bound of {self.bound_s}")
 
     @property
     def fits(self) -> bool:
@@ -85,9 +87,18 @@ class Placement:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of problem and plan; times of the search are left out."""
-        plan = self.plan.digest if self.plan is not None else self.status.value
-        return hashlib.sha256(f"{self.problem.digest} {plan}".encode()).hexdigest()
+        """Hexadecimal SHA-256 of question and answer; who searched how long is left out."""
+        sha = hashlib.sha256(self.problem.digest.encode())
+        for plan in (self.plan, self.least_overflow_plan):
+            sha.update(plan.digest.encode() if plan is not None else b"none")
+        claims = (self.status.value, self.score_s, self.bound_s, self.bound_name, self.peak_bytes.tolist())
+        sha.update(repr(claims).encode())
+        return sha.hexdigest()
+
+    def __repr__(self) -> str:
+        """One line; a placement holds whole graphs."""
+        score = "no plan" if self.score_s is None else f"{self.score_s:.6g} s"
+        return f"<Placement {self.status.value}: {score}, bound {self.bound_s:.6g} s ({self.bound_name})>"
 
 
 def _require_seconds(placement: Placement, *fields: str) -> None:

@@ -76,6 +76,11 @@ class Plan:
         if len(self.pipeline.stage) != num_ops:
             raise PlanError(f"Plan.pipeline: stage has {len(self.pipeline.stage)} ops, the plan {num_ops}")
 
+    def __repr__(self) -> str:
+        """One line; the columns may be long."""
+        counts = np.bincount(self.device).tolist()
+        return f"<Plan: {len(self.device)} ops, per device {counts}>"
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""

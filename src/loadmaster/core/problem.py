@@ -135,6 +135,9 @@ class Problem:
                 f"Costs.transfer_s has {len(self.costs.transfer_s)} tensors, the graph"
                 f" {self.graph.num_tensors}"
             )
+        hosted = self.cluster.on_host[self.cluster.kind].any()
+        if self.links == Links.HOST and not hosted and (self.costs.transfer_s == BY_ROUTE).any():
+            raise ProblemError("links 'host' go through a host-side device; add one, e.g. cpu-64GB")
         self._check_somewhere_to_run(num_devices)
 
     def _check_somewhere_to_run(self, num_devices: int) -> None:
@@ -157,6 +160,10 @@ class Problem:
     def device_compute_s(self) -> Floats:
         """[N, D] seconds of each op on each device."""
         return self.costs.compute_s[:, self.cluster.kind]
+
+    def __repr__(self) -> str:
+        """One line; the parts may be long."""
+        return f"<Problem {self.objective.value} of {self.graph!r} on {self.cluster!r}>"
 
     @property
     def digest(self) -> str:

@@ -79,6 +79,10 @@ class Timeline:
         np.add.at(busy, self.resource[compute], (self.end_s - self.start_s)[compute])
         return busy
 
+    def __repr__(self) -> str:
+        """One line; the columns may be long."""
+        return f"<Timeline {self.origin}: {len(self.kind)} spans, {self.step_s:.6g} s>"
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""

@@ -55,10 +55,11 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     Both are set, not added, so that a second call replaces the first. An update op moves, for each of its
     weights: the weight read and written, the gradient read, the states (and master copy) read and written,
     so 3 x weight + 2 x state bytes. Where a graph has update ops, a weight without one is frozen and has
-    no state. Tensor sizes are left alone: a graph is made in its dtype.
+    no state. Under "mixed" a float32 graph is cast first (`in_16_bits`).
     """
     _known("optimizer", optimizer, OPTIMIZERS)
-    _known("precision", precision, PRECISIONS)
+    if _known("precision", precision, PRECISIONS) == "mixed":
+        graph = in_16_bits(graph)
     param = graph.phase == Phase.PARAM
     weight_bytes = _weight_bytes(graph)
     weight, update = _updates(graph)
@@ -72,6 +73,26 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     moved[update] = 0
     np.add.at(moved, update, 3 * weight_bytes[weight] + 2 * state[weight])
     return dataclasses.replace(graph, resident_bytes=resident, bytes_moved=moved)
+
+
+def in_16_bits(graph: Graph) -> Graph:
+    """The graph as mixed precision runs it: float32 ops compute, and their tensors are held, in bfloat16.
+
+    Update ops go on in float32: they work on the master copy.
+    """
+    cast = (graph.dtype == Dtype.FLOAT32) & (graph.phase != Phase.UPDATE)
+    if not cast.any():
+        return graph
+    signatures = tuple(text.replace("float32[", "bfloat16[") for text in graph.signature_table)
+    halved = cast[graph.tensor_op]
+    return dataclasses.replace(
+        graph,
+        dtype=np.where(cast, Dtype.BFLOAT16, graph.dtype).astype(np.int8),
+        bytes_moved=np.where(cast, graph.bytes_moved // 2, graph.bytes_moved),
+        workspace_bytes=np.where(cast, graph.workspace_bytes // 2, graph.workspace_bytes),
+        tensor_bytes=np.where(halved, graph.tensor_bytes // 2, graph.tensor_bytes),
+        signature_table=signatures,
+    )
 
 
 def _known(what: str, name: str, names: Sequence[str]) -> str:

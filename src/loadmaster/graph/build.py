@@ -5,6 +5,7 @@ added op first), so that a graph whose ops were added in order keeps that order.
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,17 +75,27 @@ class GraphBuilder:
 
     def tensor(self, op: int, num_bytes: int, *, storage: int = OWN_STORAGE, keep: bool = False) -> int:
         """Add an output of `op` and return its index; `storage` is a base tensor or NO_STORAGE."""
+        self._require(op, self._ops, "op")
         index = len(self._tensors)
         self._tensors.append((op, num_bytes, index if storage == OWN_STORAGE else storage, keep))
         return index
 
     def use(self, tensor: int, *ops: int) -> None:
         """Let `ops` read `tensor`; saying it twice is saying it once."""
+        self._require(tensor, self._tensors, "tensor")
         for op in ops:
+            self._require(op, self._ops, "op")
             self._uses[(tensor, op)] = None
+
+    def _require(self, index: int, known: Sequence[object], what: str) -> None:
+        if not 0 <= index < len(known):
+            raise GraphError(f"graph {self.name!r} has no {what} {index}; it has {len(known)} so far")
 
     def build(self) -> Graph:
         """The graph, its ops in topological order; a cycle is an error that names it."""
+        for op in self._ops:
+            if op[4] != NO_MIRROR:  # may name an op added later
+                self._require(op[4], self._ops, "op")
         order = self._sorted()
         place = np.empty(len(order) + 1, dtype=np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)

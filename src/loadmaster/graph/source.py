@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +57,12 @@ def _generated(source: str) -> Workload:
         raise InputError(f"{source!r} is not gen:FAMILY:OPS[:SEED]; write {_EXAMPLE}")
     family = parts[1]
     if family not in FAMILIES:
-        raise UnknownNameError("family", family, FAMILIES)
+        raise UnknownNameError("family", family, FAMILIES, see=f"families: {', '.join(FAMILIES)}")
     num_ops = _count(parts[2], "OPS", source)
     seed = _count(parts[3], "SEED", source) if len(parts) == 4 else 0
     graph = FAMILIES[family](num_ops, seed)
-    return Workload(graph, optimizer="adamw") if family == TRANSFORMER else brought(graph)
+    workload = brought(graph)
+    return replace(workload, optimizer="adamw") if family == TRANSFORMER else workload
 
 
 def _count(text: str, what: str, source: str) -> int:

@@ -8,8 +8,6 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct, offsets
 from loadmaster.core.graph import Graph, Phase, edges, held_bytes, home_bytes, units
@@ -74,8 +72,13 @@ def _with_riders(problem: Problem) -> Ints:
 
 def _fused(problem: Problem, of_op: Ints) -> Ints:
     """Units joined until forward edges between them have no circle, but for those no device may run."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
     source, target = _forward_edges(problem, of_op)
     num = int(of_op.max()) + 1
+    if (source < target).all():
+        return of_op
     matrix = csr_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(num, num))
     count, component = connected_components(matrix, directed=True, connection="strong")
     fused = component.astype(np.int32)[of_op]

@@ -1,1 +1,1 @@
-"""Plans and timelines for people: tables, traces."""
+"""Timelines for people: traces."""

@@ -47,14 +47,33 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def _at_most_s(classes: Classes, *, with_memory: bool) -> float:
-    """What the relaxation is not above: every unit where it is fastest, if that fits. Saves solving it."""
+    """What the relaxation is not above, by two ways of spreading that fit. Often saves solving it."""
     if with_memory and (classes.memory_bytes >= classes.held_bytes.sum()).all():
         return 0.0  # memory adds nothing
+    mixed = _evenly_mixed_s(classes, with_memory=with_memory)
     choice, num = classes.seconds.argmin(axis=1), len(classes.count)
     held = np.bincount(choice, classes.held_bytes, num)
     if with_memory and (held > classes.memory_bytes).any():
-        return np.inf
-    return float((np.bincount(choice, classes.seconds.min(axis=1), num) / classes.count).max())
+        return mixed
+    return min(mixed, float((np.bincount(choice, classes.seconds.min(axis=1), num) / classes.count).max()))
+
+
+def _evenly_mixed_s(classes: Classes, *, with_memory: bool) -> float:
+    """Seconds when every unit is split alike: a class takes what it does in T, or what it holds."""
+    pace = classes.count / np.maximum(classes.seconds.sum(axis=0), 1e-300)  # share of everything a second
+    total = float(classes.held_bytes.sum())
+    most = np.minimum(classes.memory_bytes / total, 1.0) if with_memory and total > 0 else np.ones(len(pace))
+    order = np.argsort(most / np.maximum(pace, 1e-300))  # which class is full first
+    full = 0.0
+    for at, c in enumerate(order):
+        rest = float(pace[order[at:]].sum())
+        if rest <= 0:
+            break
+        seconds = (1.0 - full) / rest
+        if seconds * pace[c] <= most[c]:
+            return seconds
+        full += float(most[c])
+    return np.inf
 
 
 def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:

@@ -75,7 +75,7 @@ class Simulator:
             dispatch = Dispatch.READY if is_unordered(plan) else Dispatch.IN_ORDER
         issue = bool(self.fixed.issue_s.any())
         if issue and dispatch == Dispatch.READY:  # an order must be known before it can be issued
-            return self.run(self._by_start(plan, Dispatch.READY), dispatch=Dispatch.IN_ORDER)
+            return self.run(self.ordered(plan), dispatch=Dispatch.IN_ORDER)
         return self._run(plan, dispatch, issue)
 
     def _run(self, plan: Plan, dispatch: Dispatch, issue: bool) -> Outcome:
@@ -89,17 +89,14 @@ class Simulator:
     def warm_up(self, progress: Callable[[str, float], None] = silent) -> None:
         """Load or compile the event loop before any budget runs, saying so if it takes long."""
         if not is_warm():
-            progress("compiling the simulator (once on this machine, about 15 s)", 0.0)
+            progress("compiling the simulator (once on this machine, 15 to 60 s)", 0.0)
         device = np.isfinite(self.problem.device_compute_s).argmax(axis=1).astype(np.int32)
         self._run(plan_of(device), Dispatch.READY, False)
         mark_warm()
 
-    def _by_start(self, plan: Plan, dispatch: Dispatch) -> Plan:
-        return replace(plan, priority=self._run(plan, dispatch, False).start_rank)
-
     def ordered(self, plan: Plan) -> Plan:
-        """The plan with the order in which its ops start, so that replay in order gives the same run."""
-        return self._by_start(plan, Dispatch.READY if is_unordered(plan) else Dispatch.IN_ORDER)
+        """The plan in the order in which its ready ops start: replaying it in order is the same run."""
+        return replace(plan, priority=self._run(plan, Dispatch.READY, False).start_rank)
 
     def score(self, plan: Plan) -> Score:
         """Objective and overflow of a plan."""
@@ -194,7 +191,8 @@ def simulate(
     problem: Problem, plan: Plan, *, dispatch: Dispatch | None = None, links: Links | None = None
 ) -> Timeline:
     """The timeline of a plan; a plan that breaks a rule is refused with that rule."""
-    fatal = [v for v in check_plan(problem, plan) if v.rule in ("length", "device", "support", "order")]
+    rules = ["length", "device", "support", "recompute", *(["order"] if dispatch != Dispatch.READY else [])]
+    fatal = [v for v in check_plan(problem, plan) if v.rule in rules]
     if fatal:
         raise PlanError(fatal[0].message)
     return prepare(problem, links=links).timeline(plan, dispatch=dispatch)

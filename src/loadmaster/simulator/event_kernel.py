@@ -97,6 +97,8 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
     order = in_sequence(priority) if in_order else np.arange(num_ops).astype(np.int32)
     queue_ptr, queue = by_engine(order, engine_of_op, num_engines)
     queue_len = np.zeros(num_engines, dtype=np.int32)  # in order: how many were started
+    first_come = not in_order and priority.min() == priority.max()  # then a queue serves, no heap is needed
+    queue_head = np.zeros(num_engines, dtype=np.int32)
     busy = np.zeros(num_engines, dtype=np.bool_)
     dirty = np.ones(num_engines, dtype=np.bool_)  # engines to look at in step 6, and the list of them
     dirty_list, num_dirty = np.arange(num_engines).astype(np.int32), num_engines
@@ -288,7 +290,14 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
             i = fed[f]
             e = engine_of_op[i]
             ready_s[i] = now
-            if not in_order:
+            if first_come:
+                at, head = queue_ptr[e] + queue_len[e], queue_ptr[e] + queue_head[e]
+                while at > head and queue[at - 1] > i and ready_s[queue[at - 1]] == now:
+                    queue[at] = queue[at - 1]
+                    at -= 1
+                queue[at] = i
+                queue_len[e] += 1
+            elif not in_order:
                 push_ready(queue, queue_ptr[e], queue_len[e], priority, ready_s, i)
                 queue_len[e] += 1
             if not dirty[e]:
@@ -308,6 +317,11 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     continue
                 i = queue[position]
                 queue_len[e] += 1
+            elif first_come:
+                if queue_head[e] == queue_len[e]:
+                    continue
+                i = queue[queue_ptr[e] + queue_head[e]]
+                queue_head[e] += 1
             else:
                 if queue_len[e] == 0:
                     continue

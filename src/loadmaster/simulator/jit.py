@@ -8,6 +8,8 @@ And it gives up where the folder is read-only: so the first writable one of seve
 
 import hashlib
 import os
+import platform
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -63,7 +65,8 @@ def mark_warm() -> None:
 
 
 def _marker() -> Path:
-    return cache_folder() / f"warm-{numba.__version__}-{numba.config.CPU_NAME or 'host'}"
+    maker = f"{_PACKAGE} {sys.version} {numba.__version__} {platform.processor()} {numba.config.CPU_NAME}"
+    return cache_folder() / f"warm-{hashlib.sha256(maker.encode()).hexdigest()[:16]}"
 
 
 def _sources_digest() -> str:

@@ -1,4 +1,4 @@
-"""The event loop, compiled: ops on engines, transfers on links, bytes on devices.
+"""What the event loop stands on, compiled: moves, holds, heaps and sequences.
 
 At one instant: ends, frees, arrivals, then starts. Events are kept in one binary heap of
 (time, code); codes order the events of an instant:
