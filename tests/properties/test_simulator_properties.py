@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadmaster.core import io
 from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Problem
@@ -113,6 +114,40 @@ def test_no_resource_does_two_things_at_once_and_nothing_starts_before_its_input
     slack = float(problem.costs.issue_s.sum())
     assert busiest <= outcome.step_s + 1e-9
     assert outcome.step_s <= everything + slack + 1e-9
+
+
+@some
+@given(st.data(), st.sampled_from(list(Links)))
+def test_the_timeline_shows_every_op_once_on_its_device(data: st.DataObject, links: Links) -> None:
+    problem, plan = data.draw(placed_problems(links=links))
+    timeline = prepare(problem).timeline(plan, dispatch=Dispatch.IN_ORDER)
+    compute = timeline.kind == SpanKind.COMPUTE
+    assert sorted(timeline.item[compute].tolist()) == list(range(problem.graph.num_ops))
+    assert timeline.resource[compute].tolist() == plan.device[timeline.item[compute]].tolist()
+
+
+@some
+@given(st.data())
+def test_no_directed_link_carries_two_transfers_at_once(data: st.DataObject) -> None:
+    problem, plan = data.draw(placed_problems(links=Links.SHARED))
+    outcome = prepare(problem).run(plan, dispatch=Dispatch.IN_ORDER)
+    source = plan.device[problem.graph.tensor_op[outcome.transfer_tensor]]
+    spans: dict[int, list[tuple[float, float]]] = {}
+    rows = zip(source, outcome.transfer_target, outcome.transfer_start, outcome.transfer_end, strict=True)
+    for s, d, begin, end in rows:
+        for link in problem.cluster.route[s, d]:
+            if link >= 0 and end > begin:
+                spans.setdefault(int(link), []).append((float(begin), float(end)))
+    for carried in spans.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(carried)))
+
+
+@some
+@given(st.data())
+def test_problems_and_plans_come_back_from_json(data: st.DataObject) -> None:
+    problem, plan = data.draw(placed_problems())
+    for noun in (problem, plan, problem.graph, problem.cluster, problem.costs):
+        assert io.decode(io.encode(noun)).digest == noun.digest
 
 
 @some

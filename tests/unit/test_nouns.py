@@ -239,7 +239,7 @@ class TestRules:
     def test_words_stand_for_their_members(self) -> None:
         problem = dataclasses.replace(PROBLEM, objective="throughput")
         assert problem.objective is Objective.THROUGHPUT
-        assert dataclasses.replace(PLACEMENT, status="optimal").status is Status.OPTIMAL
+        assert dataclasses.replace(PLACEMENT, status="optimal", proof="seen").status is Status.OPTIMAL
 
     @pytest.mark.parametrize("seconds", [0.0, -1.0, NAN, INF, "1", True])
     def test_a_budget_of_seconds_is_a_positive_finite_number(self, seconds: Any) -> None:
@@ -309,9 +309,10 @@ class TestFrozenAndDigested:
         for kinds in (["a", "bc", "", ""], ["ab", "", "c", ""], ["ab\0", "c", "", ""], ["2:ab", "c", "", ""]):
             assert dataclasses.replace(GRAPH, op_kind=kinds).digest != ours.digest
 
-    def test_a_placement_is_its_problem_and_plan(self) -> None:
-        later = dataclasses.replace(PLACEMENT, wall_s=9.0, algorithm="another", bound_s=1.0)
+    def test_a_placement_is_its_problem_plan_and_claims(self) -> None:
+        later = dataclasses.replace(PLACEMENT, wall_s=9.0, algorithm="another")
         assert later.digest == PLACEMENT.digest
+        assert dataclasses.replace(PLACEMENT, bound_s=1.0).digest != PLACEMENT.digest
         moved = dataclasses.replace(PLACEMENT, plan=plan_of(np.array([0, 1, 0, 0], dtype=np.int32)))
         assert moved.digest != PLACEMENT.digest
 

@@ -44,9 +44,10 @@ def test_a_generated_graph_is_the_published_one() -> None:
     assert graph.flops.sum() / 1e6 == 582768  # microseconds at 1 TFLOP/s
 
 
-def test_a_generated_transformer_brings_an_optimizer_but_no_cluster() -> None:
+def test_a_generated_transformer_brings_an_optimizer_and_the_reference_devices() -> None:
     work = read_source("gen:transformer:1500")
-    assert (work.optimizer, work.cluster) == ("adamw", None)
+    assert work.cluster is not None
+    assert (work.optimizer, work.cluster.device_name) == ("adamw", ("ref0", "ref1", "ref2", "ref3"))
     assert 1000 < work.graph.num_ops < 2000
 
 

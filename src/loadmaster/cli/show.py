@@ -76,10 +76,10 @@ def _describe(source: str, format: str | None, limit: int, num_listed: int) -> "
     if isinstance(noun, Timeline):
         return [d.describe_timeline(noun)]
     if isinstance(noun, Placement):
-        names = noun.problem.cluster.device_name
+        answer, names = d.describe_placement(noun), noun.problem.cluster.device_name
         where = tuple(names[i] for i in noun.plan.device) if noun.plan is not None else ()
         graph = d.describe_graph(noun.problem.graph, num_listed, where)
-        return [d.describe_placement(noun), d.describe_problem(noun.problem), graph]
+        return [answer, d.describe_problem(noun.problem), graph]
     if isinstance(noun, Problem):
         graph = d.describe_graph(noun.graph, num_listed)
         return [d.describe_problem(noun), graph, d.describe_cluster(noun.cluster)]

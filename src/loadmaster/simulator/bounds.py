@@ -43,7 +43,7 @@ def lower_bound(problem: Problem) -> Bound:
             found.append((name, fractional_s(classes, with_memory=with_memory)))
     name, seconds = max(found, key=lambda item: item[1])
     # Sums in another order than the simulator's may differ in the last bits; stay below it.
-    return Bound(seconds * (1.0 - 1e-12), name)
+    return Bound(float(seconds) * (1.0 - 1e-12), name)
 
 
 def _at_most_s(classes: Classes, *, with_memory: bool) -> float:

@@ -108,7 +108,7 @@ def _evaluate(classes: Classes, times: Floats, point: Floats) -> tuple[float, Fl
     row = np.arange(len(price))
     choice = price.argmin(axis=1)
     paid, given = float(times @ price[row, choice]), float(point[num:].sum())
-    rounding = 4 * np.finfo(np.float64).eps * (len(price) + num) * (paid + given)
+    rounding = 4 * float(np.finfo(np.float64).eps) * (len(price) + num) * (paid + given)
     value = paid - given - rounding  # two large sums may cancel: what is left stays proven
     load, room = np.zeros(num), np.full(num, -1.0)
     np.add.at(load, choice, times * classes.seconds[row, choice])
