@@ -75,8 +75,7 @@ def command(
     if json:
         print_json(document)
         return
-    score_s = step_s if placement.fits else None
-    _show(replace(placement, peak_bytes=timeline.peak_bytes, score_s=score_s), timeline, document)
+    _show(replace(placement, peak_bytes=timeline.peak_bytes), timeline, document)
 
 
 def _read(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
@@ -106,6 +105,9 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
 
     objective = placement.problem.objective
     rows: dict[str, object] = {tables.time_word(objective): format_seconds(document["step_s"])}
+    if placement.score_s is not None:
+        rows["as planned"] = format_seconds(placement.score_s)
+    rows["links"] = document["links"]
     if objective == Objective.THROUGHPUT:
         rows["one sample alone"] = format_seconds(document["pass_s"])
     if not document["fits"]:

@@ -174,11 +174,16 @@ def modules(placement: Placement, depth: int = 2, most: int = 24) -> Table:
 def members(placement: Placement) -> Table:
     """How the members of a portfolio did."""
     table = columns("member", "status", "time", "took", "why", whole=("member", "status", "time", "took"))
+    passed_over: dict[str, list[str]] = {}
     for m in placement.members:
-        status = m.status.replace("_", " ") if m.status else "-"
+        if m.status is None:
+            passed_over.setdefault(m.reason, []).append(m.name)
+            continue
         seconds = "-" if m.score_s is None else format_seconds(m.score_s)
-        took = "-" if m.status is None else format_seconds(m.seconds)
+        took, status = format_seconds(m.seconds), m.status.replace("_", " ")
         table.add_row(one_line(m.name), status, seconds, took, one_line(m.reason, 70))
+    for reason, names in passed_over.items():
+        table.add_row(f"{len(names)} more", "-", "-", "-", one_line(f"{', '.join(names)}: {reason}", 120))
     return table
 
 

@@ -72,16 +72,16 @@ def _with_riders(problem: Problem) -> Ints:
 
 def _fused(problem: Problem, of_op: Ints) -> Ints:
     """Units joined until forward edges between them have no circle, but for those no device may run."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
     source, target = _forward_edges(problem, of_op)
     num = int(of_op.max()) + 1
     if (source < target).all():
         return of_op
+    from scipy.sparse import csr_array  # slow to load and seldom needed
+    from scipy.sparse.csgraph import connected_components
+
     matrix = csr_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(num, num))
     count, component = connected_components(matrix, directed=True, connection="strong")
-    fused = component.astype(np.int32)[of_op]
+    fused: Ints = component.astype(np.int32)[of_op]
     return np.where(_placeable(problem, fused, count)[fused], fused, count + of_op).astype(np.int32)
 
 
