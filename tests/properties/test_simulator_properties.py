@@ -42,6 +42,19 @@ def sent(timeline: Timeline, num_devices: int) -> list[tuple[int, int, int, floa
 def test_the_compiled_simulator_agrees_with_the_reference_to_the_bit(
     data: st.DataObject, links: Links, dispatch: str
 ) -> None:
+    assert_agreement(data, links, dispatch)
+
+
+@pytest.mark.slow
+@settings(max_examples=6000, deadline=None)
+@given(st.data(), st.sampled_from(list(Links)), st.sampled_from(["in_order", "ready"]))
+def test_the_compiled_simulator_agrees_with_the_reference_at_length(
+    data: st.DataObject, links: Links, dispatch: str
+) -> None:
+    assert_agreement(data, links, dispatch)
+
+
+def assert_agreement(data: st.DataObject, links: Links, dispatch: str) -> None:
     # With dispatch 'ready' the reference ignores issue; the compiled one makes an order and issues that.
     problem, plan = data.draw(placed_problems(links=links, issue=dispatch == "in_order"))
     ours = prepare(problem)

@@ -82,8 +82,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
     arrivals_end = num_ops + num_moves + writes  # codes: ops, arrivals, issues, transfer starts
     issues_end = arrivals_end + num_ops
     num_lanes = fixed.num_links if links == SHARED else num_devices
-    waits = num_moves if links == PARALLEL or host else 0  # those that queue nowhere
-    capacity = num_engines + num_lanes + waits + (num_ops if issue else 0) + 1
+    capacity = num_engines + num_lanes + num_moves + writes + (num_ops if issue else 0) + 1
     heap_time, heap_code, heap_size = np.empty(capacity), np.empty(capacity, dtype=np.int64), 0
 
     engine_of_op = np.empty(num_ops, dtype=np.int32)
@@ -166,7 +165,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                             move_start[w] = begin
                             move_end[w] = end
                             lane_of[w] = here
-                            if lane_last[here] == EMPTY:
+                            if begin == now:
                                 pending[num_pending] = w
                                 num_pending += 1
                             else:
@@ -186,14 +185,20 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 m = code - num_ops
                 if lane_of[m] != EMPTY:
                     after = next_in_lane[m]
-                    if after == EMPTY:
+                    if lane_last[lane_of[m]] == m:
                         lane_last[lane_of[m]] = EMPTY
-                    elif move_start[after] == now:
+                    while after != EMPTY:  # what takes no time lets the next one start at the same instant
+                        if move_start[after] > now:
+                            push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
+                            heap_size += 1
+                            break
                         pending[num_pending] = after
                         num_pending += 1
-                    else:
-                        push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
-                        heap_size += 1
+                        if move_end[after] > now:
+                            break
+                        follower = next_in_lane[after]
+                        next_in_lane[after] = EMPTY
+                        after = follower
                 written = m >= num_moves
                 t = m - num_moves if written else move_tensor[m]
                 source = device[tensor_op[t]]
@@ -261,11 +266,11 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     if links == PARALLEL or (host and on_host[target]):
                         lane = EMPTY  # nothing to queue for
                     lane_of[m] = lane
-                    if lane != EMPTY and lane_last[lane] != EMPTY:
-                        next_in_lane[lane_last[lane]] = m
-                    elif begin == now:
+                    if begin == now:
                         pending[num_pending] = m
                         num_pending += 1
+                    elif lane != EMPTY and lane_last[lane] != EMPTY:
+                        next_in_lane[lane_last[lane]] = m
                     else:
                         push(heap_time, heap_code, heap_size, begin, issues_end + m)
                         heap_size += 1
