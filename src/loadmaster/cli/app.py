@@ -4,14 +4,14 @@ Exit codes: 0 done, 1 no feasible plan, 2 bad input, 130 interrupted, 141 the re
 The verbs are imported inside `main`, so that Ctrl-C is answered in one line from the beginning.
 """
 
-import signal
 import sys
-import threading
+
+from loadmaster.cli.interrupts import watch
 
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr, never a traceback."""
-    interrupts = _watch_interrupts()
+    interrupts = watch()
     try:
         code = _run(sys.argv[1:] or ["--help"])
         if sys.stdout is not None:
@@ -26,23 +26,10 @@ def main() -> None:
     except MemoryError:
         code = _end("error: out of memory; use a smaller graph or fewer devices", 2)
     except Exception:  # a compiler that is interrupted may raise anything
-        if not interrupts:
+        if not interrupts.count:
             raise
         code = _end("interrupted", 130)
     sys.exit(code)
-
-
-def _watch_interrupts() -> list[int]:
-    """A list that Ctrl-C is noted in before it is raised as ever."""
-    noted: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        noted.append(number)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, note)
-    return noted
 
 
 def _run(arguments: list[str]) -> int:

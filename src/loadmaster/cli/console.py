@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from loadmaster.cli.interrupts import raise_if_lost
 from loadmaster.cli.plain import printable
 
 _FIRST_LINE_S = 1.0
@@ -68,6 +69,7 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
     console, news = stderr(), _News(what)
 
     def say(message: str, _share: float) -> None:
+        raise_if_lost()
         news.message = message
         if "compiling" in message and not console.is_terminal:
             _tell_once(console, news)
