@@ -54,6 +54,14 @@ def hop_s(fixed: Fixed, t: int, device: int, write: bool) -> Any:
 
 
 @kernel
+def held_bytes(hold: int, home_bytes: Any, tensor_bytes: Any, move_tensor: Any) -> Any:
+    """Bytes of a hold: of a tensor at home, or of the copy a move makes."""
+    if hold < len(home_bytes):
+        return home_bytes[hold]
+    return tensor_bytes[move_tensor[hold - len(home_bytes)]]
+
+
+@kernel
 def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: int, issue: bool) -> Any:
     """Run a plan.
 
@@ -77,7 +85,6 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
     move_ptr, move_target, move_tensor, move_of_use = list_moves(fixed, device)
     num_moves = len(move_target)
     hold_of, hold_of_input, holders = list_holds(fixed, move_ptr, move_target, move_of_use, device, host)
-    hold_size = np.zeros(len(holders), dtype=np.int64)
     writes = num_tensors if host else 0
     arrivals_end = num_ops + num_moves + writes  # codes: ops, arrivals, issues, transfer starts
     issues_end = arrivals_end + num_ops
@@ -93,8 +100,8 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
         used[device[i]] += fixed.resident[i]
         waiting[i] = in_ptr[i + 1] - in_ptr[i] + issue
     peak = used.copy()
-    order = in_sequence(priority) if in_order else np.arange(num_ops).astype(np.int32)
-    queue_ptr, queue = by_engine(order, engine_of_op, num_engines)
+    order = in_sequence(priority) if in_order else priority
+    queue_ptr, queue = by_engine(order, engine_of_op, num_engines, in_order)
     queue_len = np.zeros(num_engines, dtype=np.int32)  # in order: how many were started
     first_come = not in_order and priority.min() == priority.max()  # then a queue serves, no heap is needed
     queue_head = np.zeros(num_engines, dtype=np.int32)
@@ -147,7 +154,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     if hold != NO_HOLD:
                         holders[hold] -= 1
                         if holders[hold] == 0:
-                            used[here] -= hold_size[hold]
+                            used[here] -= held_bytes(hold, home_bytes, tensor_bytes, move_tensor)
                 for at in range(out_ptr[code], out_ptr[code + 1]):
                     t = out_tensor[at]
                     for use in range(use_ptr[t], use_ptr[t + 1]):
@@ -178,7 +185,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     if hold != NO_HOLD:
                         holders[hold] -= 1
                         if holders[hold] == 0:
-                            used[here] -= hold_size[hold]
+                            used[here] -= held_bytes(hold, home_bytes, tensor_bytes, move_tensor)
                 if issue and on_host[here]:
                     issuing, clock = True, now
             elif code < arrivals_end:  # 2
@@ -206,7 +213,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 if hold != NO_HOLD and (written or not host or on_host[source]):
                     holders[hold] -= 1
                     if holders[hold] == 0:
-                        used[source] -= hold_size[hold]
+                        used[source] -= held_bytes(hold, home_bytes, tensor_bytes, move_tensor)
                 if written:
                     to_book[num_to_book] = t
                     num_to_book += 1
@@ -286,7 +293,6 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 continue
             t = move_tensor[m]
             if storage[t] >= 0:
-                hold_size[num_tensors + m] = tensor_bytes[t]
                 used[move_target[m]] += tensor_bytes[t]
                 peak[move_target[m]] = max(peak[move_target[m]], used[move_target[m]])
         num_pending = 0
@@ -342,7 +348,6 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
             for out in range(out_ptr[i], out_ptr[i + 1]):
                 t = out_tensor[out]
                 if hold_of[t] == t:
-                    hold_size[t] = home_bytes[t]
                     taken += home_bytes[t]
             used[here] += taken
             peak[here] = max(peak[here], used[here])

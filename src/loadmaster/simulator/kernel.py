@@ -247,8 +247,8 @@ def in_sequence(priority: Any) -> Any:
 
 
 @kernel
-def by_engine(order: Any, engine_of_op: Any, num_engines: int) -> Any:
-    """The ops of each engine in that order: ptr [E + 1] and queue [N]."""
+def by_engine(order: Any, engine_of_op: Any, num_engines: int, fill: bool) -> Any:
+    """Room for the ops of each engine, filled in that order if asked: ptr [E + 1] and queue [N]."""
     ptr = np.zeros(num_engines + 1, dtype=np.int32)
     for i in range(len(order)):
         ptr[engine_of_op[i] + 1] += 1
@@ -256,6 +256,8 @@ def by_engine(order: Any, engine_of_op: Any, num_engines: int) -> Any:
         ptr[e + 1] += ptr[e]
     filled = ptr[:-1].copy()
     queue = np.empty(len(order), dtype=np.int32)
+    if not fill:
+        return ptr, queue
     for at in range(len(order)):
         e = engine_of_op[order[at]]
         queue[filled[e]] = order[at]
