@@ -6,7 +6,6 @@ is the largest of its members', and tensors that live and die inside it take no 
 a restriction, so a lower bound must never come from a coarse graph.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +40,15 @@ def coarsen(graph: Graph, label: Ints) -> Coarse:
     """Contract the ops of equal `label` [N], phases apart; the result is acyclic."""
     if label.shape != (graph.num_ops,):
         raise GraphError(f"coarsen got labels of shape {list(label.shape)}; give one per op: {graph.num_ops}")
-    op_of, num_ops = contracted(graph, label)
+    return coarse_of(graph, *contracted(graph, label))
+
+
+def coarse_of(graph: Graph, op_of: Ints, num_ops: int, *, tied: Ints | None = None) -> Coarse:
+    """Contract ops to the coarse op that `op_of` [N] names; those must be in topological order.
+
+    `tied` [coarse N] has equal numbers where coarse ops must share a device; without it the groups of the
+    members say so.
+    """
     members = _Members(op_of, num_ops)
     tensor_of, keep, extra_bytes = _surviving(graph, op_of, num_ops)
     tensor_at = np.full(graph.num_tensors + 1, NO_STORAGE, dtype=np.int32)  # last row: nowhere
@@ -53,11 +60,11 @@ def coarsen(graph: Graph, label: Ints) -> Coarse:
     coarse = Graph(
         name=graph.name,
         op_name=_names(graph, members),
-        op_kind=tuple(graph.op_kind[m] if one else "fused" for m, one in zip(main, alone, strict=True)),
-        module=_modules(graph.module, op_of, num_ops),
+        op_kind=_kinds(graph, members),
+        module=_modules(graph.module, members),
         phase=graph.phase[first],
         mirror=_mirrors(graph, op_of, members),
-        group=_groups(graph.group, op_of, num_ops),
+        group=_joined_groups(graph.group, op_of, num_ops) if tied is None else _shared(tied),
         signature=np.where(alone, graph.signature[first], np.int32(NO_SIGNATURE)),
         signature_table=graph.signature_table,
         dtype=graph.dtype[main],
@@ -164,9 +171,9 @@ class _Members:
 
     def argmax(self, column: Floats) -> Longs:
         """[coarse N] the member with the largest value, the first of equals."""
-        owner = np.repeat(np.arange(len(self.count)), self.count)
-        order = np.lexsort((self.op, -column[self.op], owner))
-        result: Longs = self.op[order][self.start]
+        most = np.repeat(np.maximum.reduceat(column[self.op], self.start), self.count)
+        place = np.where(column[self.op] == most, np.arange(len(self.op)), len(self.op))
+        result: Longs = self.op[np.minimum.reduceat(place, self.start)]
         return result
 
 
@@ -215,45 +222,64 @@ def _mirrors(graph: Graph, op_of: Ints, members: _Members) -> Ints:
     return np.where(good, low, NO_MIRROR).astype(np.int32)
 
 
-def _groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
-    """Groups joined where a coarse op has members of several; one op alone needs none."""
+def _joined_groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
+    """Groups joined where a coarse op has members of several."""
     ops = np.flatnonzero(group != NO_GROUP)
     _, row = np.unique(group[ops], return_inverse=True)
     rows = int(row.max()) + 1 if len(row) else 0
-    joined = components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)[:num_ops]
-    shared = np.bincount(joined) > 1
-    label, _ = by_first(joined)
-    return np.where(shared[joined], label, np.int32(NO_GROUP))
+    joined = components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)
+    return _shared(joined[:num_ops])
+
+
+def _shared(tied: Ints) -> Ints:
+    """Group of each coarse op, by what it is tied to; one op alone needs none."""
+    shared = np.bincount(tied) > 1
+    label, _ = by_first(tied)
+    return np.where(shared[tied], label, np.int32(NO_GROUP))
 
 
 def _names(graph: Graph, members: _Members) -> tuple[str, ...]:
     """The first member's name and how many more there are; made unique."""
+    pairs = zip([graph.op_name[op] for op in members.first.tolist()], members.count.tolist(), strict=True)
+    result = [name if count == 1 else f"{name} (+{count - 1})" for name, count in pairs]
+    if len(set(result)) == len(result):
+        return tuple(result)
     taken: set[str] = set()
-    result = []
-    for first, count in zip(members.first.tolist(), members.count.tolist(), strict=True):
-        plain = graph.op_name[first] if count == 1 else f"{graph.op_name[first]} (+{count - 1})"
+    for op, plain in enumerate(result):
         name, number = plain, 1
         while name in taken:
             number += 1
             name = f"{plain} #{number}"
         taken.add(name)
-        result.append(name)
+        result[op] = name
     return tuple(result)
 
 
-def _modules(module: Sequence[str], op_of: Ints, num_ops: int) -> tuple[str, ...]:
+def _kinds(graph: Graph, members: _Members) -> tuple[str, ...]:
+    """The kind of an op that is alone."""
+    pairs = zip([graph.op_kind[op] for op in members.first.tolist()], members.count.tolist(), strict=True)
+    return tuple([kind if count == 1 else "fused" for kind, count in pairs])
+
+
+def _modules(module: tuple[str, ...], members: _Members) -> tuple[str, ...]:
     """The path that the modules of all members begin with."""
-    result: list[str | None] = [None] * num_ops
-    for path, op in zip(module, op_of.tolist(), strict=True):
-        have = result[op]
-        result[op] = path if have is None or have == path else _common(have, path)
-    return tuple(path or "" for path in result)
+    result = [module[op] for op in members.first.tolist()]
+    paths = list(dict.fromkeys(module))
+    number = dict(zip(paths, range(len(paths)), strict=True))
+    row = np.fromiter(map(number.__getitem__, module), dtype=np.int64, count=len(module))[members.op]
+    owner = np.repeat(np.arange(len(result)), members.count)
+    other = row != row[members.start][owner]  # than the first member's
+    pair = distinct(owner[other] * len(paths) + row[other])
+    for op, at in zip((pair // len(paths)).tolist(), (pair % len(paths)).tolist(), strict=True):
+        result[op] = _common(result[op], paths[at])
+    return tuple(result)
 
 
 def _common(one: str, other: str) -> str:
-    shared = []
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return ".".join(shared)
+    """The path two paths begin with: the longer is no beginning of the shorter, so its last name goes."""
+    while one != other:
+        if len(one) >= len(other):
+            one = one.rpartition(".")[0]
+        else:
+            other = other.rpartition(".")[0]
+    return one
