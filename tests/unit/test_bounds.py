@@ -1,11 +1,14 @@
 """Lower bounds by hand, against published values, and against the linear programme written out in full."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
 from loadmaster.core.arrays import Floats
-from loadmaster.core.graph import Phase
+from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.core.problem import Links, Objective, Split
 from loadmaster.simulator.bounds import lower_bound
 from loadmaster.simulator.relaxation import Classes, fractional_s
@@ -21,6 +24,7 @@ from tests.builders import (
 )
 from tests.conformance.problems import unequal_cluster
 from tests.unit.public_graphs import THROUGHPUT, printed_as, problem_from, throughput_input
+from tests.unit.test_memory_first import FAMILIES, tight
 
 INF = float("inf")
 
@@ -179,6 +183,79 @@ class TestProofsThatNothingFits:
         assert lower_bound(problem_of(graph, star_cluster(2, memory=10), [0, 1])).infeasible == ""
         resident = graph_of({"phase": Phase.PARAM, "makes": [100], "resident_bytes": 100}, {"uses": [0]})
         assert lower_bound(problem_of(resident, star_cluster(2, memory=10), [0, 1])).infeasible != ""
+
+
+class TestCopiesThatEverySplitMakes:
+    """Kept tensors stay on every device they reach; parts of a connected graph share some."""
+
+    def test_a_connected_graph_in_memory_that_only_its_parts_fill(self) -> None:
+        """Four ops of 10 bytes, 2 of them a kept tensor the next one uses, on two devices of 20."""
+        bound = lower_bound(problem_of(kept_chain(4), star_cluster(2, memory=20), 1.0))
+        assert "all ops together hold 40 B at the end of the step" in bound.infeasible
+        assert "on 2 of 2 devices they copy at least 1 kept tensors" in bound.infeasible
+        assert "need 42 B where there are 40 B" in bound.infeasible
+        assert "free 2 B more: a smaller batch or a device more" in bound.infeasible
+
+    def test_with_room_for_the_copy_nothing_is_claimed(self) -> None:
+        assert lower_bound(problem_of(kept_chain(4), star_cluster(2, memory=22), 1.0)).infeasible == ""
+        assert lower_bound(problem_of(kept_chain(4), star_cluster(2, memory=21), 1.0)).infeasible == ""
+
+    def test_each_device_more_is_a_copy_more(self) -> None:
+        """Eight ops of 10 bytes on four devices take three copies of 2 bytes: 86 in all."""
+        for memory, said in ((21, True), (22, False)):
+            bound = lower_bound(problem_of(kept_chain(8), star_cluster(4, memory=memory), 1.0))
+            assert ("at least 3 kept tensors, and need 86 B" in bound.infeasible) is said
+
+    def test_two_graphs_without_a_common_tensor_need_no_copy(self) -> None:
+        ops = [holding(10, 2, uses=[at - 1] if at % 2 else []) for at in range(4)]
+        assert lower_bound(problem_of(graph_of(*ops), star_cluster(2, memory=20), 1.0)).infeasible == ""
+
+    def test_tensors_that_are_freed_or_not_counted_join_nothing(self) -> None:
+        for made in ({"num_bytes": 2}, {"num_bytes": 2, "keep": True, "storage": NO_STORAGE}):
+            ops = [holding(10, 0, uses=[at - 1] if at else []) | {"makes": [made]} for at in range(4)]
+            text = lower_bound(problem_of(graph_of(*ops), star_cluster(2, memory=22), 1.0)).infeasible
+            assert "copy" not in text
+
+    def test_the_smallest_copies_are_counted_as_often_as_they_may_be_made(self) -> None:
+        """A tensor of 1 byte has two users, those of 5 bytes one each: four parts copy 1 + 1 + 5."""
+        ops = [holding(10, 1), holding(10, 5, uses=[0]), holding(10, 5, uses=[0])]
+        ops += [holding(10, 5, uses=[at]) for at in range(1, 6)]
+        for memory, said in ((21, True), (22, False)):
+            bound = lower_bound(problem_of(graph_of(*ops), star_cluster(4, memory=memory), 1.0))
+            assert ("at least 3 kept tensors, and need 87 B" in bound.infeasible) is said
+
+    def test_fewer_devices_may_do_with_fewer_copies(self) -> None:
+        """On the largest alone everything fits, and little ones beside it prove nothing; then they do."""
+        for largest, said in ((40, ""), (39, "on 1 of 3 devices they need 40 B where there are 39 B")):
+            cluster = replace(star_cluster(3), memory_bytes=np.array([largest, 1, 1]))
+            assert said in lower_bound(problem_of(kept_chain(4), cluster, 1.0)).infeasible
+            assert bool(said) == bool(lower_bound(problem_of(kept_chain(4), cluster, 1.0)).infeasible)
+
+    def test_ops_that_belong_together_share_without_a_copy(self) -> None:
+        ops = [holding(10, 2, uses=[at - 1] if at % 2 else [], group=at // 2) for at in range(4)]
+        assert lower_bound(problem_of(graph_of(*ops), star_cluster(2, memory=20), 1.0)).infeasible == ""
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_no_family_fits_in_exactly_what_it_holds(self, family: str) -> None:
+        """R5 of the published defects: at 1.0 proven infeasible, at 1.05 not."""
+        assert "kept tensors, and need" in lower_bound(tight(family, 300, 1.0)).infeasible
+        assert lower_bound(tight(family, 300, 1.05)).infeasible == ""
+
+    def test_the_published_dead_end_is_told_with_both_sizes_and_a_remedy(self) -> None:
+        text = lower_bound(tight("fork_join", 300, 1.0)).infeasible
+        need = 3582 * 2**20
+        assert f"need {need + 3 * 2**20} B where there are {need} B" in text
+        assert "free 3.0 MiB more: a smaller batch or a device more" in text
+
+
+def kept_chain(num_ops: int) -> Graph:
+    """Ops of 10 bytes, 2 of them a tensor that stays and that the next one uses."""
+    return graph_of(*(holding(10, 2, uses=[at - 1] if at else []) for at in range(num_ops)))
+
+
+def holding(num_bytes: int, made: int, **fields: Any) -> dict[str, Any]:
+    """An op that holds so many bytes, `made` of them in a tensor that stays."""
+    return {"resident_bytes": num_bytes - made, "makes": [{"num_bytes": made, "keep": True}], **fields}
 
 
 class TestRelaxation:

@@ -14,8 +14,8 @@ import itertools
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Ints, Longs
-from loadmaster.core.graph import Graph, Phase, held_bytes, home_bytes, units
+from loadmaster.core.arrays import Bools, Ints, Longs, distinct
+from loadmaster.core.graph import NO_STORAGE, Graph, Phase, held_bytes, home_bytes, units
 from loadmaster.core.problem import Objective, Problem, allowed_devices
 from loadmaster.core.run import Bound
 from loadmaster.core.units import format_bytes
@@ -91,7 +91,7 @@ def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:
             f" the largest allowed has {format_bytes(room[u])}; free {format_bytes(need[u] - room[u])} more:"
             " a smaller batch or a larger device"
         )
-    return _crowded(problem, unit, allowed)
+    return _crowded(problem, unit, allowed) or _spread(problem, unit, len(allowed))
 
 
 def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
@@ -110,10 +110,11 @@ def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
             worst = need - have
             some = not devices.all()
             where = ", ".join(names[d] for d in np.flatnonzero(devices))
+            holds, has = _told_apart(need, have)
             text = (
                 f"{f'the ops that may run on {where} only' if some else 'all ops together'} hold"
-                f" {format_bytes(need)} at the end of the step, {'those' if some else 'all'} devices have"
-                f" {format_bytes(have)}; free {format_bytes(worst)} more: a smaller batch"
+                f" {holds} at the end of the step, {'those' if some else 'all'} devices have"
+                f" {has}; free {format_bytes(worst)} more: a smaller batch"
                 f"{', other pins' if some else ''} or a device more"
             )
     return text
@@ -125,6 +126,71 @@ def _unions(rows: Bools) -> list[Bools]:
         return [*rows, rows.any(axis=0)]
     picks = itertools.product((False, True), repeat=len(rows))
     return [np.asarray(rows[list(pick)].any(axis=0)) for pick in picks if any(pick)]
+
+
+def _spread(problem: Problem, unit: Ints, num_units: int) -> str:
+    """Why units that share kept tensors do not fit on the many devices that they take, or ''.
+
+    A kept tensor stays, whole, on every device that it reaches. Join two units where one uses a kept tensor
+    of the other, and let there be C components. A plan that uses m devices joins them the same way: a copy of
+    a tensor joins its home to the device it was sent to, and the units of a component are all joined. So the
+    m devices fall into at most C parts, and m parts become C by m - C joints at least: there are m - C
+    copies or more, all different as pairs (tensor, device), each of them beside all that units hold.
+    No m devices have more memory than the m largest. If no m leaves enough, no plan fits.
+    """
+    graph, num_devices = problem.graph, problem.cluster.num_devices
+    rooms = list(itertools.accumulate(sorted(problem.cluster.usable_bytes.tolist(), reverse=True)))
+    tensor, user = _shared(graph, unit, num_units)
+    sizes = _smallest_copies(graph, tensor, num_devices - 1)
+    held = int(held_bytes(graph).sum())
+    if held + sum(sizes) <= rooms[-1]:
+        return ""  # nor are there more copies with more than one component; spares counting them
+    parts = _num_components(unit[graph.tensor_op[tensor]], user, num_units)
+    needs = [held + sum(sizes[: max(used - parts, 0)]) for used in range(1, num_devices + 1)]
+    lacks = [need - room for need, room in zip(needs, rooms, strict=True)]
+    lack, used = min(zip(lacks, range(1, num_devices + 1), strict=True))
+    if lack <= 0:
+        return ""
+    need, have = _told_apart(needs[used - 1], rooms[used - 1])
+    copies = f"copy at least {used - parts} kept tensors, and " if used > parts else ""
+    return (
+        f"all ops together hold {format_bytes(held)} at the end of the step; on {used} of {num_devices}"
+        f" devices they {copies}need {need} where there are {have}; on any other number of devices they"
+        f" lack no less; free {format_bytes(lack)} more: a smaller batch or a device more"
+    )
+
+
+def _shared(graph: Graph, unit: Ints, num_units: int) -> tuple[Longs, Longs]:
+    """Distinct pairs (kept tensor that takes memory, unit of others that uses it)."""
+    tensor, user = graph.use_tensor, unit[graph.use_op]
+    takes = graph.keep[tensor] & (graph.tensor_storage[tensor] != NO_STORAGE)
+    takes &= user != unit[graph.tensor_op[tensor]]
+    pair = distinct(tensor[takes].astype(np.int64) * num_units + user[takes])
+    return pair // num_units, pair % num_units
+
+
+def _smallest_copies(graph: Graph, tensor: Longs, most: int) -> list[int]:
+    """Bytes of the smallest copies that there may be: as many of a tensor as units of others use it."""
+    shared, times = np.unique(tensor, return_counts=True)
+    small = np.argsort(graph.tensor_bytes[shared], kind="stable")[:most]
+    copies = np.repeat(graph.tensor_bytes[shared[small]], np.minimum(times[small], most))
+    sizes: list[int] = copies[:most].tolist()
+    return sizes
+
+
+def _told_apart(need: int, have: int) -> tuple[str, str]:
+    """Two sizes in words, to the byte where they would read alike."""
+    texts = format_bytes(need), format_bytes(have)
+    return texts if texts[0] != texts[1] else (f"{need} B", f"{have} B")
+
+
+def _num_components(one: Ints, other: Longs, num_units: int) -> int:
+    """Into how many parts units fall when each pair is joined."""
+    from scipy.sparse import csr_array  # slow to load and seldom needed
+    from scipy.sparse.csgraph import connected_components
+
+    joined = csr_array((np.ones(len(one), dtype=np.int32), (one, other)), shape=(num_units, num_units))
+    return int(connected_components(joined, directed=False, return_labels=False))
 
 
 def unit_need_bytes(graph: Graph, unit: Ints, num_units: int) -> Longs:
