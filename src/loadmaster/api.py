@@ -128,16 +128,18 @@ def plan(
     question = _question(problem_or_source, devices, objective, links, split)
     require_served(chosen, question)
     limit = parse_budget(budget)
+    from loadmaster.placers.warm import warm_up
     from loadmaster.simulator import bounds, engine
 
     bound = bounds.lower_bound(question)
     simulator = engine.prepare(question)
     simulator.warm_up(progress)
+    warm_up(progress)
     run = Run(
         budget=limit,
         rng=np.random.default_rng(seed),
         score=simulator.score,
-        order=simulator.ordered,
+        arrange=simulator.arranged,
         bound=bound,
         progress=progress,
     )

@@ -136,6 +136,10 @@ class Scorer:
         self.calls += 1
         return self.simulator.score(plan)
 
+    def arrange(self, plan: Plan) -> tuple[Plan, Score]:
+        self.calls += 1
+        return self.simulator.arranged(plan)
+
 
 @pytest.mark.parametrize("count", [1, 5])
 @every_pair
@@ -146,7 +150,7 @@ def test_a_count_budget_is_kept(algorithm: str, name: str, count: int) -> None:
         budget=Budget(count=count),
         rng=np.random.default_rng(0),
         score=scorer,
-        order=scorer.simulator.ordered,
+        arrange=scorer.arrange,
         bound=lower_bound(problem),
     )
     placement = placer(algorithm)(problem, run)

@@ -49,7 +49,7 @@ def check(data: st.DataObject, question: str, size: tuple[int, int]) -> None:
                 budget=Budget(count=1_000_000),
                 rng=np.random.default_rng(0),
                 score=simulator.score,
-                order=simulator.ordered,
+                arrange=simulator.arranged,
                 bound=bound,
             )
             answer = placer(name)(problem, run)

@@ -209,8 +209,9 @@ class TestAuto:
     def test_it_says_who_won_and_why_the_others_lost(self) -> None:
         placement = planned(pipeline(Split.FREE), "auto")
         reasons = {member.name: member.reason for member in placement.members}
-        assert set(reasons) == set(available()) - {"auto", "brute_force"}
-        assert reasons["chain_balance"] == "best"
+        assert {name.partition("(")[0] for name in reasons} == set(available()) - {"auto", "brute_force"}
+        assert list(reasons.values()).count("best") == 1
+        assert reasons["chain_balance"] in ("best", "as good")
         assert reasons["round_robin"] == "46.5 s slower"  # 60 s against 13.5 s
         scores = [member.score_s for member in placement.members if member.score_s is not None]
         assert placement.score_s == min(scores)

@@ -32,6 +32,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "memory_bytes": problem.cluster.usable_bytes.tolist(),
         "shortfall_bytes": placement.shortfall_bytes.tolist(),
         "proof": placement.proof,
+        "guarantee": placement.guarantee,
         "plan_s": placement.wall_s,
         "digest": placement.digest,
         "problem_digest": problem.digest,

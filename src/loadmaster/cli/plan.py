@@ -100,6 +100,9 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     if placement.members:
         console.print()
         console.print(tables.members(placement))
+    if placement.guarantee:
+        console.print()
+        console.print(printable(f"guarantee: {placement.guarantee}"), soft_wrap=True)
     if not placement.fits:
         console.print()
     for line in [] if placement.fits else answers.why_not_fit(placement):

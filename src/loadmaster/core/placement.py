@@ -49,6 +49,7 @@ class Placement:
     least_overflow_plan: Plan | None
     members: tuple[Member, ...]
     wall_s: float
+    guarantee: str = ""  # what theory promises of the algorithm here, '' = nothing
 
     def __post_init__(self) -> None:
         """Check that status, plan and score agree."""

@@ -92,7 +92,9 @@ class Run:
     budget: Budget
     rng: np.random.Generator
     score: Callable[[Plan], Score]
-    order: Callable[[Plan], Plan]  # the same plan with the order in which its ops start
+    arrange: Callable[
+        [Plan], tuple[Plan, Score]
+    ]  # the plan in the order in which its ops start, and its score
     bound: Bound
     progress: Callable[[str, float], None] = silent
     started: float = field(default_factory=time.perf_counter)

@@ -1,7 +1,9 @@
 """How a placer states its answer: ordered, scored, and with the reason when nothing fits."""
 
+import copy
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,13 +12,52 @@ from loadmaster.core.check import check_plan
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Run, Score
-from loadmaster.placers.cargo import Cargo
+from loadmaster.core.run import Budget, Run, Score
+from loadmaster.placers.cargo import Cargo, load_cargo
 
 _ATTEMPTS = 7
 _SHRINK = 0.95  # of the room that would just do, for what is shared unevenly
 _EQUAL = 1e-9  # a score this near its bound differs by rounding alone
 Builder = Callable[[Floats, Floats], Ints]  # bytes [U] of units, room [D] for them -> device [U]
+
+
+class Meter:
+    """A run's scorers, counting, so that several algorithms share its budget."""
+
+    def __init__(self, run: Run) -> None:
+        """Nothing spent yet."""
+        self.run = run
+        self.count = 0
+
+    def score(self, plan: Plan) -> Score:
+        """As the run does."""
+        self.count += 1
+        return self.run.score(plan)
+
+    def arrange(self, plan: Plan) -> tuple[Plan, Score]:
+        """As the run does."""
+        self.count += 1
+        return self.run.arrange(plan)
+
+    def charge(self, count: int) -> None:
+        """Count plans tried without these scorers."""
+        self.count += count
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is used up."""
+        return self.run.out_of_budget(self.count)
+
+    def member(self, *, share: float = 1.0) -> Run:
+        """A run for one algorithm with a share of what is left, never nothing, and a die of its own."""
+        limit, now = self.run.budget, time.perf_counter()
+        if limit.count is not None:
+            left = Budget(count=max(int(share * (limit.count - self.count)), 1))
+        else:
+            assert limit.seconds is not None
+            left = Budget(seconds=max(share * (limit.seconds - (now - self.run.started)), 1e-3))
+        die = copy.deepcopy(self.run.rng)
+        return replace(self.run, score=self.score, arrange=self.arrange, budget=left, rng=die, started=now)
 
 
 class Tally:
@@ -32,24 +73,59 @@ class Tally:
 
     def offer(self, plan: Plan, *, in_order: bool = False) -> Score:
         """Score a plan and keep it if it is the best; it is ordered by its starts unless it is `in_order`."""
-        ordered = plan if in_order else self.run.order(plan)
-        score = self.run.score(ordered)
+        ordered, score = (plan, self.run.score(plan)) if in_order else self.run.arrange(plan)
         self.scored += 1
         rated = (bool(broken_rules(self.problem, ordered)), score)
         if self._best is None or rated < self._best:
             self._best, self._plan = rated, ordered
         return score
 
+    def adopt(self, placement: Placement) -> None:
+        """Keep another algorithm's plan if it is the best; it was scored there."""
+        plan = placement.plan if placement.plan is not None else placement.least_overflow_plan
+        assert plan is not None
+        over = int(placement.shortfall_bytes.sum())
+        seconds = np.inf if placement.score_s is None else placement.score_s
+        rated = (
+            bool(broken_rules(self.problem, plan)),
+            Score(over, seconds, tuple(placement.peak_bytes.tolist())),
+        )
+        if self._best is None or rated < self._best:
+            self._best, self._plan = rated, plan
+
+    @property
+    def best_plan(self) -> Plan:
+        """The best plan so far, in the order of its starts."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def best_score(self) -> Score:
+        """Its score."""
+        assert self._best is not None
+        return self._best[1]
+
     @property
     def spent(self) -> bool:
         """Whether the budget is used up; one plan is always allowed."""
         return self.scored > 0 and self.run.out_of_budget(self.scored)
 
-    def answer(self, *, algorithm: str, proof: str = "") -> Placement:
+    def mend(self) -> None:
+        """Where no plan fits, repair the one that came nearest, as far as the budget goes."""
+        if self.best_score.overflow_bytes > 0 and not self.spent:
+            from loadmaster.placers.repair import fitted  # loads a compiler, and is seldom needed
+
+            cargo, best = load_cargo(self.problem), self.best_plan
+            device = np.empty(cargo.num_units, dtype=np.int32)
+            device[cargo.of_op] = best.device
+            fitted(self.problem, self, cargo, device, priority=best.priority)
+
+    def answer(self, *, algorithm: str, proof: str = "", guarantee: str = "") -> Placement:
         """The placement of the best plan; `proof` claims that there is no better one."""
-        assert self._best is not None
-        assert self._plan is not None
-        return answer(self.problem, self.run, self._plan, self._best[1], algorithm=algorithm, proof=proof)
+        found = answer(
+            self.problem, self.run, self.best_plan, self.best_score, algorithm=algorithm, proof=proof
+        )
+        return replace(found, guarantee=guarantee) if guarantee and found.fits else found
 
 
 def broken_rules(problem: Problem, plan: Plan) -> list[str]:
@@ -97,13 +173,17 @@ def answer(
     )
 
 
-def best_of(problem: Problem, run: Run, plans: Iterable[Plan], *, algorithm: str) -> Placement:
-    """The best of several plans within the budget."""
+def best_of(
+    problem: Problem, run: Run, plans: Iterable[Plan], *, algorithm: str, mend: bool = True
+) -> Placement:
+    """The best of several plans within the budget; where none fits the nearest is repaired, if asked."""
     tally = Tally(problem, run)
     for plan in plans:
         tally.offer(plan)
         if tally.spent:
             break
+    if mend:
+        tally.mend()
     return tally.answer(algorithm=algorithm)
 
 
@@ -133,4 +213,5 @@ def best_repaired(
             room = room * max(1.0, made.sum() / room.sum())  # what has no room anywhere is spread
         if tally.spent:
             break
+    tally.mend()
     return tally.answer(algorithm=algorithm)

@@ -42,8 +42,8 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     of_op = _in_forward_order(problem, of_op, topological=acyclic)
     num = int(of_op.max()) + 1
     allowed = allowed_devices(problem, of_op, num)
-    seconds = np.zeros((num, problem.cluster.num_devices))
-    np.add.at(seconds, of_op, problem.device_compute_s)
+    by_kind = [np.bincount(of_op, seconds, num) for seconds in problem.costs.compute_s.T]
+    seconds = np.stack(by_kind, axis=1)[:, problem.cluster.kind]
     held = np.zeros(num)
     np.add.at(held, of_op, held_bytes(graph).astype(np.float64))
     made, gone = np.zeros(num), ~graph.keep

@@ -27,7 +27,7 @@ from loadmaster.simulator.throughput import steady_state
 
 T = TypeVar("T", bound=np.generic)
 _SPAN_KINDS = (SpanKind.COMPUTE, SpanKind.TRANSFER, SpanKind.SPILL)
-_LINK_CODE = {
+LINK_CODE = {
     Links.SHARED: SHARED,
     Links.PARALLEL: PARALLEL,
     Links.HALF_DUPLEX: HALF_DUPLEX,
@@ -80,7 +80,7 @@ class Simulator:
 
     def _run(self, plan: Plan, dispatch: Dispatch, issue: bool) -> Outcome:
         code = IN_ORDER if dispatch == Dispatch.IN_ORDER else READY
-        links = _LINK_CODE[self.problem.links]
+        links = LINK_CODE[self.problem.links]
         *columns, done = run_events(self.fixed, plan.device, plan.priority, code, links, issue)
         if done != self.problem.graph.num_ops:
             raise PlanError(order_cycle(self.problem, plan) or "the plan's order deadlocks")
@@ -88,19 +88,28 @@ class Simulator:
 
     def warm_up(self, progress: Callable[[str, float], None] = silent) -> None:
         """Load or compile the event loop before any budget runs, saying so if it takes long."""
-        if not is_warm():
+        if not is_warm("simulator"):
             progress("compiling the simulator (once on this machine, 15 to 60 s)", 0.0)
         device = np.isfinite(self.problem.device_compute_s).argmax(axis=1).astype(np.int32)
         self._run(plan_of(device), Dispatch.READY, False)
-        mark_warm()
+        mark_warm("simulator")
 
     def ordered(self, plan: Plan) -> Plan:
         """The plan in the order in which its ready ops start: replaying it in order is the same run."""
         return replace(plan, priority=self._run(plan, Dispatch.READY, False).start_rank)
 
+    def arranged(self, plan: Plan) -> tuple[Plan, Score]:
+        """The plan ordered as above and its score: one run, unless issue times make the replay differ."""
+        outcome = self._run(plan, Dispatch.READY, False)
+        ordered = replace(plan, priority=outcome.start_rank)
+        issue = bool(self.fixed.issue_s.any())
+        return ordered, self.score(ordered) if issue else self._scored(plan, outcome)
+
     def score(self, plan: Plan) -> Score:
         """Objective and overflow of a plan."""
-        outcome = self.run(plan)
+        return self._scored(plan, self.run(plan))
+
+    def _scored(self, plan: Plan, outcome: Outcome) -> Score:
         over = np.maximum(outcome.peak_bytes - self.problem.cluster.usable_bytes, 0)
         throughput = self.problem.objective == Objective.THROUGHPUT
         seconds = steady_state(self.problem, plan).time_s if throughput else outcome.step_s

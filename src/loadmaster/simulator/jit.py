@@ -51,22 +51,22 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="loadmaster-")) / label
 
 
-def is_warm() -> bool:
-    """Whether these kernels were compiled on this machine before."""
-    return _marker().exists()
+def is_warm(part: str) -> bool:
+    """Whether the kernels of a part ('simulator', 'placers') were compiled on this machine before."""
+    return _marker(part).exists()
 
 
-def mark_warm() -> None:
-    """Remember that the kernels are compiled; failing to remember only costs a message."""
+def mark_warm(part: str) -> None:
+    """Remember that the kernels of a part are compiled; failing to remember only costs time."""
     try:
-        _marker().touch()
+        _marker(part).touch()
     except OSError:
         return
 
 
-def _marker() -> Path:
+def _marker(part: str) -> Path:
     maker = f"{_PACKAGE} {sys.version} {numba.__version__} {platform.processor()} {numba.config.CPU_NAME}"
-    return cache_folder() / f"warm-{hashlib.sha256(maker.encode()).hexdigest()[:16]}"
+    return cache_folder() / f"{part}-warm-{hashlib.sha256(maker.encode()).hexdigest()[:16]}"
 
 
 def _sources_digest() -> str:

@@ -1,10 +1,11 @@
 """The forward order cut into contiguous blocks of equal time, one block a device.
 
-What people do by hand (and what pipeline tools call "balance by time"), done for unequal devices:
-for each order of the devices and each number of them, the least time T is found by bisection such
-that filling device after device, each up to T seconds and its memory, covers all units. Where a
-device's load counts its transfers through host memory, so does T. Backward ops and updates ride with
-their groups. O(D log U) a probe, with transfers O(D U); at most 32 candidates simulated.
+What people do by hand (and what pipeline tools call "balance by time"), done for unequal devices, in op
+order and, where the split is free and modules take turns (the layers of an unrolled recurrent network),
+module by module: for each order of the devices and each number of them, the least time T is found by
+bisection such that filling device after device, each up to T seconds and its memory, covers all units.
+Where a device's load counts its transfers through host memory, so does T. Backward ops and updates ride
+with their groups. O(D log U) a probe, with transfers O(D U); at most 32 candidates simulated.
 """
 
 import itertools
@@ -13,16 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
-from loadmaster.placers.answer import best_repaired
+from loadmaster.placers.answer import Builder, best_repaired
 from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._nets import Nets, nets_of
 from loadmaster.placers.registry import Placer
 
 _PROBES = 40
+_MOST_WORK = 10_000_000  # units x devices x candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,49 @@ class ChainBalance:
         cargo = load_cargo(problem, acyclic=True)
         nets = nets_of(problem, cargo.of_op)
         strict = problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE
-        orders = itertools.islice(device_orders(problem), self.max_candidates)
-        lines = (_line(cargo, nets, order, strict=strict) for order in orders)
-        return best_repaired(problem, run, cargo, (line.cut for line in lines), algorithm="chain_balance")
+        most = max(2, min(self.max_candidates, _MOST_WORK // (cargo.num_units * problem.cluster.num_devices)))
+        orders = list(itertools.islice(device_orders(problem), most))
+        lines = [_line(cargo, nets, order, strict=strict) for order in orders]
+        cuts: list[Builder] = [line.cut for line in lines]
+        row = by_module(problem, cargo)
+        if problem.objective == Objective.STEP and (np.diff(row) < 0).any():
+            cuts += [
+                _reordered(_line(_taken(cargo, row), None, order, strict=False), row) for order in orders
+            ]
+        return best_repaired(problem, run, cargo, cuts, algorithm="chain_balance")
+
+
+def by_module(problem: Problem, cargo: Cargo) -> Ints:
+    """[U] units module by module, modules in the order of their first units."""
+    first = np.full(cargo.num_units, problem.graph.num_ops, dtype=np.int64)
+    np.minimum.at(first, cargo.of_op, np.arange(problem.graph.num_ops))
+    seen: dict[str, int] = {}
+    module = [seen.setdefault(problem.graph.module[op], len(seen)) for op in first.tolist()]
+    return np.argsort(module, kind="stable").astype(np.int32)
+
+
+def _taken(cargo: Cargo, row: Ints) -> Cargo:
+    """The cargo with its units in another row."""
+    place = np.empty(len(row), dtype=np.int32)
+    place[row] = np.arange(len(row), dtype=np.int32)
+    return Cargo(
+        of_op=place[cargo.of_op],
+        seconds=cargo.seconds[row],
+        held_bytes=cargo.held_bytes[row],
+        made_bytes=cargo.made_bytes[row],
+        fits=cargo.fits[row],
+    )
+
+
+def _reordered(line: "_Line", row: Ints) -> Builder:
+    """The line's cut, with bytes and devices of units in their own order."""
+
+    def cut(unit_bytes: Floats, room: Floats) -> Ints:
+        device = np.empty(len(row), dtype=np.int32)
+        device[row] = line.cut(unit_bytes[row], room)
+        return device
+
+    return cut
 
 
 def device_orders(problem: Problem) -> Iterable[tuple[int, ...]]:
@@ -75,6 +117,7 @@ class _Line:
     order: tuple[int, ...]
     aside: Bools  # [U] not in the row: some device of the order cannot run them
     seconds: Floats  # [U + 1, D] of the first u units, those aside or barred not counted
+    barred: tuple[Longs, ...]  # D lists of units in the row that a device cannot run
 
     def cut(self, unit_bytes: Floats, room: Floats) -> Ints:
         """[U] devices: the fill with the least T that covers all units, or the fill without limit."""
@@ -119,8 +162,9 @@ class _Line:
             seconds = self.seconds[:, d]
             by_bytes = int(np.searchsorted(taken, taken[begin] + room[d], side="right")) - 1
             by_time = int(np.searchsorted(seconds, seconds[begin] + limit_s, side="right")) - 1
-            barred = np.flatnonzero(~(self.cargo.fits[begin:, d] | self.aside[begin:]))
-            by_support = begin + int(barred[0]) if len(barred) else self.cargo.num_units
+            barred = self.barred[d]
+            at = int(np.searchsorted(barred, begin))
+            by_support = int(barred[at]) if at < len(barred) else self.cargo.num_units
             end = max(begin, min(by_bytes, by_support, by_time))
             if self.nets is not None and end > begin:
                 loads = self.nets.loads_s(d, begin, seconds[begin : end + 1] - seconds[begin])
@@ -135,7 +179,8 @@ def _line(cargo: Cargo, nets: Nets | None, order: tuple[int, ...], *, strict: bo
     aside: Bools = np.logical_not(cargo.fits[:, list(order)].all(axis=1) | strict)
     counted = np.where(aside[:, None] | ~cargo.fits, 0.0, cargo.seconds)
     seconds = np.concatenate([np.zeros((1, counted.shape[1])), np.cumsum(counted, axis=0)])
-    return _Line(cargo, nets, order, aside, seconds)
+    barred = tuple(np.flatnonzero(~(cargo.fits[:, d] | aside)) for d in range(counted.shape[1]))
+    return _Line(cargo, nets, order, aside, seconds, barred)
 
 
 PLACER: type[Placer] = ChainBalance

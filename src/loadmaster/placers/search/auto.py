@@ -1,20 +1,25 @@
-"""The default: every algorithm that serves the problem, best plan kept, early stop at the bound.
+"""The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
 
-A portfolio. Cheap constructors come first, so that a plan exists within milliseconds; the oracle
-only where the problem is tiny. It reports every member: who won, and why the others lost.
+A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, each
+of them cheap; `memory_first` early where nothing fits yet; the oracle where the problem is tiny; last, local
+search from `m_etf`'s plan with a quarter of the budget and from the best plan with the rest. It ends early
+when the best plan is within `good_enough` of the lower bound: what is skipped is dear, every cheap
+constructor has had its turn. It reports every member: who won, and why the others lost.
 """
 
 import time
 from dataclasses import dataclass, replace
 
 from loadmaster.core.placement import Member, Placement, Status
-from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Budget, Run, Score
+from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
+from loadmaster.placers.answer import Meter
 from loadmaster.placers.registry import Placer, own, placer, why_not
 
-_FAMILY_ORDER = {"heuristic": 0, "exact": 1, "search": 2, "learned": 3}
+_FIRST = ("single_device", "m_topo", "memory_first", "m_etf", "chain_balance", "heft", "cpop")  # then by name
+_LAST = ("m_sct",)  # a constructor that is not worth it when the plan is good enough
+_SEARCHES = ("auto", "refine", "brute_force")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,68 +31,115 @@ class Auto:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Run the members in turn until the budget, the bound or the list ends."""
-        best: Placement | None = None
-        scored = _Counter(run)
-        results: list[Placement] = []
-        skipped: list[Member] = []
-        for name, algorithm in self._members(problem):
-            reason = why_not(algorithm, problem) or self._enough(run, best, scored.count)
-            if reason:
-                skipped.append(Member(name, None, None, 0.0, f"not tried: {reason}"))
-                continue
-            run.progress(name, 0.0)
-            started = time.perf_counter()
-            result = algorithm(problem, replace(run, score=scored, started=started, budget=scored.left()))
-            results.append(result)
-            if best is None or _rank(result) < _rank(best):
-                best = result
+        portfolio = _Portfolio(problem, run, self.good_enough)
+        for name in _constructors():
+            portfolio.construct(name)
+        if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
+            portfolio.search("brute_force", placer("brute_force"))
+        self._refine(portfolio)
+        return portfolio.answer()
+
+    def _refine(self, portfolio: "_Portfolio") -> None:
+        """Local search: what a quarter of the budget makes of m_etf's plan is never missed."""
+        best = portfolio.best
+        if best is not None and best.algorithm not in ("m_etf", "refine"):
+            portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=0.25)
+        if best is not None and best.plan is not None:
+            start = best.plan if best.algorithm != "m_etf" else "m_etf"
+            portfolio.search(f"refine({best.algorithm})", placer("refine", start=start))
+
+
+def _constructors() -> list[str]:
+    """Every constructor of this package, the likely ones first and the dear ones last."""
+    entries = own()
+    rest = sorted(name for name in entries if name not in (*_FIRST, *_LAST, *_SEARCHES))
+    return [name for name in (*_FIRST, *rest, *_LAST) if name in entries]
+
+
+class _Portfolio:
+    """The answers so far and what is left of the budget."""
+
+    def __init__(self, problem: Problem, run: Run, good_enough: float) -> None:
+        self.problem, self.run, self.good_enough = problem, run, good_enough
+        self.meter = Meter(run)
+        self.bound = run.bound
+        self.best: Placement | None = None
+        self.results: list[tuple[str, Placement]] = []
+        self.skipped: list[Member] = []
+
+    def construct(self, name: str) -> None:
+        """Have a constructor answer; until something fits the first ones do, whatever the budget."""
+        fits = self.best is not None and self.best.fits
+        reason = self._proven() or (self._enough() if name in _LAST else "")
+        if name == "memory_first" and fits:
+            reason = reason or "a plan that fits was found"
+        if self.meter.spent and (fits or name not in _FIRST[: _FIRST.index("memory_first") + 1]):
+            reason = reason or "the budget is spent"
+        self._run(name, placer(name), reason, self.meter.member())
+
+    def search(self, name: str, algorithm: Placer, *, share: float = 1.0) -> None:
+        """Have a search answer with a share of the whole budget, as far as there is some left."""
+        reason = self._proven() or self._enough() or ("the budget is spent" if self.meter.spent else "")
+        member = self.meter.member()
+        if share < 1.0:
+            member = replace(member, budget=_share(self.run.budget, share))
+        self._run(name, algorithm, reason, member)
+        if not reason and member.budget.count is not None:
+            self.meter.charge(member.budget.count)
+
+    def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
+        reason = why_not(algorithm, self.problem) or reason
+        if reason:
+            self.skipped.append(Member(name, None, None, 0.0, f"not tried: {reason}"))
+            return
+        self.run.progress(name, 0.0)
+        result = algorithm(self.problem, replace(member, bound=self.bound))
+        self.results.append((name, result))
+        if result.bound_s > self.bound.seconds:
+            self.bound = Bound(result.bound_s, result.bound_name, self.bound.infeasible)
+        if self.best is None or _rank(result) < _rank(self.best):
+            self.best = result
+
+    def _proven(self) -> str:
+        if self.best is None:
+            return ""
+        if self.best.status == Status.OPTIMAL:
+            return "the best plan is proven optimal"
+        return "it is proven that nothing fits" if self.best.status == Status.INFEASIBLE else ""
+
+    def _enough(self) -> str:
+        if self.best is None or self.best.score_s is None or self.bound.seconds <= 0:
+            return ""
+        gap = self.best.score_s / self.bound.seconds - 1.0
+        if gap > self.good_enough:
+            return ""
+        return f"the best plan is within {format_percent(gap)} of the bound"
+
+    def answer(self) -> Placement:
+        """The best plan with the best bound, and how every member did."""
+        best = self.best
         assert best is not None  # single_device serves every problem
-        members = tuple(_member(result, best) for result in results)
-        seconds = time.perf_counter() - run.started
-        proven = next((result for result in results if result.status == Status.INFEASIBLE), best)
+        members = tuple(_member(name, result, best) for name, result in self.results)
+        proven = next((r for _, r in self.results if r.status == Status.INFEASIBLE), best)
         return replace(
             best,
             algorithm="auto",
             status=proven.status,
             proof=proven.proof,
-            members=members + tuple(skipped),
-            wall_s=seconds,
+            bound_s=self.bound.seconds,
+            bound_name=self.bound.name,
+            guarantee=next((r.guarantee for _, r in self.results if r.guarantee), ""),
+            members=members + tuple(self.skipped),
+            wall_s=time.perf_counter() - self.run.started,
         )
 
-    def _members(self, problem: Problem) -> list[tuple[str, Placer]]:
-        entries = [e for e in own().values() if e.name != "auto"]
-        entries.sort(key=lambda e: (e.name != "single_device", _FAMILY_ORDER[e.family], e.name))
-        tiny = problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3
-        return [(e.name, placer(e.name)) for e in entries if e.name != "brute_force" or tiny]
 
-    def _enough(self, run: Run, best: Placement | None, tried: int) -> str:
-        """Why to stop now, '' to go on; while nothing fits, every member gets its turn."""
-        if best is None:
-            return ""
-        if best.status == Status.OPTIMAL:
-            return "the best plan is proven optimal"
-        if best.gap is not None and best.gap <= self.good_enough:
-            return f"the best plan is within {format_percent(best.gap)} of the bound"
-        return "the budget is spent" if best.fits and run.out_of_budget(tried) else ""
-
-
-class _Counter:
-    """The run's scorer, counting, so that members share one budget."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.count = 0
-
-    def __call__(self, plan: Plan) -> Score:
-        self.count += 1
-        return self.run.score(plan)
-
-    def left(self) -> Budget:
-        """What the next member may use; never nothing, so that each can give one answer."""
-        if self.run.budget.count is not None:
-            return Budget(count=max(self.run.budget.count - self.count, 1))
-        assert self.run.budget.seconds is not None
-        return Budget(seconds=max(self.run.budget.seconds - (time.perf_counter() - self.run.started), 1e-3))
+def _share(budget: Budget, share: float) -> Budget:
+    """A share of a whole budget, at least one plan."""
+    if budget.count is not None:
+        return Budget(count=max(int(share * budget.count), 1))
+    assert budget.seconds is not None
+    return Budget(seconds=share * budget.seconds)
 
 
 def _rank(result: Placement) -> tuple[bool, float, float]:
@@ -96,20 +148,20 @@ def _rank(result: Placement) -> tuple[bool, float, float]:
     return (not result.fits, seconds, float(result.shortfall_bytes.sum()))
 
 
-def _member(result: Placement, best: Placement) -> Member:
+def _member(name: str, result: Placement, best: Placement) -> Member:
     """How a member did, in words."""
     if result is best:
         reason = "best" if result.fits else "nearest to fitting"
     elif not result.fits:
         short = int(result.shortfall_bytes.max())
-        name = result.problem.cluster.device_name[int(result.shortfall_bytes.argmax())]
-        reason = f"{name} lacks {format_bytes(short)}" if short else result.proof
+        device = result.problem.cluster.device_name[int(result.shortfall_bytes.argmax())]
+        reason = f"{device} lacks {format_bytes(short)}" if short else result.proof
     else:
         assert result.score_s is not None
         assert best.score_s is not None
         later = result.score_s - best.score_s
         reason = f"{format_seconds(later)} slower" if later > 0 else "as good"
-    return Member(result.algorithm, result.status, result.score_s, result.wall_s, reason)
+    return Member(name, result.status, result.score_s, result.wall_s, reason)
 
 
 PLACER: type[Placer] = Auto
