@@ -6,12 +6,15 @@ import numpy as np
 
 from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
+from loadmaster.core.graph import home_bytes
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes
 from loadmaster.report.trace import chrome_trace
+
+_MOST_HOLDERS = 3
 
 
 def placement_document(placement: Placement) -> dict[str, Any]:
@@ -67,18 +70,35 @@ def why_not_fit(placement: Placement) -> list[str]:
     cluster = placement.problem.cluster
     proven = placement.status == Status.INFEASIBLE
     lines = [f"proven that nothing fits: {placement.proof}"] if proven else []
-    remedy = (
-        "a smaller batch or a device more"
-        if proven
-        else "a smaller batch, a device more, or another algorithm"
-    )
+    remedy = "a smaller batch or a device more"
+    if not proven:
+        spill = "" if cluster.on_host[cluster.kind].any() else ", host memory as a device (cpu-64GB)"
+        remedy = f"a smaller batch, a device more{spill}, or a longer --budget"
     for d in np.flatnonzero(placement.shortfall_bytes > 0):
         need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
         lines.append(
             f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)}; free"
-            f" {format_bytes(need - have)} more: {remedy}"
+            f" {format_bytes(need - have)} more: {remedy}{_largest(placement, int(d))}"
         )
     return lines or [placement.proof or "no plan was found"]
+
+
+def _largest(placement: Placement, device: int) -> str:
+    """The modules, or ops where there are none, that hold most on a device."""
+    plan, graph = placement.least_overflow_plan, placement.problem.graph
+    if plan is None:
+        return ""
+    here = plan.device == device
+    made = graph.resident_bytes + np.bincount(
+        graph.tensor_op, home_bytes(graph).astype(np.float64), graph.num_ops
+    ).astype(np.int64)
+    total: dict[str, int] = {}
+    for op in np.flatnonzero(here & (made > 0)).tolist():
+        name = graph.module[op] or graph.op_name[op]
+        total[name] = total.get(name, 0) + int(made[op])
+    first = sorted(total.items(), key=lambda item: (-item[1], item[0]))[:_MOST_HOLDERS]
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in first)
+    return f" (the largest there: {text})" if text else ""
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def names(noun: object, field: str, length: int, error: type[InputError]) -> Non
     label = f"{type(noun).__name__}.{field}"
     if length != -1 and len(values) != length:
         raise error(f"{label} has {len(values)} names, needs {length}")
-    if not all(isinstance(value, str) for value in values):
+    if not all(issubclass(kind, str) for kind in set(map(type, values))):
         raise error(f"{label} holds something that is not text")
     object.__setattr__(noun, field, values)
 

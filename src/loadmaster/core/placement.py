@@ -43,7 +43,7 @@ class Placement:
     score_s: float | None
     bound_s: float
     bound_name: str
-    proof: str  # the certificate of optimal or infeasible; not found: the rule the nearest plan breaks, or ''
+    proof: str  # the certificate of optimal or infeasible; not found: what the nearest plan breaks or lacks
     shortfall_bytes: Longs  # [D] bytes lacking on each device; zeros when it fits
     peak_bytes: Longs  # [D] of the plan, or of the least overflow
     least_overflow_plan: Plan | None

@@ -43,11 +43,14 @@ def coarsen(graph: Graph, label: Ints) -> Coarse:
     return coarse_of(graph, *contracted(graph, label))
 
 
-def coarse_of(graph: Graph, op_of: Ints, num_ops: int, *, tied: Ints | None = None) -> Coarse:
+def coarse_of(
+    graph: Graph, op_of: Ints, num_ops: int, *, tied: Ints | None = None, named: bool = True
+) -> Coarse:
     """Contract ops to the coarse op that `op_of` [N] names; those must be in topological order.
 
     `tied` [coarse N] has equal numbers where coarse ops must share a device; without it the groups of the
-    members say so.
+    members say so. Unless `named`, a coarse op has the name, kind and module of its first member: making
+    better ones takes longer than all the rest.
     """
     members = _Members(op_of, num_ops)
     tensor_of, keep, extra_bytes = _surviving(graph, op_of, num_ops)
@@ -59,9 +62,9 @@ def coarse_of(graph: Graph, op_of: Ints, num_ops: int, *, tied: Ints | None = No
     first = members.first
     coarse = Graph(
         name=graph.name,
-        op_name=_names(graph, members),
-        op_kind=_kinds(graph, members),
-        module=_modules(graph.module, members),
+        op_name=_names(graph, members) if named else _picked(graph.op_name, first),
+        op_kind=_kinds(graph, members) if named else _picked(graph.op_kind, first),
+        module=_modules(graph.module, members) if named else _picked(graph.module, first),
         phase=graph.phase[first],
         mirror=_mirrors(graph, op_of, members),
         group=_joined_groups(graph.group, op_of, num_ops) if tied is None else _shared(tied),
@@ -259,6 +262,10 @@ def _kinds(graph: Graph, members: _Members) -> tuple[str, ...]:
     """The kind of an op that is alone."""
     pairs = zip([graph.op_kind[op] for op in members.first.tolist()], members.count.tolist(), strict=True)
     return tuple([kind if count == 1 else "fused" for kind, count in pairs])
+
+
+def _picked(values: tuple[str, ...], index: Longs) -> tuple[str, ...]:
+    return tuple(map(values.__getitem__, index.tolist()))
 
 
 def _modules(module: tuple[str, ...], members: _Members) -> tuple[str, ...]:

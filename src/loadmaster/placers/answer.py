@@ -13,6 +13,7 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score
+from loadmaster.core.units import format_bytes
 from loadmaster.placers.cargo import Cargo, load_cargo
 
 _ATTEMPTS = 7
@@ -164,12 +165,23 @@ def answer(
         score_s=score.time_s if fits else None,
         bound_s=run.bound.seconds,
         bound_name=run.bound.name,
-        proof=proof or (broken[0] if broken else ""),
+        proof=proof or (broken[0] if broken else "" if fits else _lacks(problem, peak)),
         shortfall_bytes=shortfall,
         peak_bytes=peak,
         least_overflow_plan=None if fits else plan,
         members=members,
         wall_s=time.perf_counter() - run.started,
+    )
+
+
+def _lacks(problem: Problem, peak: Longs) -> str:
+    """The device that is short of most, with both numbers."""
+    cluster = problem.cluster
+    d = int((peak - cluster.usable_bytes).argmax())
+    need, have = int(peak[d]), int(cluster.usable_bytes[d])
+    return (
+        f"in the nearest plan {cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)};"
+        f" free {format_bytes(need - have)} more: a smaller batch, a device more, or host memory as a device"
     )
 
 

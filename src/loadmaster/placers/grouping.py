@@ -105,7 +105,7 @@ def grouped(
     work.settle()
     kept = max_ops is None or work.shrink(max_ops)
     op_of, num, tied = work.numbering()
-    coarse = coarse_of(problem.graph, op_of, num, tied=tied)
+    coarse = coarse_of(problem.graph, op_of, num, tied=tied, named=False)
     pinned = np.full(num, FREE, dtype=np.int32)
     np.maximum.at(pinned, op_of, problem.pinned)
     costs = coarsen_costs(problem.costs, coarse)

@@ -79,7 +79,11 @@ def _offer(tally: Tally, lists: Lists, groups: Grouped | None, *, most: int | No
     for count, (key, links) in enumerate(_passes(lists, ranked=groups is not None)):
         if tally.spent or count == most:
             break
-        _offer_both(tally, lists.placed(key, links), groups, first_come=first_come)
+        plan = lists.placed(key, links)
+        if groups is not None and most is not None and not first_come:
+            tally.offer(groups.back(plan))  # of groups the own order is as a rule the better one
+        else:
+            _offer_both(tally, plan, groups, first_come=first_come)
     if groups is None and not tally.spent and (most is None or len(views) == 1):
         again = tally.best_plan.priority.astype(np.float64)
         _offer_both(tally, lists.placed(again, views[0]), None, first_come=first_come)
