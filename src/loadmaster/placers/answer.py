@@ -69,6 +69,7 @@ class Tally:
         self.problem = problem
         self.run = run
         self.scored = 0
+        self.last: Plan  # the plan offered last, in the order of its starts
         self._best: tuple[bool, Score] | None = None
         self._plan: Plan | None = None
 
@@ -76,6 +77,7 @@ class Tally:
         """Score a plan and keep it if it is the best; it is ordered by its starts unless it is `in_order`."""
         ordered, score = (plan, self.run.score(plan)) if in_order else self.run.arrange(plan)
         self.scored += 1
+        self.last = ordered
         rated = (bool(broken_rules(self.problem, ordered)), score)
         if self._best is None or rated < self._best:
             self._best, self._plan = rated, ordered

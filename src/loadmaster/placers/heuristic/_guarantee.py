@@ -40,9 +40,10 @@ from loadmaster.core.graph import NO_STORAGE
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.core.units import format_seconds
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers.cargo import load_cargo
+from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.kernel import Fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,18 @@ class _Setting:
         return 0.0 if longest == 0.0 else longest / shortest if shortest > 0 else np.inf
 
 
-def etf_guarantee(problem: Problem) -> Guarantee | None:
-    """What a greedy pass never exceeds."""
-    setting = _setting(problem)
+def etf_guarantee(
+    problem: Problem, *, cargo: Cargo | None = None, fixed: Fixed | None = None
+) -> Guarantee | None:
+    """What a greedy pass never exceeds; `cargo` and `fixed` are the problem's, where they are at hand."""
+    setting = _setting(problem, cargo)
     if setting is None:
         return None
     n, m = setting.num_devices, setting.num_open
     factor = n / m + 1.0 - 1.0 / m
-    plus_s = _longest_chain_s(problem, np.zeros(len(setting.op_s)), setting.longest_s)
-    chain_s = _longest_chain_s(problem, (1.0 - 1.0 / m) * setting.op_s, setting.longest_s)
+    fixed = prepare(problem).fixed if fixed is None else fixed
+    plus_s = _longest_chain_s(fixed, np.zeros(len(setting.op_s)), setting.longest_s)
+    chain_s = _longest_chain_s(fixed, (1.0 - 1.0 / m) * setting.op_s, setting.longest_s)
     seconds = float(setting.op_s.sum()) / m + chain_s
     room = "memory not binding" if m == n else f"always room on {m}"
     source = "Hwang et al. 1989" if m == n else "after Baechi 2020"
@@ -94,7 +98,7 @@ def etf_guarantee(problem: Problem) -> Guarantee | None:
 
 def sct_guarantee(problem: Problem) -> Guarantee | None:
     """What is published of scheduling with favourite children."""
-    setting = _setting(problem)
+    setting = _setting(problem, None)
     if setting is None or setting.num_open < setting.num_devices or setting.rho > 1.0:
         return None
     if (setting.longest_s > setting.shortest_s * (1.0 + 1e-12)).any():
@@ -108,7 +112,7 @@ def sct_guarantee(problem: Problem) -> Guarantee | None:
     return Guarantee(None, None, 0.0, of_best, sentence)
 
 
-def _setting(problem: Problem) -> _Setting | None:
+def _setting(problem: Problem, cargo: Cargo | None) -> _Setting | None:
     """What the theorems are about, None where an assumption fails."""
     seconds, cluster = problem.device_compute_s, problem.cluster
     equal = np.isfinite(seconds).all() and (seconds == seconds[:, :1]).all()
@@ -119,7 +123,7 @@ def _setting(problem: Problem) -> _Setting | None:
     if problem.links != Links.PARALLEL and longest_s.any():
         return None
     num_open = _num_open(problem)
-    cargo = load_cargo(problem)
+    cargo = load_cargo(problem) if cargo is None else cargo
     if cargo.num_units < problem.graph.num_ops or not cargo.fits.all():
         return None
     if num_open < 1 or (num_open < cluster.num_devices and not _never_frees(problem)):
@@ -159,6 +163,6 @@ def _never_frees(problem: Problem) -> bool:
     return bool(graph.keep.all()) and not views.any()
 
 
-def _longest_chain_s(problem: Problem, op_s: Floats, transfer_s: Floats) -> float:
+def _longest_chain_s(fixed: Fixed, op_s: Floats, transfer_s: Floats) -> float:
     """The most seconds of ops and transfers on one chain."""
-    return float(upward_rank(prepare(problem).fixed, op_s, transfer_s).max())
+    return float(upward_rank(fixed, op_s, transfer_s).max())

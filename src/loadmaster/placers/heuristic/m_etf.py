@@ -20,7 +20,7 @@ from loadmaster.core.arrays import Floats
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Links, Problem, Split
-from loadmaster.core.run import Run
+from loadmaster.core.run import Run, Score
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.grouping import Grouped, grouped
 from loadmaster.placers.heuristic._guarantee import etf_guarantee
@@ -43,71 +43,89 @@ class MEtf:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Construct with several keys and views; keep the best."""
         tally = Tally(problem, run)
-        construct_all(tally, first_come=self.first_come)
+        lists = construct_all(tally, first_come=self.first_come)
         tally.mend()
-        return tally.answer(algorithm="m_etf", guarantee=promised(tally, first_come=self.first_come))
+        return tally.answer(algorithm="m_etf", guarantee=promised(tally, lists, first_come=self.first_come))
 
 
-def construct_all(tally: Tally, *, first_come: bool) -> None:
-    """Offer the plans of every pass over ops and over groups; on large graphs of two passes over either."""
+def construct_all(tally: Tally, *, first_come: bool) -> Lists | None:
+    """Offer the plans of every pass over ops and over groups; on large graphs of few passes over either.
+
+    Returns the ops as they were listed, None if groups alone were placed.
+    """
     problem = tally.problem
     small, large = problem.graph.num_ops <= _SMALL_OPS, problem.graph.num_ops > MOST_OPS
     groups = None
     if small or large or problem.links != Links.PARALLEL:
         groups = grouped(problem, max_ops=_FEW_GROUPS if large else None)
     shrunk = large or (groups is not None and groups.problem.graph.num_ops <= _SHRUNK * problem.graph.num_ops)
-    most = None if small else _FEW
     if groups is not None and (small or shrunk):
-        _offer(tally, load_lists(groups.problem), groups, most=most, first_come=first_come)
-    if small or not shrunk:
-        _offer(tally, load_lists(problem), None, most=most, first_come=first_come)
+        _offer_groups(tally, groups, every=small, first_come=first_come)
+    if shrunk and not small:
+        return None
+    lists = load_lists(problem)
+    _offer_ops(tally, lists, every=small, first_come=first_come)
+    return lists
 
 
-def promised(tally: Tally, *, first_come: bool) -> str:
-    """What theory promises: of a pass that sees parallel links and is replayed in its own order."""
-    if first_come or tally.spent or tally.problem.links != Links.PARALLEL:
+def promised(tally: Tally, lists: Lists | None, *, first_come: bool) -> str:
+    """What theory promises: of a pass over ops that sees parallel links and is replayed in its own order."""
+    if lists is None or first_come or tally.spent or tally.problem.links != Links.PARALLEL:
         return ""
-    if tally.problem.graph.num_ops > MOST_OPS:  # groups were placed
-        return ""
-    guarantee = etf_guarantee(tally.problem)
+    guarantee = etf_guarantee(tally.problem, cargo=lists.cargo, fixed=lists.fixed)
     return "" if guarantee is None else guarantee.sentence
 
 
-def _offer(tally: Tally, lists: Lists, groups: Grouped | None, *, most: int | None, first_come: bool) -> None:
-    """Offer what passes make, first come and in their own order; then once more by the best plan's order."""
+def _offer_groups(tally: Tally, groups: Grouped, *, every: bool, first_come: bool) -> None:
+    """Offer plans of groups: in their own order, as a rule the better one, and first come first served."""
+    lists = load_lists(groups.problem)
+    for count, (key, links) in enumerate(_passes(lists, ranked=True)):
+        if tally.spent or (count == _FEW and not every):
+            break
+        plan = groups.back(lists.placed(key, links))
+        if every or first_come:
+            tally.offer(plan_of(plan.device))
+        if not first_come and not tally.spent:
+            tally.offer(plan)
+
+
+def _offer_ops(tally: Tally, lists: Lists, *, every: bool, first_come: bool) -> None:
+    """Offer plans of ops, first come and in their own order; then once more by the best first-come order."""
     views = VIEWS[lists.problem.links]
-    for count, (key, links) in enumerate(_passes(lists, ranked=groups is not None)):
+    most = None if every else min(_FEW, len(views))
+    served: list[tuple[Score, int, Plan]] = []
+    for count, (key, links) in enumerate(_passes(lists, ranked=False)):
         if tally.spent or count == most:
             break
         plan = lists.placed(key, links)
-        if groups is not None and most is not None and not first_come:
-            tally.offer(groups.back(plan))  # of groups the own order is as a rule the better one
-        else:
-            _offer_both(tally, plan, groups, first_come=first_come)
-    if groups is None and not tally.spent and (most is None or len(views) == 1):
-        again = tally.best_plan.priority.astype(np.float64)
-        _offer_both(tally, lists.placed(again, views[0]), None, first_come=first_come)
-
-
-def _offer_both(tally: Tally, plan: Plan, groups: Grouped | None, *, first_come: bool) -> None:
-    fine = plan if groups is None else groups.back(plan)
-    tally.offer(plan_of(fine.device))
-    if not first_come and not tally.spent:
-        tally.offer(fine)
+        served.append((tally.offer(plan_of(plan.device)), count, tally.last))
+        if not first_come and not tally.spent:
+            tally.offer(plan)
+    if served and not tally.spent and (every or len(views) == 1):
+        again = lists.placed(min(served)[2].priority.astype(np.float64), views[0])
+        tally.offer(plan_of(again.device))
+        if every and not first_come and not tally.spent:
+            tally.offer(again)
 
 
 def _passes(lists: Lists, *, ranked: bool) -> Iterator[tuple[Floats | None, int]]:
     """Keys and views, most promising first; no key: by order of becoming ready."""
     number = np.arange(lists.problem.graph.num_ops, dtype=np.float64)
-    views, rank = VIEWS[lists.problem.links], -lists.upward(transfers=False)
+    views = VIEWS[lists.problem.links]
     if ranked:  # groups are of a size: the truth about links and the longest way serve them best
         views = views if len(views) == 1 else (views[1], views[0], *views[2:])
-        yield rank, views[0]
+        yield -lists.upward(transfers=False), views[0]
         yield number, views[0]
-    for key in (number, None, rank, -lists.upward(transfers=True)):
-        for links in views:
-            if not ranked or links != views[0] or key is None or (key is not number and key is not rank):
-                yield key, links
+    for links in views[1 if ranked else 0 :]:
+        yield number, links
+    for links in views:
+        yield None, links
+    rank = -lists.upward(transfers=False)
+    for links in views[1 if ranked else 0 :]:
+        yield rank, links
+    rank = -lists.upward(transfers=True)
+    for links in views:
+        yield rank, links
 
 
 PLACER: type[Placer] = MEtf

@@ -56,7 +56,7 @@ class MSct:
                 if not tally.spent:
                     tally.offer(offered)
         tally.mend()
-        return tally.answer(algorithm="m_sct", guarantee=promised(tally, first_come=self.first_come))
+        return tally.answer(algorithm="m_sct", guarantee=promised(tally, lists, first_come=self.first_come))
 
     def _rules(self, found: Favourites, lists: Lists) -> list[tuple[Ints, int]]:
         """Favourites and awake rules to try.

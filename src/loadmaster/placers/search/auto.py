@@ -17,7 +17,7 @@ from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
 from loadmaster.placers.registry import Placer, own, placer, why_not
 
-_FIRST = ("single_device", "m_topo", "memory_first", "m_etf", "chain_balance", "heft", "cpop")  # then by name
+_FIRST = ("single_device", "m_topo", "memory_first", "chain_balance", "m_etf", "heft", "cpop")  # then by name
 _LAST = ("m_sct",)  # a constructor that is not worth it when the plan is good enough
 _SEARCHES = ("auto", "refine", "brute_force")
 

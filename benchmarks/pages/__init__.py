@@ -1,0 +1,1 @@
+"""Sections of docs/benchmarks.md, one file each, written from result files."""
