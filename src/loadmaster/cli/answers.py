@@ -6,7 +6,7 @@ import numpy as np
 
 from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
-from loadmaster.core.graph import home_bytes
+from loadmaster.core.graph import Phase, home_bytes
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
@@ -84,14 +84,16 @@ def why_not_fit(placement: Placement) -> list[str]:
 
 
 def _largest(placement: Placement, device: int) -> str:
-    """The modules, or ops where there are none, that hold most on a device."""
+    """The modules, or ops where there are none, that hold most on a device after the forward pass."""
     plan, graph = placement.least_overflow_plan, placement.problem.graph
     if plan is None:
         return ""
     here = plan.device == device
-    made = graph.resident_bytes + np.bincount(
-        graph.tensor_op, home_bytes(graph).astype(np.float64), graph.num_ops
-    ).astype(np.int64)
+    later = np.isin(graph.phase[graph.use_op], (Phase.BACKWARD, Phase.UPDATE))
+    stays = graph.keep.copy()
+    stays[graph.use_tensor[later]] = True
+    held = np.where(stays, home_bytes(graph), 0).astype(np.float64)
+    made = graph.resident_bytes + np.bincount(graph.tensor_op, held, graph.num_ops).astype(np.int64)
     total: dict[str, int] = {}
     for op in np.flatnonzero(here & (made > 0)).tolist():
         name = graph.module[op] or graph.op_name[op]

@@ -97,6 +97,7 @@ class Run:
     ]  # the plan in the order in which its ops start, and its score
     bound: Bound
     progress: Callable[[str, float], None] = silent
+    repair: bool = True  # whether a constructor may spend time on plans that do not fit
     started: float = field(default_factory=time.perf_counter)
 
     def out_of_budget(self, scored: int) -> bool:

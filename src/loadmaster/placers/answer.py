@@ -41,22 +41,22 @@ class Meter:
         return self.run.arrange(plan)
 
     def charge(self, count: int) -> None:
-        """Count plans tried without these scorers."""
-        self.count += count
+        """Count plans tried without these scorers: `count` in all so far."""
+        self.count = max(self.count, count)
 
     @property
     def spent(self) -> bool:
         """Whether the budget is used up."""
         return self.run.out_of_budget(self.count)
 
-    def member(self, *, share: float = 1.0) -> Run:
-        """A run for one algorithm with a share of what is left, never nothing, and a die of its own."""
+    def member(self) -> Run:
+        """A run for one algorithm with what is left, never nothing, and a die of its own."""
         limit, now = self.run.budget, time.perf_counter()
         if limit.count is not None:
-            left = Budget(count=max(int(share * (limit.count - self.count)), 1))
+            left = Budget(count=max(limit.count - self.count, 1))
         else:
             assert limit.seconds is not None
-            left = Budget(seconds=max(share * (limit.seconds - (now - self.run.started)), 1e-3))
+            left = Budget(seconds=max(limit.seconds - (now - self.run.started), 1e-3))
         die = copy.deepcopy(self.run.rng)
         return replace(self.run, score=self.score, arrange=self.arrange, budget=left, rng=die, started=now)
 
@@ -115,7 +115,7 @@ class Tally:
 
     def mend(self) -> None:
         """Where no plan fits, repair the one that came nearest, as far as the budget goes."""
-        if self.best_score.overflow_bytes > 0 and not self.spent:
+        if self.best_score.overflow_bytes > 0 and self.run.repair and not self.spent:
             from loadmaster.placers.repair import fitted  # loads a compiler, and is seldom needed
 
             cargo, best = load_cargo(self.problem), self.best_plan

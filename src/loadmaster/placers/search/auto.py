@@ -1,14 +1,16 @@
 """The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
 
-A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, each
-of them cheap; `memory_first` early where nothing fits yet; the oracle where the problem is tiny; last, local
-search from `m_etf`'s plan with a quarter of the budget and from the best plan with the rest. It ends early
-when the best plan is within `good_enough` of the lower bound: what is skipped is dear, every cheap
-constructor has had its turn. It reports every member: who won, and why the others lost.
+A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
+ones first, without repair; where none of them fits `memory_first`, then constructors that repair; the oracle
+where the problem is tiny; last, local search from `m_etf`'s plan with a quarter of the budget, unless it is
+far behind, and from the best plan with the rest. It ends early when the best plan is within `good_enough` of
+the lower bound. It reports every member: who won, and why the others lost.
 """
 
 import time
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.problem import Problem
@@ -17,9 +19,12 @@ from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
 from loadmaster.placers.registry import Placer, own, placer, why_not
 
-_FIRST = ("single_device", "m_topo", "memory_first", "chain_balance", "m_etf", "heft", "cpop")  # then by name
-_LAST = ("m_sct",)  # a constructor that is not worth it when the plan is good enough
-_SEARCHES = ("auto", "refine", "brute_force")
+_FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
+_LAST = ("m_sct",)  # not worth it when the plan is good enough
+_NOT_CONSTRUCTORS = ("auto", "refine", "brute_force", "memory_first")
+_QUARTER, _MOST_OF_IT = 0.25, 0.6
+_UNMENDED = ("single_device", "memory_first")  # the first stays what it is, the second has done its best
+_HOPELESS = 1.5  # a start this much slower than the best plan is not refined
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +39,31 @@ class Auto:
         portfolio = _Portfolio(problem, run, self.good_enough)
         for name in _constructors():
             portfolio.construct(name)
+        portfolio.make_fit()
         if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
             portfolio.search("brute_force", placer("brute_force"))
         self._refine(portfolio)
         return portfolio.answer()
 
     def _refine(self, portfolio: "_Portfolio") -> None:
-        """Local search: what a quarter of the budget makes of m_etf's plan is never missed."""
+        """Local search: what a quarter of the budget makes of m_etf's plan is hardly ever missed."""
+        best, listed = portfolio.best, portfolio.result("m_etf")
+        if best is None or best.score_s is None:
+            return
+        near = listed is not None and (listed.score_s or np.inf) <= _HOPELESS * best.score_s
+        if near and listed is not best:
+            portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
         best = portfolio.best
-        if best is not None and best.algorithm not in ("m_etf", "refine"):
-            portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=0.25)
-        if best is not None and best.plan is not None:
-            start = best.plan if best.algorithm != "m_etf" else "m_etf"
-            portfolio.search(f"refine({best.algorithm})", placer("refine", start=start))
+        assert best is not None
+        assert best.plan is not None
+        start = "m_etf" if best is listed else best.plan  # by name it is the same search as on its own
+        portfolio.search(f"refine({best.algorithm})", placer("refine", start=start))
 
 
 def _constructors() -> list[str]:
-    """Every constructor of this package, the likely ones first and the dear ones last."""
+    """Every constructor of this package, the likely and cheap ones first."""
     entries = own()
-    rest = sorted(name for name in entries if name not in (*_FIRST, *_LAST, *_SEARCHES))
+    rest = sorted(name for name in entries if name not in (*_FIRST, *_LAST, *_NOT_CONSTRUCTORS))
     return [name for name in (*_FIRST, *rest, *_LAST) if name in entries]
 
 
@@ -68,24 +79,40 @@ class _Portfolio:
         self.skipped: list[Member] = []
 
     def construct(self, name: str) -> None:
-        """Have a constructor answer; until something fits the first ones do, whatever the budget."""
-        fits = self.best is not None and self.best.fits
+        """Have a constructor answer, without repair; while nothing fits each gets its turn."""
         reason = self._proven() or (self._enough() if name in _LAST else "")
-        if name == "memory_first" and fits:
-            reason = reason or "a plan that fits was found"
-        if self.meter.spent and (fits or name not in _FIRST[: _FIRST.index("memory_first") + 1]):
+        if self.meter.spent and (self.fits or name not in _FIRST):
             reason = reason or "the budget is spent"
-        self._run(name, placer(name), reason, self.meter.member())
+        self._run(name, placer(name), reason, replace(self.meter.member(), repair=False))
+
+    def make_fit(self) -> None:
+        """Where nothing fits, memory comes first; then the constructors may repair their plans."""
+        reason = "a plan that fits was found" if self.fits else ""
+        self._run("memory_first", placer("memory_first"), self._proven() or reason, self.meter.member())
+        for name in [name for name, _ in self.results if name not in _UNMENDED]:
+            if self.fits or self._proven() or self.meter.spent:
+                break
+            self._run(f"{name}, repaired", placer(name), "", self.meter.member())
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan fits."""
+        return self.best is not None and self.best.fits
+
+    def result(self, name: str) -> Placement | None:
+        """What a member answered, if it was asked."""
+        return next((result for known, result in self.results if known == name), None)
 
     def search(self, name: str, algorithm: Placer, *, share: float = 1.0) -> None:
-        """Have a search answer with a share of the whole budget, as far as there is some left."""
+        """Have a search answer with a share of the whole budget, or most of what is left of it."""
         reason = self._proven() or self._enough() or ("the budget is spent" if self.meter.spent else "")
-        member = self.meter.member()
+        member, before = self.meter.member(), self.meter.count
         if share < 1.0:
-            member = replace(member, budget=_share(self.run.budget, share))
+            whole, left = _share(self.run.budget, share), _share(member.budget, _MOST_OF_IT)
+            member = replace(member, budget=min(whole, left, key=_size))
         self._run(name, algorithm, reason, member)
         if not reason and member.budget.count is not None:
-            self.meter.charge(member.budget.count)
+            self.meter.charge(before + member.budget.count)
 
     def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
         reason = why_not(algorithm, self.problem) or reason
@@ -132,6 +159,10 @@ class _Portfolio:
             members=members + tuple(self.skipped),
             wall_s=time.perf_counter() - self.run.started,
         )
+
+
+def _size(budget: Budget) -> float:
+    return float(budget.count if budget.count is not None else budget.seconds or 0.0)
 
 
 def _share(budget: Budget, share: float) -> Budget:

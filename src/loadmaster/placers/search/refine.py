@@ -15,6 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, distinct, offsets
+from loadmaster.core.check import check_plan
+from loadmaster.core.errors import InputError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Links, Objective, Problem, Split
@@ -39,6 +41,7 @@ _EVENTS_A_CALL = 2_000_000  # ops replayed before the clock is looked at
 _SHRUNK = 0.7  # groups per smaller group or op from which on they are moved first
 _MOST_OPS = 200_000  # beyond that only groups are moved
 _NEARLY = 1.01  # a start this much worse than the best plan is taken
+_FOREIGN = ("length", "device", "support", "order", "recompute")
 _SHAKEN = 4  # units moved at random when a climb has ended
 
 
@@ -54,16 +57,29 @@ class Refine:
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.STEP,)
     splits: ClassVar[tuple[Split, ...]] = (Split.FREE,)
 
+    def __post_init__(self) -> None:
+        """Refuse what is no start."""
+        if not isinstance(self.start, str | Plan):
+            given = type(self.start).__name__
+            hint = "; of a Placement, give its .plan" if isinstance(self.start, Placement) else ""
+            raise InputError(f"refine cannot start from a {given}; give a plan or an algorithm's name{hint}")
+        for field in ("patience", "kicks"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InputError(f"refine: {field} is {value!r}; give a whole number >= 0")
+
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Construct, then move until the budget is spent, the bound is met or nothing helps."""
         meter, tally = Meter(run), Tally(problem, run)
         if isinstance(self.start, Plan):
+            _require_own(problem, self.start)
             tally.offer(self.start)
         else:
             tally.adopt(placer(self.start)(problem, meter.member()))
             tally.scored = meter.count
         tally.mend()
-        if not run.out_of_budget(tally.scored + 2):  # one try, and one confirmation
+        room = not run.out_of_budget(tally.scored + 2)  # for one try and one confirmation
+        if room and tally.best_score.overflow_bytes == 0:
             self.improve(tally)
         return tally.answer(algorithm="refine")
 
@@ -78,6 +94,13 @@ class Refine:
                     level.climb_until(self.patience * level.lists.cargo.num_units)
                 if level.over:
                     return
+
+
+def _require_own(problem: Problem, plan: Plan) -> None:
+    """Refuse a start that is no plan of this problem."""
+    broken = [v.message for v in check_plan(problem, plan) if v.rule in _FOREIGN]
+    if broken:
+        raise InputError(f"refine cannot start from that plan: {broken[0]}; give a plan of this problem")
 
 
 def _levels(tally: Tally) -> list["_Search"]:
