@@ -182,6 +182,67 @@ def problem_of(
     return Problem(graph=graph, cluster=cluster, costs=costs, **(fields | overrides))
 
 
+def arrows(
+    times: Any,
+    edges: Mapping[tuple[int, int], float],
+    cluster: Cluster,
+    *,
+    held_bytes: Sequence[int] | None = None,
+    links: Links = Links.PARALLEL,
+) -> Problem:
+    """Ops with seconds [N] or [N, K] and a tensor of no bytes for every edge, whose transfer takes so long.
+
+    A graph numbers its ops topologically: where that differs, times and bytes go with the names op0, op1 ...
+    """
+    builder = GraphBuilder("arrows")
+    for op in range(len(times)):
+        builder.op(f"op{op}", resident_bytes=0 if held_bytes is None else held_bytes[op])
+    for source, target in edges:
+        builder.use(builder.tensor(source, 0), target)
+    graph = builder.build()
+    seconds = np.asarray(times, dtype=np.float64)[[int(name[2:]) for name in graph.op_name]]
+    return problem_of(graph, cluster, seconds, transfer_s=list(edges.values()), links=links)
+
+
+def instance_a() -> Problem:
+    """Six ops whose bytes just fill two devices. The best step takes 9 s, and 8 s were memory free."""
+    edges = {(0, 1): 1.0, (0, 4): 1.0, (1, 2): 1.0, (2, 3): 1.0, (4, 5): 1.0, (5, 3): 1.0}
+    return arrows([1, 3, 3, 1, 3, 1], edges, star_cluster(2, memory=4), held_bytes=[1, 2, 2, 1, 1, 1])
+
+
+def instance_b() -> Problem:
+    """The best step takes 13 s: the device of op 1 stays idle until op 2, its favourite, can start there."""
+    return arrows([5, 4, 7, 4], {(0, 2): 1.0, (1, 2): 3.0, (1, 3): 1.0}, star_cluster(2))
+
+
+def instance_c() -> Problem:
+    """The published m-SCT takes 24 s, plain list scheduling 22 s, which is the best."""
+    edges = {(0, 2): 2.0, (1, 2): 3.0, (1, 3): 1.0, (4, 5): 3.0}
+    return arrows([9, 9, 8, 5, 6, 4], edges, star_cluster(2))
+
+
+def instance_d(num_devices: int = 3) -> Problem:
+    """The best step takes 29 s on three devices and 26 s on four."""
+    sides = {(0, 2): 1.0, (0, 3): 5.0, (0, 4): 2.0, (1, 2): 1.0, (1, 3): 1.0, (1, 4): 1.0}
+    ends = {(2, 5): 5.0, (2, 6): 3.0, (3, 5): 4.0, (3, 6): 1.0, (3, 7): 5.0, (4, 8): 1.0}
+    return arrows([6, 7, 9, 8, 10, 6, 6, 10, 6], sides | ends, star_cluster(num_devices))
+
+
+def tpds_example() -> Problem:
+    """The worked example of the HEFT paper (IEEE TPDS 2002): ten tasks on three unlike processors.
+
+    Published: upward ranks 108 for the first task to 14.667 for the last, HEFT 80, CPOP 86.
+    """
+    times = [[14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10]]
+    times += [[13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16]]
+    edges = {(0, 1): 18.0, (0, 2): 12.0, (0, 3): 9.0, (0, 4): 11.0, (0, 5): 14.0, (1, 7): 19.0, (1, 8): 16.0}
+    edges |= {(2, 6): 23.0, (3, 7): 27.0, (3, 8): 23.0, (4, 8): 13.0, (5, 7): 15.0}
+    edges |= {(6, 9): 17.0, (7, 9): 11.0, (8, 9): 13.0}
+    pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
+    cluster = cluster_of({pair: [0] for pair in pairs}, kind=[0, 1, 2], on_host=(False, False, False))
+    return arrows(times, edges, cluster)
+
+
 def plan_on(device: Sequence[int], priority: Sequence[int] | None = None) -> Plan:
     """Op i on `device[i]`; all priorities equal unless given."""
     num = len(device)

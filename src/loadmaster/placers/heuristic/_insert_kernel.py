@@ -66,6 +66,7 @@ def insert(fixed: Fixed, rules: Rules, order: Any, wanted: Any) -> Any:
         if hint != NOWHERE and not allowed[u, hint]:
             hint = NOWHERE
         best, best_finish, best_begin, best_slot, best_over = NOWHERE, np.inf, 0.0, 0, np.inf
+        full = False
         for turn in range(num_devices + 1):
             if turn == 0:  # the device asked for comes first; if it has room no other is looked at
                 if hint == NOWHERE:
@@ -73,7 +74,7 @@ def insert(fixed: Fixed, rules: Rules, order: Any, wanted: Any) -> Any:
                 d = hint
             else:
                 d = turn - 1
-                if hint != NOWHERE and (d == hint or best_over == 0.0 or unit_device[u] != NOWHERE):
+                if hint != NOWHERE and (d == hint or not full or unit_device[u] != NOWHERE):
                     continue
             if not allowed[u, d]:
                 continue
@@ -106,6 +107,8 @@ def insert(fixed: Fixed, rules: Rules, order: Any, wanted: Any) -> Any:
             while low < slots[e] and begin + seconds > slot_start[e, low]:
                 begin = max(begin, slot_end[e, low])
                 low += 1
+            if turn == 0:
+                full = over > 0.0
             if over < best_over or (over == best_over and begin + seconds < best_finish):
                 best, best_finish, best_begin, best_slot, best_over = d, begin + seconds, begin, low, over
         d, e = best, engine[best]

@@ -73,7 +73,7 @@ def critical_units(fixed: Fixed, tape: Tape, unit: Any, found: Any) -> Any:
 
 
 @kernel
-def first_effect_s(fixed: Fixed, cast: Cast, tape: Tape, move: Move, num_moved: int, least_s: Any) -> Any:
+def first_effect_s(fixed: Fixed, cast: Cast, tape: Tape, move: Move, num_moved: int, most_s: Any) -> Any:
     """The first instant at which moving these units can matter; negative: the start.
 
     That is when a producer of theirs ends and its output is sent, or not sent, elsewhere. A source that takes
@@ -87,7 +87,7 @@ def first_effect_s(fixed: Fixed, cast: Cast, tape: Tape, move: Move, num_moved: 
         for at in range(cast.unit_ptr[u], cast.unit_ptr[u + 1]):
             o = cast.unit_op[at]
             if in_ptr[o] == in_ptr[o + 1]:
-                if least_s[o] > 0.0:
+                if most_s[o] > 0.0:
                     return -1.0
                 for out in range(out_ptr[o], out_ptr[o + 1]):
                     t = out_tensor[out]
@@ -96,17 +96,17 @@ def first_effect_s(fixed: Fixed, cast: Cast, tape: Tape, move: Move, num_moved: 
                             return -1.0
             for read in range(in_ptr[o], in_ptr[o + 1]):
                 maker = tensor_op[use_tensor[in_use[read]]]
-                idle = in_ptr[maker] == in_ptr[maker + 1] and least_s[maker] == 0.0
+                idle = in_ptr[maker] == in_ptr[maker + 1] and most_s[maker] == 0.0
                 if not (idle and move.marked[maker]):
                     first = min(first, tape.end_s[maker])
-    return first
+    return first if first < np.inf else -1.0
 
 
 @kernel
 def snapshot_before(at_s: Any, instant_s: float) -> Any:
-    """The last snapshot not after an instant; 0 = the start."""
+    """The last snapshot before an instant; 0 = the start."""
     for k in range(len(at_s) - 1, 0, -1):
-        if at_s[k] <= instant_s:
+        if at_s[k] < instant_s:
             return k
     return 0
 
@@ -161,7 +161,7 @@ def climb(
     tape: Tape,
     move: Move,
     used_bytes: Any,
-    least_s: Any,
+    most_s: Any,
     critical: Any,
     num_tries: int,
     limit_s: float,
@@ -223,7 +223,7 @@ def climb(
                 for at in range(unit_ptr[x], unit_ptr[x + 1]):
                     device[unit_op[at]] = here if x == other else target
                     move.marked[unit_op[at]] = True
-            first_s = first_effect_s(fixed, cast, tape, move, count, least_s)
+            first_s = first_effect_s(fixed, cast, tape, move, count, most_s)
             for m in range(count):
                 for at in range(unit_ptr[move.unit[m]], unit_ptr[move.unit[m] + 1]):
                     move.marked[unit_op[at]] = False

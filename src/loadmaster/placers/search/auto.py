@@ -127,12 +127,18 @@ class _Portfolio:
         if self.best is None or _rank(result) < _rank(self.best):
             self.best = result
 
+    def _certain(self) -> Placement | None:
+        """An answer that is proven and as good as the best."""
+        known = (Status.OPTIMAL, Status.INFEASIBLE)
+        alike = (r for _, r in self.results if self.best is not None and _rank(r)[:2] == _rank(self.best)[:2])
+        return next((r for r in alike if r.status in known), None)
+
     def _proven(self) -> str:
-        if self.best is None:
+        certain = self._certain()
+        if certain is None:
             return ""
-        if self.best.status == Status.OPTIMAL:
-            return "the best plan is proven optimal"
-        return "it is proven that nothing fits" if self.best.status == Status.INFEASIBLE else ""
+        optimal = certain.status == Status.OPTIMAL
+        return "the best plan is proven optimal" if optimal else "it is proven that nothing fits"
 
     def _enough(self) -> str:
         if self.best is None or self.best.score_s is None or self.bound.seconds <= 0:
@@ -147,7 +153,7 @@ class _Portfolio:
         best = self.best
         assert best is not None  # single_device serves every problem
         members = tuple(_member(name, result, best) for name, result in self.results)
-        proven = next((r for _, r in self.results if r.status == Status.INFEASIBLE), best)
+        proven = self._certain() or best
         return replace(
             best,
             algorithm="auto",

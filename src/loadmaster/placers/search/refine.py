@@ -30,7 +30,7 @@ from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.search._moves import Cast, Move, blank_move, climb, critical_units
 from loadmaster.placers.search._replay import NONE, Tape, Weights, blank_tape, replay
-from loadmaster.simulator.engine import LINK_CODE
+from loadmaster.simulator.engine import LINK_CODE, is_unordered
 from loadmaster.simulator.throughput import hop_s
 
 _SNAPSHOTS = 32
@@ -73,7 +73,7 @@ class Refine:
         meter, tally = Meter(run), Tally(problem, run)
         if isinstance(self.start, Plan):
             _require_own(problem, self.start)
-            tally.offer(self.start)
+            tally.offer(self.start, in_order=not is_unordered(self.start))
         else:
             tally.adopt(placer(self.start)(problem, meter.member()))
             tally.scored = meter.count
@@ -131,6 +131,7 @@ class _Search:
         num_ops, engines = problem.graph.num_ops, fixed.num_engines
         self.links = LINK_CODE[problem.links]
         self.least_s = np.where(cargo.fits[cargo.of_op], problem.device_compute_s, np.inf).min(axis=1)
+        self.most_s = np.where(cargo.fits[cargo.of_op], problem.device_compute_s, 0.0).max(axis=1)
         self.rank_s = upward_rank(fixed, self.least_s, np.zeros(problem.graph.num_tensors))
         self.cast, self.weights = _cast(problem, cargo), _weights(problem, lists, self.rank_s - self.least_s)
         heap_room = min(num_ops, _HEAP_ROOM)
@@ -214,7 +215,7 @@ class _Search:
             self.tape,
             self.move,
             self.used_bytes,
-            self.least_s,
+            self.most_s,
             self.critical,
             min(tries, most),
             self.present_s,
