@@ -121,13 +121,14 @@ class SlowList:
             could = sorted(
                 (op for op in could if (op, d) not in self.shut), key=lambda op: (self.key[op], op)
             )
-            for op in ([] if first is None else [first]) + could:
+            if first is not None and self._fits(first, d):
+                could = [first]
+            for op in could:
                 if self._fits(op, d):
                     finish = self.now + self.seconds[op][d]
                     offers.append((self.key[op], op, finish, self.there(op, d), d))
                     break
-                if op in could:
-                    self.shut.add((op, d))
+                self.shut.add((op, d))
         best = min(offers, default=None)
         return (None if best is None else (best[1], best[4])), wakes
 

@@ -201,11 +201,6 @@ class TestGrouping:
 class TestFavourites:
     """R11 and R12: waiting for a favourite, and never losing by it."""
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="construct: with the waiting rule a device waits only while another op runs; here only the"
-        " favourite's input is under way (guard `num_running > 0`)",
-    )
     def test_r11_the_waiting_rule_reaches_13_on_instance_b(self) -> None:
         """d1 is awake for op 2 from 4, the end of op 1, until 7; op 0 ends at 5 and arrives at 6: 6 + 7."""
         problem = instance_b()

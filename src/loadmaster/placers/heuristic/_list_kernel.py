@@ -215,7 +215,7 @@ def construct(fixed: Fixed, rules: Rules) -> Any:
                     if rules.awake == WAITING:
                         if here <= now:
                             first = f
-                        elif now < awake_s[d] and num_running > 0:
+                        elif now < awake_s[d] and (num_running > 0 or here < np.inf):
                             wake_s[d] = min(here, awake_s[d])
                             continue
                     elif missing[f] == 0 and here <= elsewhere:
