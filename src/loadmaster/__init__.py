@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from loadmaster.core.run import Budget as Budget
     from loadmaster.core.run import Run as Run
     from loadmaster.core.timeline import Timeline as Timeline
+    from loadmaster.graph.capture import capture as capture
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "capture": "graph.capture",
     "check_plan": "api",
     "compare_timelines": "api",
     "load": "api",

@@ -25,10 +25,12 @@ from loadmaster.core.graph import Graph, units
 from loadmaster.core.io import MAX_BYTES, load, save
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split, Workload
+from loadmaster.core.problem import FREE, Costs, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, parse_bytes
+from loadmaster.cost.database import open_database
+from loadmaster.cost.measure import DEFAULT_BUDGET_S, measured_costs
 from loadmaster.cost.memory import PRECISIONS, with_optimizer
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.source import read_source
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 Source = str | os.PathLike[str] | Graph | Workload
 Devices = str | os.PathLike[str] | Cluster
 E = TypeVar("E", bound=StrEnum)
+COSTS = ("roofline", "measured")
 
 __all__ = [
     "check_plan",
@@ -67,14 +70,28 @@ def problem(
     reserve_bytes: int | str = 0,
     format: str | None = None,
     max_bytes: int = MAX_BYTES,
+    batch: int | None = None,
+    seq: int | None = None,
+    costs: str = "roofline",
+    measure_budget: Budget | float | str = DEFAULT_BUDGET_S,
+    database: str | os.PathLike[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+    progress: Callable[[str, float], None] = silent,
 ) -> Problem:
     """A source on devices (its own if it brings some and none are named), and what is asked.
 
     What is None is the source's own, else the default. `pin` maps an op or module to a device;
-    `optimizer` sizes the state of parameters.
+    `optimizer` sizes the state of parameters; `batch` and `seq` are those of a model that is captured.
+    `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
+    seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
     """
-    workload = read_source(source, format=format, max_bytes=max_bytes)
-    graph, cluster, costs = workload.graph, workload.cluster, workload.costs
+    if costs not in COSTS:
+        raise UnknownNameError("costs", str(costs), COSTS)
+    budget_s = measure_seconds(measure_budget)
+    workload = read_source(
+        source, format=format, max_bytes=max_bytes, batch=batch, seq=seq, optimizer=optimizer
+    )
+    graph, cluster, given = workload.graph, workload.cluster, workload.costs
     chosen = optimizer or workload.optimizer
     if precision not in PRECISIONS:
         raise UnknownNameError("precision", str(precision), PRECISIONS)
@@ -85,20 +102,24 @@ def problem(
     if chosen is not None:
         graph = with_optimizer(graph, chosen, precision=precision)
     if devices is not None:
-        cluster, costs = parse_cluster(devices, max_bytes=max_bytes), None
+        cluster, given = parse_cluster(devices, max_bytes=max_bytes), None
     if cluster is None:
         raise ProblemError(
             f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
         )
     if reserve_bytes:
         cluster = with_reserve(cluster, parse_bytes(reserve_bytes))
+    if costs == "measured":
+        if given is not None:
+            raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
+        given = _measured(graph, cluster, budget_s, database, tell, progress)
     asked = _choice(Objective, objective) or workload.objective
     own = devices is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
     return Problem(
         graph=graph,
         cluster=cluster,
-        costs=costs if costs is not None else roofline(graph, cluster),
+        costs=given if given is not None else roofline(graph, cluster),
         objective=asked,
         links=_choice(Links, links) or (workload.links if own else Links.SHARED),
         split=_choice(Split, split) or own_split or _default_split(asked),
@@ -198,6 +219,34 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
     from loadmaster.simulator import compare
 
     return compare.compare(predicted, measured)
+
+
+def measure_seconds(budget: Budget | float | str) -> float:
+    """Seconds to measure for; 0 takes what the database knows."""
+    if budget in (0, "0", "0s"):
+        return 0.0
+    seconds = parse_budget(budget).seconds
+    if seconds is None:
+        raise InputError(f"measuring for {budget!r} is not a time; write seconds, e.g. 30s")
+    return seconds
+
+
+def _measured(
+    graph: Graph,
+    cluster: Cluster,
+    budget_s: float,
+    path: str | os.PathLike[str] | None,
+    tell: Callable[[str], None] | None,
+    progress: Callable[[str, float], None],
+) -> Costs:
+    """Costs from the database and from new measurements."""
+    opened = open_database(path) if tell is None else open_database(path, tell=tell)
+    with opened as known:
+        found = measured_costs(graph, cluster, known, budget_s=budget_s, say=progress)
+    if tell is not None:
+        for kind in found.kinds:
+            tell(str(kind))
+    return found.costs
 
 
 def _question(

@@ -103,6 +103,8 @@ def graph_cases() -> list[Case]:
         "not a graph": (io.encode(plan_on([0])), "holds a plan, not a graph"),
         "no known format": ("hello", "none of the formats own, msr, pipedream, nodelink"),
         "empty file": ("", "is empty"),
+        "broken bytes (pt2)": (b"PK\x03\x04", "not a whole .pt2 file"),
+        "entities (OpenVINO IR)": ("<!DOCTYPE net []><net version='11'/>", "document type declaration"),
     }
     return [case(name, "plan g.json -d 2xT4", text, g__json=data) for name, (data, text) in wrong.items()]
 
@@ -245,7 +247,7 @@ def word_cases() -> list[Case]:
         case("unknown family", "plan gen:fork_jion:10", "did you mean 'fork_join'"),
         case("family without a size", "plan gen:chain", "is not gen:FAMILY:OPS"),
         case("0 ops asked for", "plan gen:chain:0", "0 ops"),
-        case("a model that needs capture", "plan hf:gpt2", "needs capture"),
+        case("a model that is not there", "plan nets/mine.py:build", "no such file 'nets/mine.py'"),
         case("nothing to show", "show", "nothing to show; name a source"),
         case("a negative number of ops", "show gen:chain:3 --ops=-1", "--ops"),
         case(

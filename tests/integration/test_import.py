@@ -22,6 +22,7 @@ from loadmaster.cli.verbs import app
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "cli_options.json"
 HEAVY = ("numpy", "numba", "scipy", "torch", "msgspec", "rich.console", "ortools")
 PUBLIC = [
+    "capture",
     "Budget", "Cluster", "Costs", "Graph", "LoadmasterError", "Pipeline", "Placement", "Plan", "Problem",
     "Run", "Status", "Timeline", "__version__", "check_plan", "compare_timelines", "load", "lower_bound",
     "plan", "problem", "save", "simulate",
@@ -103,6 +104,10 @@ def options() -> dict[str, Any]:
     callback = app.registered_callback
     assert callback is not None
     verbs = {"": callback.callback, **{str(verb.name): verb.callback for verb in app.registered_commands}}
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        for verb in group.typer_instance.registered_commands:
+            verbs[f"{group.name} {verb.name}"] = verb.callback
     return {name: _parameters(function) for name, function in verbs.items()}
 
 

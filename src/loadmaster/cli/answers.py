@@ -9,9 +9,10 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase, home_bytes
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement, Status
-from loadmaster.core.problem import Objective
+from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes
+from loadmaster.cost.measure import measured_share
 from loadmaster.report.trace import chrome_trace
 
 _MOST_HOLDERS = 3
@@ -37,6 +38,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "proof": placement.proof,
         "guarantee": placement.guarantee,
         "plan_s": placement.wall_s,
+        "measured_share": measured_part(placement),
         "digest": placement.digest,
         "problem_digest": problem.digest,
         "graph": problem.graph.name,
@@ -63,6 +65,14 @@ def _rate(placement: Placement) -> float | None:
     if placement.problem.objective != Objective.THROUGHPUT or not placement.score_s:
         return None
     return 1.0 / placement.score_s
+
+
+def measured_part(placement: Placement) -> float | None:
+    """The share of the plan's compute time that was measured; None where nothing was."""
+    plan = placement.plan or placement.least_overflow_plan
+    if plan is None or not (placement.problem.costs.origin == Origin.MEASURED).any():
+        return None
+    return measured_share(placement.problem, plan)
 
 
 def why_not_fit(placement: Placement) -> list[str]:

@@ -8,6 +8,8 @@ import sys
 
 from loadmaster.cli.interrupts import watch
 
+MEASURE = "30s"  # how long, where --measure does not say
+
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr, never a traceback."""
@@ -43,7 +45,7 @@ def _run(arguments: list[str]) -> int:
     speak_the_terminals_alphabet()
     command = typer.main.get_command(app)
     try:
-        with command.make_context("loadmaster", list(arguments)) as context:
+        with command.make_context("loadmaster", completed(arguments)) as context:
             command.invoke(context)
     except LoadmasterError as problem:
         return _end(f"error: {problem}", 2)
@@ -56,6 +58,18 @@ def _run(arguments: list[str]) -> int:
             raise
         return _end(f"error: {_usage(trouble)}", 2)
     return 0
+
+
+def completed(arguments: list[str]) -> list[str]:
+    """The words of a command line, with the usual time where `--measure` stands alone."""
+    import re
+
+    words = list(arguments)
+    for at in range(len(words) - 1, -1, -1):
+        follows = words[at + 1] if at + 1 < len(words) else ""
+        if words[at] == "--measure" and not re.fullmatch(r"[0-9.]+\s*[a-zµ]*", follows):
+            words.insert(at + 1, MEASURE)
+    return words
 
 
 def _usage(trouble: Exception) -> str:

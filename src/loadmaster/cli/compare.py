@@ -26,12 +26,16 @@ def command(
     links: o.LinksName = None,
     split: o.SplitName = None,
     load: o.LoadName = None,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
     optimizer: o.Optimizer = None,
     precision: o.Precision = "fp32",
     pin: o.Pin = None,
     reserve: o.Reserve = "0",
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
+    measure: o.Measure = None,
+    database: o.Database = None,
     json: o.Json = False,
 ) -> None:
     """Run several algorithms on one problem and set their plans side by side."""
@@ -56,6 +60,10 @@ def command(
         reserve=reserve,
         format=format,
         max_bytes=max_bytes,
+        batch=batch,
+        seq=seq,
+        measure=measure,
+        database=database,
     )
     rows = run_all(problem, names, budget=budget, seed=seed)
     if json:

@@ -8,8 +8,9 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A graph: a file (own JSON, msr, pipedream, node-link) or gen:FAMILY:OPS[:SEED],"
-        " e.g. gen:transformer:1500.",
+        help="A graph: a file (own JSON, msr, pipedream, node-link, ONNX, .pt2, OpenVINO IR) or"
+        " gen:FAMILY:OPS[:SEED], e.g. gen:transformer:1500; or a PyTorch model: hf:NAME, zoo:NAME,"
+        " file.py:function.",
     ),
 ]
 Devices = Annotated[
@@ -68,6 +69,12 @@ Optimizer = Annotated[
         help="What is kept beside each weight: sgd, momentum, adam, adamw or adafactor.",
     ),
 ]
+Batch = Annotated[
+    int | None, typer.Option("--batch", metavar="N", help="Samples in a step of a captured model (8).")
+]
+Seq = Annotated[
+    int | None, typer.Option("--seq", metavar="N", help="Tokens in a sample of a captured model (512).")
+]
 Precision = Annotated[
     str,
     typer.Option("--precision", metavar="NAME", help="fp32, or mixed (16-bit weights, fp32 master copy)."),
@@ -88,8 +95,20 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="NAME",
-        help="Read the file as own, msr, pipedream or nodelink. Default: recognised.",
+        help="Read the file as own, msr, pipedream, nodelink, onnx, pt2 or openvino. Default: recognised.",
     ),
+]
+Measure = Annotated[
+    str | None,
+    typer.Option(
+        "--measure",
+        metavar="[SECONDS]",
+        help="Time the ops of a captured model on this machine's devices, for at most that long (30s).",
+    ),
+]
+Database = Annotated[
+    str | None,
+    typer.Option("--database", metavar="FILE", help="Measured costs. Default: in your cache folder."),
 ]
 MaxBytes = Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Refuse larger files.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]

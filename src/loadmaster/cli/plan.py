@@ -23,12 +23,16 @@ def command(
     links: o.LinksName = None,
     split: o.SplitName = None,
     load: o.LoadName = None,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
     optimizer: o.Optimizer = None,
     precision: o.Precision = "fp32",
     pin: o.Pin = None,
     reserve: o.Reserve = "0",
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
+    measure: o.Measure = None,
+    database: o.Database = None,
     out: o.Out = None,
     trace: o.Trace = None,
     json: o.Json = False,
@@ -61,6 +65,10 @@ def command(
         reserve=reserve,
         format=format,
         max_bytes=max_bytes,
+        batch=batch,
+        seq=seq,
+        measure=measure,
+        database=database,
     )
     with progress("planning") as say:
         placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, progress=say)

@@ -3,7 +3,9 @@
 import os
 from typing import TYPE_CHECKING
 
-from loadmaster.cli.console import progress
+from loadmaster.cli.app import MEASURE
+from loadmaster.cli.console import progress, stderr
+from loadmaster.cli.plain import printable
 from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.io import require_writable
 from loadmaster.core.units import parse_bytes
@@ -26,13 +28,21 @@ def ask(
     reserve: str,
     format: str | None,
     max_bytes: str,
+    batch: int | None = None,
+    seq: int | None = None,
+    measure: str | None = None,
+    database: str | None = None,
 ) -> "Problem":
-    """Read source and devices, with progress if that takes long."""
+    """Read source and devices, measure what is asked for, with progress if that takes long."""
+    if database is not None and measure is None:
+        raise InputError("--database names measured costs, which only --measure uses; add it")
     pinned, reserve_bytes, limit = pins(pin), size("--reserve", reserve), size("--max-bytes", max_bytes)
-    with progress(f"reading {source}"):
+    notes: list[str] = []
+    with progress(f"reading {source}") as say:
         from loadmaster import api
 
-        return api.problem(
+        chosen = "roofline" if measure is None else "measured"
+        problem = api.problem(
             source,
             devices,
             objective,
@@ -45,7 +55,17 @@ def ask(
             reserve_bytes=reserve_bytes,
             format=format,
             max_bytes=limit,
+            batch=batch,
+            seq=seq,
+            database=database,
+            tell=notes.append,
+            progress=say,
+            costs=chosen,
+            measure_budget=measure or MEASURE,
         )
+    for note in notes:
+        stderr().print(printable(note), style="dim", soft_wrap=True)
+    return problem
 
 
 def size(option: str, text: str) -> int:

@@ -29,6 +29,9 @@ def command(
     ops: Annotated[
         int, typer.Option("--ops", metavar="N", min=0, help="List the first N ops, too: names to pin.")
     ] = 0,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    optimizer: o.Optimizer = None,
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
@@ -44,7 +47,7 @@ def command(
     parts: list[Description] = []
     with progress(f"reading {source if source is not None else devices}"):
         if source is not None:
-            parts += _describe(source, format, limit, ops)
+            parts += _describe(source, format, limit, ops, batch, seq, optimizer)
         if devices is not None:
             from loadmaster.cli.descriptions import describe_cluster
             from loadmaster.cluster.parse import parse_cluster
@@ -60,7 +63,15 @@ def command(
         console.print(table)
 
 
-def _describe(source: str, format: str | None, limit: int, num_listed: int) -> "list[Description]":
+def _describe(
+    source: str,
+    format: str | None,
+    limit: int,
+    num_listed: int,
+    batch: int | None,
+    seq: int | None,
+    optimizer: str | None,
+) -> "list[Description]":
     """A saved noun is described as what it is; anything else is read as a graph."""
     from loadmaster.cli import descriptions as d
     from loadmaster.core.cluster import Cluster
@@ -85,7 +96,7 @@ def _describe(source: str, format: str | None, limit: int, num_listed: int) -> "
         return [d.describe_problem(noun), graph, d.describe_cluster(noun.cluster)]
     if noun is not None and not isinstance(noun, Graph):
         return [d.describe_other(noun)]
-    workload = read_source(source, format=format, max_bytes=limit)
+    workload = read_source(source, format=format, max_bytes=limit, batch=batch, seq=seq, optimizer=optimizer)
     parts = [d.describe_graph(workload.graph, num_listed)]
     return parts + ([d.describe_cluster(workload.cluster)] if workload.cluster is not None else [])
 

@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli.answers import why_not_fit
+from loadmaster.cli.answers import measured_part, why_not_fit
 from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Placement, Status
@@ -89,6 +89,9 @@ def summary(placement: Placement) -> Table:
     rows["lower bound"] = bound_text(placement)
     if placement.gap is not None:
         rows["gap"] = f"at most {gap_text(placement.gap)} above the best possible"
+    measured = measured_part(placement)
+    if measured is not None:
+        rows["measured"] = f"{format_percent(measured)} of the predicted compute time"
     rows["plan time"] = format_seconds(placement.wall_s)
     rows["digest"] = placement.digest[:16]
     return fields(rows)

@@ -1,11 +1,19 @@
-"""Probe: what this machine has, as far as it can be seen without trying anything out.
+"""Probe: what this machine has. Devices are seen here; what they achieve is tried out in `benchmark`.
 
-The CPU is found by the operating system; CUDA devices by torch, where it is installed and works.
+The CPU is found by the operating system; CUDA devices by torch, where it is installed and works. A device's
+`chip` is the name under which its measured costs are kept.
 """
 
 import os
 import platform
+import re
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_SIBLINGS = {"ti", "super", "laptop", "mobile", "max"}  # words that make another chip of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,13 @@ class LocalDevice:
     name: str  # 'cpu0', 'gpu0', ...
     description: str
     memory_bytes: int  # 0 = unknown
+    chip: str = ""  # 'NVIDIA H200', 'Intel Xeon, 8 threads'
+    torch_name: str = "cpu"  # 'cpu', 'cuda:0', ...
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is the CPU."""
+        return self.torch_name == "cpu"
 
 
 def local_devices() -> tuple[LocalDevice, ...]:
@@ -22,18 +37,62 @@ def local_devices() -> tuple[LocalDevice, ...]:
     return (_cpu(), *_cuda())
 
 
+def is_chip(kind: str, chip: str) -> bool:
+    """Whether a kind's name ('H200', 'A100-80GB', 'RTX 3090') means a chip ('NVIDIA H200', ...)."""
+    if kind == chip:
+        return True
+    words = re.findall(r"[a-z0-9]+", chip.casefold())
+    joined = {a + b for a, b in pairwise(words)}
+    joined |= {a + b + c for a, b, c in zip(words, words[1:], words[2:], strict=False)}
+    asked = re.findall(r"[a-z0-9]+", kind.casefold())
+    extra = {word for word in words if word in _SIBLINGS and not any(word in part for part in asked)}
+    return bool(asked) and not extra and all(word in {*words, *joined} for word in asked)
+
+
 def _cpu() -> LocalDevice:
     affinity = getattr(os, "sched_getaffinity", None)  # a container may own fewer cores than there are
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     processor = platform.machine() or "unknown processor"
-    return LocalDevice("cpu0", f"{cores} {'core' if cores == 1 else 'cores'}, {processor}", _ram_bytes())
+    text = f"{cores} {'core' if cores == 1 else 'cores'}, {processor}"
+    threads = _threads(cores)
+    chip = f"{_model(processor)}, {threads} {'thread' if threads == 1 else 'threads'}"
+    return LocalDevice("cpu0", text, _ram_bytes(), chip, "cpu")
+
+
+def _model(processor: str) -> str:
+    """The CPU's name, without the signs of its maker."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        found = None
+    name = found[1] if found else platform.processor() or processor
+    return " ".join(re.sub(r"\((?:R|TM|C)\)", " ", name).split())
+
+
+def _threads(cores: int) -> int:
+    """How many threads an op runs on."""
+    try:
+        import torch
+
+        return int(torch.get_num_threads())
+    except Exception:  # a broken install is as good as none
+        return cores
 
 
 def _ram_bytes() -> int:
+    """What there is, or what a container may use of it."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # not every system answers
         return 0
+    for place in _CGROUP_LIMITS:
+        try:
+            text = Path(place).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) > 0:
+            total = min(total, int(text))
+    return total
 
 
 def _cuda() -> tuple[LocalDevice, ...]:
@@ -42,7 +101,9 @@ def _cuda() -> tuple[LocalDevice, ...]:
 
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return tuple(
-            LocalDevice(f"gpu{index}", str(chip.name), int(chip.total_memory))
+            LocalDevice(
+                f"gpu{index}", str(chip.name), int(chip.total_memory), str(chip.name), f"cuda:{index}"
+            )
             for index, chip in enumerate(found)
         )
     except Exception:  # a broken install or driver is no device, and no reason to stop

@@ -62,7 +62,7 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
         graph = in_16_bits(graph)
     param = graph.phase == Phase.PARAM
     weight_bytes = _weight_bytes(graph)
-    weight, update = _updates(graph)
+    weight, update = weight_and_update_ops(graph)
     state = np.zeros(graph.num_ops, dtype=np.int64)
     for op in np.flatnonzero(_trained(graph, weight)).tolist():
         shape, dtype = _shape_of(graph, op, int(weight_bytes[op]))
@@ -110,7 +110,7 @@ def _weight_bytes(graph: Graph) -> Longs:
     return weight
 
 
-def _updates(graph: Graph) -> tuple[Ints, Ints]:
+def weight_and_update_ops(graph: Graph) -> tuple[Ints, Ints]:
     """Distinct (param op, update op) pairs: the update reads the weight, or shares a group with it alone."""
     maker = graph.tensor_op[graph.use_tensor]
     reads = (graph.phase[maker] == Phase.PARAM) & (graph.phase[graph.use_op] == Phase.UPDATE)

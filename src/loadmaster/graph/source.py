@@ -1,9 +1,10 @@
-"""One way to name any graph: a file in a known format, or `gen:FAMILY:OPS[:SEED]`."""
+"""One way to name any graph: a file in a known format, `gen:FAMILY:OPS[:SEED]`, or a PyTorch model."""
 
 import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ from loadmaster.core import io
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
+from loadmaster.graph.models import Sizes, model_graph, names_model
 
-FORMATS: tuple[str, ...] = ("own", "msr", "pipedream", "nodelink")
+FORMATS: tuple[str, ...] = ("own", "msr", "pipedream", "nodelink", "onnx", "pt2", "openvino")
+_SUFFIXES = {".onnx": "onnx", ".pt2": "pt2", ".xml": "openvino"}  # of files that are known by name too
 TRANSFORMER = "transformer"
 _EXAMPLE = "for example gen:fork_join:10k or gen:fork_join:10000:7"
 _COUNT = re.compile(r"([0-9]{1,12})([kM]?)")
 _TIMES = {"": 1, "k": 1000, "M": 1000_000}
-_MODEL = re.compile(r"(hf:|zoo:).*|.+\.py:\w+", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -31,12 +33,23 @@ def read_source(
     *,
     format: str | None = None,
     max_bytes: int = io.MAX_BYTES,
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str | None = None,
 ) -> Workload:
-    """The graph a source names, with what the source brings; `format` forces one of FORMATS."""
-    if isinstance(source, Workload):
-        return source
-    if isinstance(source, Graph):
-        return Workload(source)
+    """The graph a source names, with what the source brings; `format` forces one of FORMATS.
+
+    `batch`, `seq` and `optimizer` are for models (hf:NAME, zoo:NAME, file.py:function), which are captured;
+    `batch` and `seq` also for the free axes of an ONNX file.
+    """
+    sizes = Sizes(batch, seq)
+    if isinstance(source, str) and names_model(source) and not _is_file(source):
+        if format is not None:
+            raise InputError(f"{source!r} is captured and has no format; leave {format!r} out")
+        return Workload(model_graph(source, sizes=sizes, optimizer=optimizer))
+    if isinstance(source, Workload | Graph):
+        _require_none(sizes, source)
+        return source if isinstance(source, Workload) else Workload(source)
     if not isinstance(source, str | os.PathLike):
         raise InputError(f"a source is text, a path, a Graph or a Workload, not {type(source).__name__}")
     if format is not None and format not in FORMATS:
@@ -44,8 +57,18 @@ def read_source(
     if isinstance(source, str) and source.startswith("gen:"):
         if format is not None:
             raise InputError(f"{source!r} is generated and has no format; leave {format!r} out")
+        _require_none(sizes, source)
         return _generated(source)
-    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes)
+    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes, sizes=sizes)
+
+
+def _require_none(sizes: Sizes, source: object) -> None:
+    if sizes != Sizes():
+        raise InputError(f"{source!r} is no model, so it has no batch and no seq; leave them out")
+
+
+def _is_file(source: str) -> bool:
+    return "\0" not in source and os.path.lexists(source)
 
 
 def _generated(source: str) -> Workload:
@@ -73,18 +96,18 @@ def _count(text: str, what: str, source: str) -> int:
     return int(match[1]) * _TIMES[match[2]]
 
 
-def _file(path: str, *, format: str | None, max_bytes: int) -> Workload:
-    known = "a source is a file or gen:FAMILY:OPS[:SEED]"
-    if "\0" in path or not os.path.lexists(path):
-        if _MODEL.fullmatch(path):
-            raise InputError(
-                f"{path!r} names a PyTorch model, which needs capture; this version has none: {known}"
-            )
-        raise FileError(f"no such file {path!r}; {known}")
+def _file(path: str, *, format: str | None, max_bytes: int, sizes: Sizes) -> Workload:
+    if not _is_file(path):
+        raise FileError(
+            f"no such file {path!r}; a source is a file or gen:FAMILY:OPS[:SEED], or a model: hf:NAME,"
+            " zoo:NAME or file.py:function"
+        )
     data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
-    formats = _formats()
+    formats = _formats(sizes)
     chosen = format if format is not None else _recognised(formats, data, path)
     name = path if chosen == "own" else _graph_name(path)  # our own files name the graph themselves
+    if chosen != "onnx":
+        _require_none(sizes, path)
     try:
         return formats[chosen].read(data, name)
     except InputError as problem:
@@ -93,18 +116,28 @@ def _file(path: str, *, format: str | None, max_bytes: int) -> Workload:
         raise
 
 
-def _formats() -> dict[str, _Format]:
+def _formats(sizes: Sizes) -> dict[str, _Format]:
     """The formats by name, in the order in which they are tried."""
-    from loadmaster.graph.formats import msr, nodelink, own, pipedream
+    from loadmaster.graph.formats import msr, nodelink, onnx, openvino, own, pipedream, pt2
 
-    modules = {"own": own, "msr": msr, "pipedream": pipedream, "nodelink": nodelink}
-    return {name: _Format(modules[name].recognises, modules[name].read) for name in FORMATS}
+    return {
+        "own": _Format(own.recognises, own.read),
+        "msr": _Format(msr.recognises, msr.read),
+        "pipedream": _Format(pipedream.recognises, pipedream.read),
+        "nodelink": _Format(nodelink.recognises, nodelink.read),
+        "onnx": _Format(onnx.recognises, partial(onnx.read, batch=sizes.batch, seq=sizes.seq)),
+        "pt2": _Format(pt2.recognises, pt2.read),
+        "openvino": _Format(openvino.recognises, openvino.read),
+    }
 
 
 def _recognised(formats: dict[str, _Format], data: bytes, path: str) -> str:
     for name, known in formats.items():
         if known.recognises(data):
             return name
+    by_name = _SUFFIXES.get(Path(path.removesuffix(".gz")).suffix.lower())
+    if by_name is not None and data:
+        return by_name  # whose reader says what is wrong with it
     begin = f"begins with {data[:32]!r}" if data else "is empty"
     raise FormatError(
         f"{path} {begin}, which is none of the formats {', '.join(FORMATS)};"
@@ -113,7 +146,9 @@ def _recognised(formats: dict[str, _Format], data: bytes, path: str) -> str:
 
 
 def _graph_name(path: str) -> str:
-    """The file's name without .json, .txt or .gz."""
+    """The file's name without .json, .txt, .onnx, .pt2, .xml or .gz."""
     whole = os.fsencode(Path(path).name).decode("utf-8", "replace")  # a file's name may be any bytes
     name = whole.removesuffix(".gz")
-    return name.removesuffix(".json").removesuffix(".txt") or name
+    for suffix in (".json", ".txt", *_SUFFIXES):
+        name = name.removesuffix(suffix) or name
+    return name

@@ -1,0 +1,119 @@
+"""loadmaster costs: what was measured on which device; to carry it elsewhere, or to bring it from there."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.cost.database import CostDatabase
+
+SUMMARY = "List, export and import measured costs."
+app = typer.Typer(help=SUMMARY, rich_markup_mode=None, pretty_exceptions_enable=False)
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="NAME", help="Rows of this device only, e.g. 'NVIDIA H200'.")
+]
+
+
+@app.command(name="ls", short_help="List measured costs.")
+def ls(
+    device: Device = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to list; 0: none.")] = 20,
+    database: o.Database = None,
+    json: o.Json = False,
+) -> None:
+    """List measured costs: the devices, and rows of each."""
+    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.cli.tables import columns, fields, one_line
+    from loadmaster.core.errors import InputError, UnknownNameError
+    from loadmaster.core.units import format_percent, format_seconds
+
+    if limit < 0:
+        raise InputError(f"--limit is {limit}; give 0 or more")
+    with _opened(database) as known:
+        counts = {name: known.count(device=name) for name in known.devices()}
+        if device is not None and device not in counts:
+            raise UnknownNameError("device", device, counts)
+        rows, path = known.rows(device=device, limit=limit), str(known.path)
+    if json:
+        print_json({"database": path, "devices": counts, "rows": [_document(row) for row in rows]})
+        return
+    console = stdout()
+    about: dict[str, object] = {"database": path}
+    console.print(fields(about | {name: f"{count} rows" for name, count in counts.items()}))
+    if not rows:
+        return
+    titles = ("time", "spread", "launch", "torch", "op")
+    table = columns(*titles, right=titles[:3], whole=titles[:4])
+    for row in rows:
+        time = "-" if row.seconds is None else format_seconds(row.seconds)
+        launch = format_seconds(row.issue_s) if row.issue_s else "-"
+        op = f"{row.signature}{f' ({row.device})' if len(counts) > 1 else ''}"
+        table.add_row(time, format_percent(row.spread), launch, one_line(row.torch, 12), one_line(op, 160))
+    console.print()
+    console.print(table)
+
+
+@app.command(name="export", short_help="Write measured costs to a JSON file.")
+def export(
+    out: Annotated[str, typer.Argument(metavar="FILE", help="Where to (.json, .json.gz).")],
+    device: Device = None,
+    database: o.Database = None,
+    json: o.Json = False,
+) -> None:
+    """Write measured costs to a JSON file."""
+    from loadmaster.cli.question import check_outputs
+    from loadmaster.core.errors import UnknownNameError
+    from loadmaster.cost.exchange import export_costs
+
+    check_outputs({"FILE": out}, inputs=[database])
+    with _opened(database) as known:
+        if device is not None and device not in known.devices():
+            raise UnknownNameError("device", device, known.devices())
+        num = export_costs(known, out, device=device)
+    _say(json, {"written": out, "num_rows": num}, f"{num} rows written to {out}")
+
+
+@app.command(name="import", short_help="Add the measured costs of a JSON file.")
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file that `costs export` wrote.")],
+    database: o.Database = None,
+    max_bytes: o.MaxBytes = "1GiB",
+    json: o.Json = False,
+) -> None:
+    """Add the measured costs of a JSON file; of two with one key the later stays."""
+    from loadmaster.cli.question import size
+    from loadmaster.cost.exchange import import_costs
+
+    limit = size("--max-bytes", max_bytes)
+    with _opened(database) as known:
+        num, changed = import_costs(known, file, max_bytes=limit)
+        path = str(known.path)
+    document = {"database": path, "num_rows": num, "num_changed": changed}
+    _say(json, document, f"{num} rows read, {changed} new or renewed in {path}")
+
+
+def _opened(path: str | None) -> "CostDatabase":
+    """The database, or an error; what was moved aside is told."""
+    from loadmaster.cli.console import stderr
+    from loadmaster.cli.plain import printable
+    from loadmaster.cost.database import open_database
+
+    return open_database(path, needed=True, tell=lambda text: stderr().print(printable(text), soft_wrap=True))
+
+
+def _document(row: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(row)
+
+
+def _say(json: bool, document: dict[str, Any], text: str) -> None:
+    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.cli.plain import printable
+
+    if json:
+        print_json(document)
+    else:
+        stdout().print(printable(text), soft_wrap=True)

@@ -1,0 +1,83 @@
+"""Bench: fills the database with what a graph lacks on one local device. [torch]"""
+
+import time
+
+from loadmaster.cluster.probe import LocalDevice
+from loadmaster.core.arrays import Floats
+from loadmaster.core.graph import Graph
+from loadmaster.core.run import silent
+from loadmaster.cost.database import CostDatabase, CostRow
+from loadmaster.cost.gaps import BACKWARD, FORWARD, gap_rows, reference
+from loadmaster.cost.keys import Keys, keys_of
+from loadmaster.cost.stopwatch import DeviceLost, Job, Say, measured, torch_version
+
+_SAVE_EVERY = 20  # rows: an interrupt loses no more
+_GAPS_BUDGET_S = 5.0
+_GAPS_SHARE = 0.25  # of the budget, at most
+
+
+def completed(
+    graph: Graph,
+    keys: Keys,
+    plain_s: Floats,
+    here: LocalDevice,
+    database: CostDatabase,
+    *,
+    budget_s: float,
+    say: Say,
+) -> tuple[dict[str, CostRow], int, float]:
+    """Rows of the keys that are known or can be measured in time, how many are new, and the seconds spent."""
+    began = time.perf_counter()
+    known = database.get([*keys.text, FORWARD, BACKWARD], here.chip, torch_version())
+    jobs = jobs_of(graph, keys, plain_s, known)
+    if not jobs or budget_s <= 0:
+        return known, 0, 0.0
+    if FORWARD not in known:
+        known |= _gaps(here, database, min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s), say)
+    left_s = budget_s - (time.perf_counter() - began)
+    new = _measure(jobs, here, database, left_s, say)
+    usable = sum(row.seconds is not None for row in new.values())
+    return known | new, usable, time.perf_counter() - began
+
+
+def jobs_of(graph: Graph, keys: Keys, plain_s: Floats, known: dict[str, CostRow]) -> list[Job]:
+    """What is still to be measured."""
+    rows = zip(keys.text, keys.count.tolist(), keys.first.tolist(), strict=True)
+    return [
+        Job(text, count, float(plain_s[op]), int(graph.bytes_moved[op]))
+        for text, count, op in rows
+        if text not in known
+    ]
+
+
+def _measure(
+    jobs: list[Job], here: LocalDevice, database: CostDatabase, budget_s: float, say: Say
+) -> dict[str, CostRow]:
+    """Measured and saved, a few at a time."""
+    found: dict[str, CostRow] = {}
+    unsaved: list[CostRow] = []
+    try:
+        for row in measured(jobs, here.torch_name, here.chip, budget_s=budget_s, say=say):
+            found[row.signature] = row
+            unsaved.append(row)
+            if len(unsaved) >= _SAVE_EVERY:
+                database.put(unsaved)
+                unsaved = []
+    except DeviceLost as problem:
+        say(str(problem), 1.0)
+    finally:
+        database.put(unsaved)
+    return found
+
+
+def _gaps(here: LocalDevice, database: CostDatabase, budget_s: float, say: Say) -> dict[str, CostRow]:
+    """The gaps between ops, from a small model whose ops are measured for it."""
+    graph = reference()
+    keys = keys_of(graph)
+    known = database.get(keys.text, here.chip, torch_version())
+    jobs = [Job(text, 1, 1e-6, 0) for text in keys.text if text not in known]
+    known |= _measure(jobs, here, database, budget_s, silent)
+    say(f"measuring what lies between ops on {here.chip}", 0.0)
+    rows = gap_rows(graph, known, here.torch_name, here.chip)
+    database.put(rows)
+    return {row.signature: row for row in rows}

@@ -1,0 +1,65 @@
+"""Exchange: measured costs as a JSON document, to carry them from one machine to another."""
+
+import math
+import os
+
+import msgspec
+
+from loadmaster.core.errors import CostError, FormatError, SchemaError
+from loadmaster.core.io import MAX_BYTES, read_bytes, write_bytes
+from loadmaster.cost.database import SCHEMA_VERSION, CostDatabase, CostRow
+
+_LONGEST = 4096
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    loadmaster: str
+    schema: int
+    rows: list[CostRow]
+
+
+def export_costs(database: CostDatabase, path: str | os.PathLike[str], *, device: str | None = None) -> int:
+    """Write the rows of a database, or of one of its devices; gives how many."""
+    rows = database.rows(device=device)
+    document = _Document("measured costs", SCHEMA_VERSION, rows)
+    write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n", path)
+    return len(rows)
+
+
+def import_costs(
+    database: CostDatabase, path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
+) -> tuple[int, int]:
+    """Add the rows of a document; of two with one key the later stays. Gives rows read and rows changed."""
+    data = read_bytes(path, max_bytes=max_bytes)
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise FormatError(f"{path} holds no measured costs: {problem}") from None
+    if document.loadmaster != "measured costs":
+        raise SchemaError(f"{path} holds {document.loadmaster!r}; measured costs are needed")
+    if document.schema > SCHEMA_VERSION or document.schema < 1:
+        raise SchemaError(
+            f"{path} has version {document.schema}, this Loadmaster knows up to {SCHEMA_VERSION}; renew it"
+        )
+    for number, row in enumerate(document.rows):
+        _check(row, f"{path}: row {number}")
+    return len(document.rows), database.put(document.rows)
+
+
+def _check(row: CostRow, where: str) -> None:
+    numbers = {"seconds": row.seconds or 0.0, "spread": row.spread, "issue_s": row.issue_s}
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise CostError(f"{where}: {name} is {value}; it is a finite number >= 0")
+    if not 0 <= row.count < 2**62:
+        raise CostError(f"{where}: count is {row.count}; it is a whole number >= 0")
+    for name in ("signature", "device", "torch", "date", "reason"):
+        text = getattr(row, name)
+        if len(text) > _LONGEST or "\0" in text:
+            raise CostError(f"{where}: {name} has {len(text)} characters or a NUL; at most {_LONGEST}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise CostError(f"{where}: {name} is not valid text") from None
+    if not row.signature or not row.device:
+        raise CostError(f"{where}: signature and device are needed")

@@ -1,0 +1,242 @@
+"""Measure: Costs from measurements on this machine's own devices, and from the database of earlier ones.
+
+Every distinct piece of work of a graph (`keys`) is timed once per device kind that this machine has, the
+largest share of the step first, within a budget of seconds; what the database knows is not timed again. What
+was not measured, and cannot be, has the time of a roofline *fitted* to what was (`fit`). Kinds of other
+machines have the rows that were measured there and imported, if any. Needs the extra `[torch]` only where
+something is to be timed.
+
+An op's origin is MEASURED where its time was measured on every kind that can run it on its own. On the host
+an op also has its share of what Python and autograd take between ops (`gaps`); on a GPU that is part of
+`issue_s`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.cluster.probe import LocalDevice, is_chip, local_devices
+from loadmaster.core.arrays import Bools, Floats
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import CostError
+from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import Costs, Origin, Problem
+from loadmaster.core.run import silent
+from loadmaster.cost.database import CostDatabase, CostRow
+from loadmaster.cost.fit import Fitted, Samples, fit_roofline
+from loadmaster.cost.keys import GAPS, Keys, keys_of
+from loadmaster.cost.roofline import REL_ERROR, roofline, takes_no_time
+
+DEFAULT_BUDGET_S = 30.0
+MEASURED_ERROR = 0.05  # of a repeated measurement, at least
+_PRESET_CPUS = ("cpu16", "cpu64")
+Say = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KindReport:
+    """What is known of one device kind of the cluster."""
+
+    kind: str
+    chip: str  # whose measurements are used, '' = none
+    num_keys: int  # distinct pieces of work
+    num_known: int  # of which measured
+    num_new: int  # of which in this run
+    measured_share: float  # of the time of one step on this kind alone
+    fitted: Fitted | None
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if not self.chip:
+            return f"{self.kind}: nothing measured, times are the roofline's"
+        share = f"{100 * self.measured_share:.1f} % of the step's time"
+        return f"{self.kind}: {self.num_known} of {self.num_keys} ops measured ({share}; {self.num_new} new)"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Costs, and where they come from."""
+
+    costs: Costs
+    kinds: tuple[KindReport, ...]
+
+
+def measured_costs(
+    graph: Graph,
+    cluster: Cluster,
+    database: CostDatabase,
+    *,
+    budget_s: float = DEFAULT_BUDGET_S,
+    say: Say = silent,
+) -> Measured:
+    """Costs of every op on every kind, measured as far as the budget reaches."""
+    keys = keys_of(graph)
+    if not keys.text:
+        raise CostError(
+            f"graph {graph.name!r} has no op with a signature, so none can be measured; capture a PyTorch"
+            " model, or leave measuring out"
+        )
+    local = chips_of(cluster, local_devices())
+    plain = roofline(graph, cluster)
+    columns, reports = [], []
+    left_s = budget_s
+    for k, kind in enumerate(cluster.kind_name):
+        here = local[k]
+        known: dict[str, CostRow] = {}
+        new, spent_s = 0, 0.0
+        chip = here.chip if here is not None else _imported(database, kind)
+        if here is not None:
+            share = left_s / sum(1 for other in local[k:] if other is not None)
+            known, new, spent_s = _known_here(graph, keys, plain.compute_s[:, k], here, database, share, say)
+        elif chip:
+            known = database.get([*keys.text, *GAPS], chip, None)
+        left_s = max(0.0, left_s - spent_s)
+        column = _column(graph, cluster, k, keys, plain.compute_s[:, k], known)
+        columns.append(column)
+        reports.append(_report(kind, chip if column.measured.any() else "", graph, keys, column, new))
+    return Measured(_costs(plain, cluster, columns), tuple(reports))
+
+
+def measured_share(problem: Problem, plan: Plan) -> float:
+    """The share of a plan's compute time that was measured."""
+    seconds = problem.device_compute_s[np.arange(problem.graph.num_ops), plan.device]
+    seconds = np.where(np.isfinite(seconds), seconds, 0.0)
+    total = float(seconds.sum())
+    return float(seconds[problem.costs.origin == Origin.MEASURED].sum()) / total if total > 0 else 0.0
+
+
+def chips_of(cluster: Cluster, devices: tuple[LocalDevice, ...]) -> list[LocalDevice | None]:
+    """[K] the local device that each kind of a cluster is, if any.
+
+    A CPU preset means this machine's CPU where every other kind is on this machine too.
+    """
+    found: list[LocalDevice | None] = []
+    for kind, on_host in zip(cluster.kind_name, cluster.on_host.tolist(), strict=True):
+        same = (d for d in devices if d.on_host == on_host and is_chip(kind, d.chip))
+        found.append(next(same, None))
+    cpu = next((d for d in devices if d.on_host), None)
+    strangers = [k for k, here in enumerate(found) if here is None]
+    if all(cluster.on_host[k] and cluster.kind_name[k] in _PRESET_CPUS for k in strangers):
+        return [cpu if here is None else here for here in found]
+    return found
+
+
+def _imported(database: CostDatabase, kind: str) -> str:
+    """The chip of another machine whose rows are a kind's."""
+    return next((chip for chip in database.devices() if is_chip(kind, chip)), "")
+
+
+def _known_here(
+    graph: Graph,
+    keys: Keys,
+    plain_s: Floats,
+    here: LocalDevice,
+    database: CostDatabase,
+    budget_s: float,
+    say: Say,
+) -> tuple[dict[str, CostRow], int, float]:
+    """Rows of all keys that are known or can be measured in time, how many are new, and the seconds spent."""
+    try:
+        from loadmaster.cost import bench
+    except ImportError:
+        known = database.get([*keys.text, *GAPS], here.chip, None)
+        if not known:
+            raise CostError(
+                "measuring needs PyTorch; install it with: pip install 'loadmaster[torch]'"
+            ) from None
+        return known, 0, 0.0
+    return bench.completed(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Column:
+    """One kind's costs."""
+
+    compute_s: Floats  # [N]
+    issue_s: Floats  # [N]
+    measured: Bools  # [N]
+    failed: Bools  # [N] tried, and cannot run on its own there
+    rel_error: Floats  # [N]
+    fitted: Fitted | None
+
+
+def _column(
+    graph: Graph, cluster: Cluster, k: int, keys: Keys, plain_s: Floats, known: dict[str, CostRow]
+) -> _Column:
+    """Measured where there is a row, fitted where there is none."""
+    num = len(keys.text)
+    rows = [known.get(text) for text in keys.text]
+    seconds = np.array([np.nan if row is None or row.seconds is None else row.seconds for row in rows])
+    issue = np.array([np.nan if row is None or row.seconds is None else row.issue_s for row in rows])
+    spread = np.array([0.0 if row is None else row.spread for row in rows])
+    has = np.isfinite(seconds)
+    failed = np.array([row is not None and row.seconds is None for row in rows])
+    fitted = _fitted(graph, cluster, k, keys, seconds)
+    idle, on_host = takes_no_time(graph), bool(cluster.on_host[k])
+    compute_s, rel_error = plain_s.copy(), np.full(graph.num_ops, REL_ERROR)
+    if fitted is not None:
+        guessed = fitted.seconds(graph.flops, graph.bytes_moved.astype(np.float64), graph.dtype)
+        compute_s, rel_error = np.where(idle, 0.0, guessed), np.full(graph.num_ops, fitted.rel_error)
+    of = np.clip(keys.of_op, 0, num - 1)
+    measured: Bools = keys.measurable & has[of]
+    lost: Bools = keys.measurable & failed[of]
+    use = measured & (on_host | ~idle)  # a view launches nothing on a GPU
+    compute_s = np.where(use, seconds[of], np.where(measured, 0.0, compute_s))
+    rel_error = np.where(measured, np.maximum(spread[of], MEASURED_ERROR), rel_error)
+    gap_s = np.where(keys.measurable, _gap_s(graph, known), 0.0)
+    if on_host:
+        return _Column(compute_s + gap_s, np.zeros(graph.num_ops), measured, lost, rel_error, fitted)
+    issue_s = np.where(measured, issue[of], _usual_issue(graph, measured, issue[of], idle))
+    issue_s = np.where(keys.measurable, issue_s + gap_s, 0.0)
+    return _Column(compute_s, issue_s, measured, lost, rel_error, fitted)
+
+
+def _fitted(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: Floats) -> Fitted | None:
+    """The roofline through what was measured; updates and views follow rules of their own."""
+    idle = takes_no_time(graph)[keys.first]
+    usable = np.isfinite(seconds) & ~idle & (graph.phase[keys.first] != Phase.UPDATE)
+    ops = keys.first[usable]
+    samples = Samples(
+        seconds[usable], graph.flops[ops], graph.bytes_moved[ops].astype(np.float64), graph.dtype[ops]
+    )
+    return fit_roofline(samples, cluster.flops_per_s[k], float(cluster.memory_bytes_per_s[k]))
+
+
+def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
+    """[N] what Python and autograd add to each op; an optimizer's step has its own in it."""
+    forward, backward = ((known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS)
+    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward}
+    return np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
+
+
+def _usual_issue(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> Floats:
+    """[N] what ops that were not measured take to launch: as much as those like them that were."""
+    usual = np.zeros(graph.num_ops)
+    for alike in (idle, ~idle):
+        seen = measured & alike
+        usual[alike] = float(np.median(issue[seen])) if seen.any() else 0.0
+    return usual
+
+
+def _costs(plain: Costs, cluster: Cluster, columns: list[_Column]) -> Costs:
+    """Side by side; launching takes as long as on the accelerator that takes longest to launch on."""
+    compute_s = np.stack([column.compute_s for column in columns], axis=1)
+    everywhere = np.all([column.measured | column.failed for column in columns], axis=0)
+    everywhere &= np.any([column.measured for column in columns], axis=0)
+    return dataclasses.replace(
+        plain,
+        compute_s=compute_s,
+        issue_s=np.max([column.issue_s for column in columns], axis=0),
+        origin=np.where(everywhere, Origin.MEASURED, Origin.ANALYTIC).astype(np.int8),
+        rel_error=np.max([column.rel_error for column in columns], axis=0),
+    )
+
+
+def _report(kind: str, chip: str, graph: Graph, keys: Keys, column: _Column, new: int) -> KindReport:
+    total = float(column.compute_s.sum())
+    share = float(column.compute_s[column.measured].sum()) / total if total > 0 else 0.0
+    known = len(np.unique(keys.of_op[column.measured]))
+    return KindReport(kind, chip, len(keys.text), known, new, share, column.fitted)

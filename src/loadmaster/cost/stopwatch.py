@@ -1,0 +1,188 @@
+"""Stopwatch: measures the keys of a graph on one local device, the most time first, within seconds. [torch]
+
+Nothing here needs the model: every op is rebuilt from its signature, timed and forgotten, so no more memory
+is needed than the largest op takes. Random numbers of the caller's are left as they were.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadmaster.cost.database import CostRow, today
+from loadmaster.cost.keys import UPDATE, split_key
+from loadmaster.cost.rebuild import CannotRebuild, input_bytes, normal, rebuild
+from loadmaster.cost.signature import TensorWord, read
+from loadmaster.cost.timing import Timing, time_call
+
+MOST_WEIGHTS = 8  # updated together
+_MOST_UPDATE_BYTES = 2**28
+_FREE_SHARE = 0.6  # of the free memory that one op may take
+_COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
+_COLD_S = 0.02
+_MOST_COPIES = 16
+_LOOK_BACK = 9
+_LONGEST_REASON = 200
+Say = Callable[[str, float], None]
+_LEAST_CALLS = 4  # a warm-up and three rounds
+_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    "adamw": lambda weights: torch.optim.AdamW(weights),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One key to be measured."""
+
+    key: str
+    count: int  # ops with that key
+    expected_s: float  # of one, by the roofline
+    num_bytes: int  # that it reads and writes
+
+
+class DeviceLost(Exception):  # noqa: N818
+    """The device answers nothing any more; the process has to end before it does."""
+
+
+def torch_version() -> str:
+    """As rows write it."""
+    return str(torch.__version__)
+
+
+def measured(
+    jobs: Sequence[Job], torch_name: str, chip: str, *, budget_s: float, say: Say
+) -> Iterator[CostRow]:
+    """A row for every job that was reached, those first that make up most of a step."""
+    device = torch.device(torch_name)
+    end = time.perf_counter() + budget_s
+    order = sorted(jobs, key=lambda job: -job.count * job.expected_s)
+    slower = [1.0]  # than expected, as seen so far
+    with _undisturbed(device):
+        for number, job in enumerate(order):
+            left_s = end - time.perf_counter()
+            if left_s <= 0:
+                return
+            likely_s = job.expected_s * max(1.0, statistics.median(slower[-_LOOK_BACK:]))
+            if _LEAST_CALLS * likely_s > left_s or job.num_bytes > _FREE_SHARE * free_bytes(device):
+                continue
+            say(f"measuring op {number + 1} of {len(order)} on {chip}", number / len(order))
+            row = _row(job, device, chip, left_s)
+            if row is not None:
+                if row.seconds is not None and job.expected_s > 0:
+                    slower.append(row.seconds / job.expected_s)
+                yield row
+
+
+def _row(job: Job, device: torch.device, chip: str, left_s: float) -> CostRow | None:
+    """What was measured, or why it cannot be; None where another day may do better."""
+    version, date = torch_version(), today()
+    try:
+        timing = _timed(job, device, left_s)
+    except (MemoryError, torch.OutOfMemoryError):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+    except Exception as problem:  # torch may raise anything on an op out of its place
+        text = " ".join(str(problem).split())[:_LONGEST_REASON]
+        if device.type == "cuda" and "CUDA error" in text:
+            raise DeviceLost(f"{chip} failed on {job.key[:100]!r}: {text}") from None
+        if "alloc" in text and "memory" in text:
+            return None
+        return CostRow(job.key, chip, version, date, None, reason=f"{type(problem).__name__}: {text}")
+    return CostRow(job.key, chip, version, date, timing.seconds, timing.spread, timing.count, timing.issue_s)
+
+
+def _timed(job: Job, device: torch.device, left_s: float) -> Timing:
+    if job.key.startswith(UPDATE):
+        return _update(job, device, left_s)
+    signature, grad = split_key(job.key)
+    if signature is None:
+        raise CannotRebuild("its signature cannot be read")
+    if input_bytes(signature) > _FREE_SHARE * free_bytes(device):
+        raise MemoryError
+    copies = _copies(job, device)
+    for wants_grad in (True, False) if grad else (False,):
+        with torch.set_grad_enabled(wants_grad):
+            call = rebuild(signature, device, grad=wants_grad, copies=copies)
+            try:
+                return time_call(call, device, warm_ups=copies + 1, limit_s=left_s)
+            except RuntimeError:
+                if not wants_grad:  # some ops have no gradient at all
+                    raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _copies(job: Job, device: torch.device) -> int:
+    """So many that they are more than a cache holds, if an op is short enough for caches to matter."""
+    by_size = _COLD_BYTES[device.type] // max(job.num_bytes, 1)
+    by_time = _COLD_S / max(job.expected_s, 1e-9)
+    return int(max(1, min(_MOST_COPIES, by_size, by_time)))
+
+
+def _update(job: Job, device: torch.device, left_s: float) -> Timing:
+    """What one weight more adds to a step of the optimizer: calling it costs something once per step only."""
+    name, _, rest = job.key.removeprefix(UPDATE).partition(" ")
+    signature = read(f"aten.update.default {rest}")
+    word = signature.args[0] if signature is not None and signature.args else None
+    if not isinstance(word, TensorWord) or name not in _OPTIMIZERS:
+        raise CannotRebuild("its weight cannot be known")
+    num = min(job.count, MOST_WEIGHTS, _MOST_UPDATE_BYTES // max(word.num_bytes, 1))
+    one = time_call(_stepping(name, word, 1, device), device, limit_s=left_s / 2)
+    if num < 1:  # so large that calling the optimizer is nothing beside it
+        return one
+    more = time_call(_stepping(name, word, 1 + num, device), device, limit_s=left_s / 2)
+    seconds, issue_s = (
+        max((b - a) / num, b / (2 * num + 2))
+        for a, b in ((one.seconds, more.seconds), (one.issue_s, more.issue_s))
+    )
+    return Timing(seconds, max(one.spread, more.spread), one.count + more.count, issue_s)
+
+
+def _stepping(name: str, word: TensorWord, num: int, device: torch.device) -> Callable[[], Any]:
+    """A step of an optimizer on that many weights, which have gradients."""
+    dtype = getattr(torch, word.dtype)
+
+    def values() -> torch.Tensor:
+        return normal(word.num_elements, dtype, device).as_strided(word.shape, word.stride)
+
+    weights = [torch.nn.Parameter(values()) for _ in range(num)]
+    for weight in weights:
+        weight.grad = values()
+    step: Callable[[], Any] = _OPTIMIZERS[name](weights).step
+    return step
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + int(held)
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 2**33  # unknown: a usual laptop
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """The caller's random numbers are untouched, torch's warnings unheard, the GPU's memory given back."""
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            if gpus:
+                torch.cuda.empty_cache()

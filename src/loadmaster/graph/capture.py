@@ -1,0 +1,89 @@
+"""Capture: an unmodified `nn.Module` and example inputs become the Graph of its whole training step.
+
+    graph = capture(model, (tokens,), optimizer=torch.optim.AdamW)
+
+Nothing is computed and no weight is allocated: the model is copied onto fake tensors, and what it would run
+is written down, in three ways, of which the first that works is taken:
+
+    joint      torch.export gives the forward pass; it is run node by node under autograd, so that every op
+               of the backward pass is known to belong to the node whose gradient it computes. The forward
+               ops are the nodes of the exported graph, with their names and in their order
+    traced     the model is run as it stands, op by op, and autograd after it; values it reads come from one
+               real run of the example where it has weights, else from an assumption, and are counted
+    estimated  the forward pass as above, the backward pass from rules about each op
+
+`Graph.capture` says which it was. Needs the extra `[torch]`.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.graph import Graph
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PATHS = ("joint", "traced", "estimated")
+DEFAULT_OPTIMIZER = "adamw"
+
+
+def capture(
+    model: "nn.Module",
+    args: "tuple[Any, ...] | torch.Tensor" = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    optimizer: Any = DEFAULT_OPTIMIZER,
+    loss: "Callable[[Any], torch.Tensor] | None" = None,
+    train: bool = True,
+    target: str | None = None,
+    path: str | None = None,
+    autocast: "torch.dtype | None" = None,
+    assume: float = 1.0,
+    name: str = "",
+) -> Graph:
+    """The training step of a model (its inference where `train` is False) as a Graph.
+
+    `optimizer` is a class, a name, a function of the weights, an optimizer or None. `loss` makes one number
+    of what the model gives; without it the model's own loss is taken, else the mean of its outputs.
+    `target` is the kind of device whose kernels are meant ('cpu' or 'cuda'); `autocast` the dtype of mixed
+    precision. `assume` stands for values that the model reads and that nobody can know.
+    """
+    if path is not None and path not in PATHS:
+        raise UnknownNameError("path", str(path), PATHS)
+    torch = _torch()
+    from loadmaster.graph.torch_capture.request import Request
+
+    inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    title = name or type(model).__name__
+    request = Request(
+        model, inputs, dict(kwargs or {}), optimizer, loss, train, target, autocast, assume, title
+    )
+    with _quiet():
+        request.check()
+        return request.captured(path)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError("capture needs PyTorch; install it with: pip install 'loadmaster[torch]'") from None
+    return torch
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch warns and logs on the way to a fall-back is not the user's concern."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

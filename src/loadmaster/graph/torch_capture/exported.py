@@ -1,0 +1,135 @@
+"""Exported: the forward pass by `torch.export`, run node by node; every node is an op of the ledger.
+
+Nodes inside of a region without gradients, or under autocast, are ops too ('outer.inner').
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from loadmaster.core.graph import Phase
+from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture.ledger import Op
+from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.words import compute_dtype, kind_of, signature_of
+
+_REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
+_NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
+
+
+class Recomputes(Exception):  # noqa: N818
+    """The model throws activations away and computes them again, of which torch.export keeps no trace."""
+
+
+def export(fake: FakeModel) -> torch.export.ExportedProgram:
+    """The model as a graph; raises what torch.export raises, and Recomputes."""
+    prints = io.StringIO()  # a failed export prints the graph so far
+    quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
+    with fake.mode, quiet[0], quiet[1], _checkpoints_refused():
+        return torch.export.export(fake.model, fake.args, fake.kwargs, strict=False)
+
+
+@contextlib.contextmanager
+def _checkpoints_refused() -> Iterator[None]:
+    """Both ways of `torch.utils.checkpoint` raise, whoever imported it under what name."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Recomputes("the model uses torch.utils.checkpoint; capture it with path='traced'")
+
+    home = torch.utils.checkpoint
+    ways: dict[str, Any] = {
+        "_checkpoint_without_reentrant_generator": refuse,
+        "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(refuse)}),
+    }
+    before = {name: getattr(home, name) for name in ways if hasattr(home, name)}
+    try:
+        for name in before:
+            setattr(home, name, ways[name])
+        yield
+    finally:
+        for name, way in before.items():
+            setattr(home, name, way)
+
+
+def run_exported(program: torch.export.ExportedProgram, fake: FakeModel, recorder: Recorder) -> Any:
+    """Run the graph on the fake model's tensors; gives what the model's forward gives."""
+    flat = _inputs(program, fake)
+    out = _Nodes(program.graph_module, recorder).run(*flat, enable_io_processing=False)
+    num_others = len(program.graph_signature.output_specs) - len(program.graph_signature.user_outputs)
+    spec = program.call_spec.out_spec
+    return tree_unflatten(list(out)[num_others:], spec) if spec is not None else out
+
+
+def _inputs(program: torch.export.ExportedProgram, fake: FakeModel) -> list[Any]:
+    """A value for every placeholder, in order."""
+    names, flat = fake.names(), []
+    given = iter(tree_leaves((fake.args, fake.kwargs)))
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            flat.append(next(given))
+        elif spec.target in names:
+            flat.append(names[spec.target])
+        else:
+            flat.append(program.constants[str(spec.target)])
+    return flat
+
+
+class _Nodes(torch.fx.Interpreter):
+    """Runs a graph; what a node runs is written down as that node's."""
+
+    def __init__(self, module: torch.fx.GraphModule, recorder: Recorder, prefix: str = "") -> None:
+        super().__init__(module)
+        self._recorder = recorder
+        self._prefix = prefix
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """One node, as one op."""
+        if n.op != "call_function" or n.target in _NO_OP:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        region = _region(n, args)
+        if region is not None:
+            inner, context, rest = region
+            with context:
+                return _Nodes(inner, self._recorder, f"{self._prefix}{n.name}.").run(*rest)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        op = Op(
+            f"{self._prefix}{n.name}",
+            kind_of(n.target),
+            _module(n),
+            Phase.FORWARD,
+            signature=signature_of(n.target, args, kwargs),
+        )
+        with self._recorder.within(op):
+            out = super().run_node(n)
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            op.dtype = compute_dtype(made, given)
+            self._recorder.give_out(made, given)
+        return out
+
+
+def _region(node: torch.fx.Node, args: Any) -> tuple[torch.fx.GraphModule, Any, Any] | None:
+    """A graph inside a node, the context it runs in, and its inputs."""
+    name = getattr(node.target, "__name__", "")
+    if name == "wrap_with_set_grad_enabled":
+        return args[1], torch.set_grad_enabled(args[0]), args[2:]
+    if name == "wrap_with_autocast":
+        device, dtype, enabled, cached = args[:4]
+        context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
+        return args[4], context, args[5:]
+    if name in ("wrap", "invoke_subgraph") and isinstance(args[0], torch.fx.GraphModule):
+        return args[0], contextlib.nullcontext(), args[1:]
+    return None
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The path of the innermost module a node comes from."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return _REPEATED.sub("", str(stack[-1][0])) if stack else ""

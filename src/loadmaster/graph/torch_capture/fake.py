@@ -1,0 +1,99 @@
+"""Fake: a copy of the user's model whose tensors have shapes but no memory; the model is not touched."""
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """The model, its inputs and the mode they live in."""
+
+    mode: FakeTensorMode
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every distinct parameter by its first name."""
+        return dict(self.model.named_parameters())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every distinct buffer by its first name."""
+        return dict(self.model.named_buffers())
+
+    def inputs(self) -> list[tuple[str, torch.Tensor]]:
+        """Every input tensor, named as the model's forward names its argument."""
+        try:
+            names = list(inspect.signature(self.model.forward).parameters)
+        except (TypeError, ValueError):
+            names = []
+        given = [
+            (names[at] if at < len(names) else f"input_{at}", value) for at, value in enumerate(self.args)
+        ]
+        found = []
+        for name, value in [*given, *self.kwargs.items()]:
+            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if leaves and isinstance(value, torch.Tensor):
+                found.append((name, value))
+            else:
+                found += [(f"{name}_{at}", leaf) for at, leaf in enumerate(leaves)]
+        return found
+
+    def names(self) -> dict[str, torch.Tensor]:
+        """Every name of every parameter and buffer."""
+        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        return tensors | dict(self.model.named_buffers(remove_duplicate=False))
+
+
+def faked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeModel:
+    """A copy of the model on fake CPU tensors, with fake inputs."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers(), *_attributes(model)]:
+        memo[id(tensor)] = like(tensor, mode)
+    try:
+        copied = copy.deepcopy(model, dict(memo))
+    except Exception:  # a lock, a file, a generator: such attributes are shared instead
+        copied = _rebuilt(model, memo)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: like(tensor, mode), (args, kwargs))
+    return FakeModel(mode, copied, args, kwargs)
+
+
+def _rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The tree of modules once more, with the tensors of `memo`; all else is shared with the original."""
+    if id(module) not in memo:
+        made = memo[id(module)] = object.__new__(type(module))
+        state = {
+            name: tree_map_only(torch.Tensor, lambda tensor: memo.get(id(tensor), tensor), value)
+            for name, value in vars(module).items()
+        }
+        children = module._modules.items()
+        state["_modules"] = {name: child and _rebuilt(child, memo) for name, child in children}
+        made.__dict__.update(state)
+    return memo[id(module)]
+
+
+def _attributes(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    own = {"_parameters", "_buffers", "_modules"}
+    held = [value for module in model.modules() for name, value in vars(module).items() if name not in own]
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+
+
+def like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of that shape, strides and dtype; one that is fake in this mode stays itself."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    with mode:
+        made = torch.empty_strided(tuple(tensor.size()), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

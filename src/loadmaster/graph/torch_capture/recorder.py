@@ -1,0 +1,338 @@
+"""Recorder: sees every op that runs below autograd, and writes it into a ledger.
+
+Between `within` and its end all ops belong to one op of the ledger (a node of an exported graph). Outside,
+each op that is not a view is an op of its own; a view is one in the forward pass only.
+
+In the backward pass an op belongs to the forward op whose autograd node is being run: every node has the
+sequence number autograd gave it when the forward op ran.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from loadmaster.core.graph import NO_MIRROR, Phase
+from loadmaster.graph.torch_capture.answers import Answers
+from loadmaster.graph.torch_capture.fake import like
+from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
+from loadmaster.graph.torch_capture.stand_ins import completed, stand_in
+from loadmaster.graph.torch_capture.words import (
+    bytes_moved,
+    compute_dtype,
+    flops_of,
+    kind_of,
+    signature_of,
+    tensor_bytes,
+)
+
+_DEVICE = torch.ops.prim.device.default
+_SILENT = {
+    _DEVICE,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+}
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode; push it above the fake tensors' mode."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        mode: FakeTensorMode,
+        *,
+        answers: Answers | None = None,
+        target: str | None = None,
+    ) -> None:
+        """`answers` stand in for values that the model reads."""
+        super().__init__()
+        self.ledger = ledger
+        self._mode = mode
+        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # real tensors the model brings along
+        self.phase = Phase.FORWARD
+        self.module = ""  # path of the module that runs
+        self.prefix = ""  # of the names of ops
+        self.num_backward = 0  # ops seen in the backward pass
+        self.num_attributed = 0
+        self.answers = answers if answers is not None else Answers()
+        self._target = target
+        self._numbers: dict[int, int] = {}  # storage address -> number
+        self._refs: dict[int, dict[int, Any]] = {}  # number -> its storages, more than one when adopted
+        self._next = 0
+        self._mirror_of: dict[int, int] = {}  # autograd sequence number -> forward op
+        self._last_mirror = NO_MIRROR
+        self._made_by: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs as much as an op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and write it down."""
+        kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func in _SILENT:
+            return func(*args, **kwargs)
+        if self.answers.wants(func, args):
+            out = self.answers.give(func, args)
+            if not _tensors(out):
+                return out
+            self._note(_Call(func, args, kwargs, out, _tensors(args), _tensors(out), []))
+            return out
+        before = _tensors((args, kwargs))
+        if not all(isinstance(tensor, FakeTensor) for tensor in before):
+            args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
+            before = _tensors((args, kwargs))
+        for tensor in before:
+            self._number(tensor)
+        in_place = self._gathers_in_place(func, before)
+        out = stand_in(func, args, kwargs)
+        out = completed(func, args, func(*args, **kwargs), self._target) if out is None else out
+        if in_place:
+            self._adopt(out, self._number(before[0]))
+        written = [out] if in_place else _written(func, args, kwargs)
+        self._note(_Call(func, args, kwargs, out, before, _tensors(out), written))
+        return out
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for a real one, always the same."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = (tensor, like(tensor, self._mode))
+        return self._twins[id(tensor)][1]
+
+    @contextmanager
+    def within(self, op: Op) -> Iterator[int]:
+        """All that runs is part of one op."""
+        first = torch.autograd._get_sequence_nr()
+        op.has_grad = torch.is_grad_enabled()
+        index = self.ledger.open(op)
+        try:
+            yield index
+        finally:
+            for number in range(first, torch.autograd._get_sequence_nr()):
+                self._mirror_of.setdefault(number, index)
+            if self.ledger.current == index:
+                self.ledger.close()
+
+    def key(self, tensor: torch.Tensor) -> Key:
+        """What a tensor looks at."""
+        number = self._number(tensor)
+        return (number, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def give_out(self, tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """The open op hands on tensors that it did not make: these are its own looks at them."""
+        for tensor in tensors:
+            key = self.key(tensor)
+            if self.ledger.maker(key) == self.ledger.current:
+                continue
+            self._constant(tensor)
+            of = next((self.key(source) for source in sources if self.key(source)[0] == key[0]), key)
+            self.ledger.view(key, tensor_bytes(tensor), of)
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """What runs from now on is autograd's."""
+        self.phase = Phase.BACKWARD
+        self._last_mirror = self.ledger.producer(self._number(loss))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A tensor that its owner holds to the end of the step."""
+        self.ledger.keep(self._number(tensor))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """The storage's number; an unknown one gets the next."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            number = self._next
+            self._next += 1
+            self._adopt(tensor, number)
+        return number
+
+    def _adopt(self, tensor: torch.Tensor, number: int) -> None:
+        """The tensor's storage is known under that number from now on."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._numbers[address] = number
+        self._refs.setdefault(number, {})[address] = weakref.ref(
+            storage, lambda _: self._gone(address, number)
+        )
+
+    def _gone(self, address: int, number: int) -> None:
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        self._refs[number].pop(address, None)
+        if not self._refs[number]:
+            del self._refs[number]
+            self.ledger.free(number)
+
+    def _note(self, call: "_Call") -> None:
+        given = {self._number(tensor) for tensor in call.before}
+        fresh = [tensor for tensor in call.after if self._number(tensor) not in given]
+        is_view = bool(call.after) and not fresh and not call.written
+        if not call.after and not call.written:
+            return
+        opened = self.ledger.current == NO_OP
+        if is_view and not (opened and self.phase == Phase.FORWARD):
+            self._absorb(call)
+            return
+        if opened:
+            self._open(call)
+        for tensor in call.before:
+            self._constant(tensor)
+        if is_view:
+            for tensor in call.after:
+                source = _source(self, tensor, call.before)
+                self.ledger.view(self.key(tensor), tensor_bytes(tensor), source)
+        else:
+            self._worked(call, fresh)
+        if opened:
+            self.ledger.close()
+
+    def _absorb(self, call: "_Call") -> None:
+        """A view inside of another op, or in the backward pass."""
+        self._attributed()
+        for tensor in call.after:
+            self._constant(tensor)
+            self.ledger.absorb(self.key(tensor), _source(self, tensor, call.before))
+
+    def _worked(self, call: "_Call", fresh: list[torch.Tensor]) -> None:
+        """The open op reads, writes and makes."""
+        ledger = self.ledger
+        for tensor in call.before:
+            ledger.read(self.key(tensor), tensor_bytes(tensor))
+        for tensor in call.written:
+            ledger.write(self.key(tensor), tensor_bytes(tensor))
+        for tensor in fresh:
+            number, num_bytes = self._number(tensor), tensor_bytes(tensor)
+            if ledger.knows(number):  # two outputs on one storage
+                ledger.view(self.key(tensor), num_bytes, self.key(tensor))
+            else:
+                ledger.make(self.key(tensor), num_bytes, tensor.untyped_storage().nbytes())
+                self._made_by[number] = self._sequence()
+        op = ledger.ops[ledger.current]
+        op.flops += flops_of(call.func, call.args, call.kwargs, call.out)
+        op.bytes_moved += bytes_moved(call.func, call.before, call.after)
+
+    def _open(self, call: "_Call") -> None:
+        """An op of its own for what runs outside of every other."""
+        kind, ledger = kind_of(call.func), self.ledger
+        mirror = self._attributed()
+        home = ledger.ops[mirror] if mirror != NO_MIRROR else None
+        index = ledger.open(
+            Op(
+                f"{home.name}.{self._pass()}" if home else f"{self.prefix}{kind}",
+                kind,
+                home.module if home else self.module,
+                self.phase,
+                mirror=mirror,
+                signature=signature_of(call.func, call.args, call.kwargs),
+                dtype=compute_dtype(call.after, call.before),
+                has_grad=torch.is_grad_enabled(),
+            )
+        )
+        owner = index if self.phase == Phase.FORWARD else mirror
+        if owner != NO_MIRROR:  # autograd numbers its node before the op runs
+            self._mirror_of.setdefault(torch.autograd._get_sequence_nr() - 1, owner)
+
+    def _pass(self) -> str:
+        """Autograd runs without gradients; a forward op that runs again for it does not."""
+        again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+        return "recompute" if again else "backward"
+
+    def _attributed(self) -> int:
+        """The forward op that the running autograd node belongs to."""
+        if self.phase != Phase.BACKWARD:
+            return NO_MIRROR
+        self.num_backward += 1
+        mirror = self._mirror_of.get(self._sequence(), NO_MIRROR)
+        if mirror == NO_MIRROR:
+            mirror = self._last_mirror  # a weight's gradient is handed over: it is the last node's
+        self._last_mirror = mirror
+        self.num_attributed += mirror != NO_MIRROR
+        return mirror
+
+    def _sequence(self) -> int:
+        node = torch._C._current_autograd_node()
+        return int(node._sequence_nr()) if node is not None else -1
+
+    def _gathers_in_place(self, func: Any, before: list[torch.Tensor]) -> bool:
+        """Whether autograd adds two gradients here, which it does in place on real tensors.
+
+        On fake ones it makes a new tensor. The first is then an older node's, held by nobody else.
+        """
+        if self.phase != Phase.BACKWARD or func is not torch.ops.aten.add.Tensor or len(before) != 2:
+            return False
+        old, new = (self._number(tensor) for tensor in before)
+        running = self._sequence()
+        if self._made_by.get(old, running) == running or old == new:
+            return False
+        storage = before[0].untyped_storage()
+        alone = torch._C._storage_Use_Count(storage._cdata) <= _ALONE
+        return alone and before[0].shape == before[1].shape and storage.nbytes() == tensor_bytes(before[0])
+
+    def _constant(self, tensor: torch.Tensor) -> None:
+        """A tensor that nobody made is part of the model, resident like a buffer."""
+        number = self._number(tensor)
+        if self.ledger.knows(number):
+            return
+        num_bytes = tensor.untyped_storage().nbytes()
+        name = f"constant_{number}"
+        self.resident(tensor, Op(name, "constant", self.module, Phase.PARAM, resident_bytes=num_bytes))
+
+    def resident(self, tensor: torch.Tensor, op: Op) -> int:
+        """A weight, buffer or constant."""
+        op.signature = signature_of(op.kind, [tensor], {})
+        op.dtype = compute_dtype([tensor], [])
+        return self.ledger.param(op, self.key(tensor), tensor.untyped_storage().nbytes())
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An op as it ran."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    written: list[torch.Tensor]
+
+
+_TRAINING = 5  # the argument of batch norm that says so
+_HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4)}  # running mean and variance
+_ALONE = 2  # a tensor's own reference, and the one that asks
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an op changes in place."""
+    hidden = _HIDDEN_WRITES.get(kind_of(func), ())
+    found = _tensors([args[at] for at in hidden if at < len(args) and args[_TRAINING]])
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += _tensors(value)
+    return found
+
+
+def _source(recorder: Recorder, tensor: torch.Tensor, before: list[torch.Tensor]) -> Key:
+    """What a view looks at."""
+    number = recorder.key(tensor)[0]
+    return next(recorder.key(source) for source in before if recorder.key(source)[0] == number)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,94 @@
+"""Refusals: models that cannot be captured as they are, each by name and with what to do instead."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from loadmaster.core.errors import GraphError, InputError
+
+_WRAPPERS = {
+    "DistributedDataParallel": "capture model.module; how the work is spread is what a plan decides",
+    "DataParallel": "capture model.module; how the work is spread is what a plan decides",
+    "FullyShardedDataParallel": "capture the model before it is wrapped",
+    "FSDPModule": "capture the model before fully_shard",
+    "DeepSpeedEngine": "capture engine.module",
+    "PipelineStage": "capture the whole model",
+}
+_QUANTISED_MODULES = (
+    "torch.ao.nn.",
+    "torch.nn.quantized.",
+    "bitsandbytes.",
+    "auto_gptq.",
+    "awq.",
+    "gptqmodel.",
+)
+
+
+def check_model(model: Any) -> None:
+    """Raise for what no path can capture."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{type(model).__name__} is not a torch.nn.Module; give the model itself")
+    for path, module in model.named_modules():
+        _check_wrapper(path, module)
+        _check_quantised(path, module)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise GraphError(
+            "a TorchScript model has no Python code to follow; capture the nn.Module it came from"
+        )
+    _check_lazy(model)
+    _check_devices(model)
+
+
+def check_inputs(args: Any, kwargs: Any) -> None:
+    """Raise for inputs that are no inputs."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, nn.Module | torch.optim.Optimizer):
+            raise InputError(f"an input is a {type(leaf).__name__}; give tensors and plain values")
+
+
+def _check_wrapper(path: str, module: nn.Module) -> None:
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
+            where = f" at {path!r}" if path else ""
+            raise GraphError(f"the model is wrapped in {kind.__name__}{where}; {_WRAPPERS[kind.__name__]}")
+
+
+def _check_quantised(path: str, module: nn.Module) -> None:
+    kind = type(module)
+    quantised = kind.__module__.startswith(_QUANTISED_MODULES)
+    quantised |= any(tensor.is_quantized for tensor in module.parameters(recurse=False))
+    if quantised:
+        raise GraphError(
+            f"module {path!r} is quantised ({kind.__name__}); capture the model before it is quantised"
+        )
+    for name, weight in module.named_parameters(recurse=False):
+        plain = type(weight.data) in (torch.Tensor, nn.Parameter, FakeTensor)
+        if not plain:
+            whole, what = f"{path}.{name}".strip("."), type(weight.data).__name__
+            raise GraphError(
+                f"weight {whole!r} is a {what}, not a plain tensor; capture the model before it is sharded or"
+                " quantised"
+            )
+
+
+def _check_lazy(model: nn.Module) -> None:
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(weight):
+            raise GraphError(f"weight {name!r} has no shape yet; run the model once on the example first")
+
+
+def _check_devices(model: nn.Module) -> None:
+    """All on one device; buffers that stayed on the CPU of a model on `meta` are as good as on it."""
+    first: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(str(tensor.device), name)
+    real = {device: name for device, name in first.items() if device != "meta"}
+    if len(real) > 1:
+        (one, here), (other, there) = list(real.items())[:2]
+        raise GraphError(
+            f"the model is on {one} ({here!r}) and on {other} ({there!r}); capture it from one device,"
+            " before it is spread: where things go is what a plan decides"
+        )

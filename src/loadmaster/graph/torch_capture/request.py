@@ -1,0 +1,158 @@
+"""Request: what `capture` was asked, and the paths it tries in turn."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.errors import GraphError, InputError
+from loadmaster.core.graph import Graph
+from loadmaster.graph.torch_capture.answers import Answers, reads_of
+from loadmaster.graph.torch_capture.exported import export, run_exported
+from loadmaster.graph.torch_capture.fake import FakeModel, faked
+from loadmaster.graph.torch_capture.ledger import Ledger
+from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.refusals import check_inputs, check_model
+from loadmaster.graph.torch_capture.step import Step
+from loadmaster.graph.torch_capture.target import Kernels, require_target
+from loadmaster.graph.torch_capture.traced import last_op, run_traced
+from loadmaster.graph.torch_capture.update import on_fakes
+
+_LONGEST_MESSAGE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of `capture`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    optimizer: Any
+    loss: Callable[[Any], torch.Tensor] | None
+    train: bool
+    target: str | None
+    autocast: torch.dtype | None
+    assume: float
+    name: str
+
+    def check(self) -> None:
+        """Refuse what cannot be captured, by name."""
+        check_model(self.model)
+        check_inputs(self.args, self.kwargs)
+        require_target(self.target)
+
+    def captured(self, path: str | None) -> Graph:
+        """By the path asked for, else by the first that works."""
+        attempts = [path] if path is not None else ["joint", "traced", "estimated"]
+        for attempt in attempts:
+            try:
+                return self._by(attempt, strict=path is None)
+            except InputError:
+                raise
+            except Exception as problem:  # torch and the user's model may raise anything
+                if attempt == attempts[-1]:
+                    raise self._cannot(problem) from problem
+        raise AssertionError("there is a last attempt")
+
+    def _cannot(self, problem: Exception) -> GraphError:
+        """Whose error it is, shortened, and where the model stopped."""
+        fake = self._faked()
+        step = self._step(fake, Answers(assume=self.assume))
+        try:
+            step.begin()
+            with fake.mode, step.recorder:
+                run_traced(fake, step.recorder)
+        except Exception as own:
+            return GraphError(
+                f"{self.name} cannot run on the example inputs: {shortened(own)} ({last_op(step.recorder)});"
+                " give inputs it can run on"
+            )
+        return GraphError(f"{self.name} runs, but its step cannot be captured: {shortened(problem)}")
+
+    def _by(self, path: str, *, strict: bool) -> Graph:
+        """`strict`: a read that must be assumed is a failure of torch.export's path."""
+        fake = self._faked()
+        if path == "traced":
+            return self._traced(fake, path)
+        try:
+            program = export(fake)
+        except Exception:
+            if path == "joint":
+                raise
+            return self._traced(self._faked(), path)
+        step = self._step(fake, Answers(assume=self.assume))
+        graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
+        if strict and step.recorder.answers.num_assumed:
+            raise RuntimeError("values were read in the backward pass")
+        return graph
+
+    def _traced(self, fake: FakeModel, path: str) -> Graph:
+        answers = Answers(assume=self.assume, reads=reads_of(self._moded(), self.args, self.kwargs))
+        step = self._step(fake, answers, holds=not self.train)  # a step peaks where autograd holds them all
+        return self._written(step, lambda: run_traced(fake, step.recorder), path)
+
+    def _faked(self) -> FakeModel:
+        fake = faked(self.model, self.args, self.kwargs)
+        fake.model.train(self.train)
+        return fake
+
+    def _moded(self) -> nn.Module:
+        """The model in the mode asked for; a copy, with the same weights, where it is in the other."""
+        if self.model.training == self.train:
+            return self.model
+        shared = copy.deepcopy(self.model, {id(weight): weight for weight in self.model.parameters()})
+        return shared.train(self.train)
+
+    def _step(self, fake: FakeModel, answers: Answers, *, holds: bool = False) -> Step:
+        recorder = Recorder(Ledger(holds=holds), fake.mode, answers=answers, target=self.target)
+        optimizer = on_fakes(self.optimizer, self.model, fake.model)
+        return Step(fake, recorder, self.loss, optimizer, at_once=self.target == "cuda")
+
+    def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
+        ops = step.begin()
+        recorder, mode = step.recorder, step.fake.mode
+        with mode, torch.set_grad_enabled(self.train):
+            with recorder, Kernels(self.target):
+                with self._casting():
+                    out = step.forward(forward)
+                    lost = step.lost(out) if self.train else None
+                grads = None
+                if lost is not None and path == "estimated":
+                    grads = step.estimate(lost, ops)
+                elif lost is not None:
+                    step.backward(lost)
+            if self.train:
+                step.update(ops, grads)
+        return recorder.ledger.graph(self.name, self._how(path, recorder))
+
+    def _casting(self) -> Any:
+        """Autocast as the CPU does it: its lists of ops are nearly those of a GPU."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast)
+
+    def _how(self, path: str, recorder: Recorder) -> str:
+        words = [path]
+        words += [f"kernels of {self.target}"] * (self.target is not None)
+        words += [f"autocast {str(self.autocast).removeprefix('torch.')}"] * (self.autocast is not None)
+        if recorder.num_backward:
+            words.append(
+                f"{100 * recorder.num_attributed / recorder.num_backward:.1f} % of backward attributed"
+            )
+        answers = recorder.answers
+        if answers.num_followed:
+            words.append(f"{answers.num_followed} value{'s' * (answers.num_followed > 1)} read in a real run")
+        if answers.num_assumed:
+            words.append(f"{answers.num_assumed} branch{'es' * (answers.num_assumed > 1)} assumed")
+        return "; ".join(words)
+
+
+def shortened(problem: BaseException) -> str:
+    """The first lines of an error, in one."""
+    text = " ".join(str(problem).split())
+    return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}"

@@ -1,0 +1,42 @@
+"""Traced: the forward pass as it runs eagerly on fake tensors; every op below autograd is an op."""
+
+from typing import Any
+
+from torch import nn
+
+from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture.recorder import Recorder
+
+
+def run_traced(fake: FakeModel, recorder: Recorder) -> Any:
+    """Run the model; an op's module is the innermost one that runs."""
+    handles = []
+    for path, module in fake.model.named_modules():
+        handles += _watched(path, module, recorder)
+    try:
+        return fake.model(*fake.args, **fake.kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watched(path: str, module: nn.Module, recorder: Recorder) -> list[Any]:
+    """Hooks that say which module runs."""
+    outer: list[str] = []
+
+    def enter(_: nn.Module, __: Any) -> None:
+        outer.append(recorder.module)
+        recorder.module = path
+
+    def leave(_: nn.Module, __: Any, out: Any) -> Any:
+        recorder.module = outer.pop() if outer else ""
+        return out
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+
+def last_op(recorder: Recorder) -> str:
+    """Where a run stopped, in words."""
+    ops = recorder.ledger.ops
+    where = f" in module {recorder.module!r}" if recorder.module else ""
+    return f"after op {ops[-1].name!r}{where}" if ops else "at its first op"

@@ -1,0 +1,200 @@
+"""Update: what an optimizer keeps beside each weight, and what its step moves, by running it on fake tensors.
+
+The optimizer is made on the fake weights and steps twice: the first step makes its state, the second is
+measured. What it touches belongs to the weight whose weight, gradient or state it is; lists (foreach) are
+taken apart. Scalars it reads (its step count) are 1.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.graph.torch_capture.words import tensor_bytes
+
+NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@dataclass(slots=True)
+class Update:
+    """What one weight's update needs."""
+
+    state_bytes: int = 0
+    bytes_moved: int = 0
+    live_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
+    """One for each weight, which all have a gradient; `at_once`: as torch's optimizers do on a GPU."""
+    made = _made(optimizer, weights)
+    for group in made.param_groups if at_once else ():
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+    like = _representatives(made, weights)
+    stood_for = {at for at, other in enumerate(like) if other != at}
+    grads = [weight.grad for weight in weights]
+    for at in stood_for:  # an optimizer leaves a weight without gradient alone
+        weights[at].grad = None
+    meter = _Meter(weights)
+    try:
+        with meter, torch.no_grad():
+            made.step()
+            meter.adopt_state(made.state)
+            meter.measuring = True
+            made.step()
+    except Exception as problem:
+        text = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"optimizer {optimizer_name(optimizer)} cannot step on fake gradients: {type(problem).__name__}:"
+            f" {text}; give another, or optimizer=None to capture the gradients alone"
+        ) from None
+    finally:
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
+    for at, weight in enumerate(weights):
+        if at not in stood_for:
+            meter.updates[at].state_bytes = _storage_bytes(made.state.get(weight, {}))
+    return [meter.updates[other] for other in like]
+
+
+def _representatives(made: Any, weights: list[Any]) -> list[int]:
+    """[weights] the first weight that torch's own optimizers treat the same; others may mix weights."""
+    if not type(made).__module__.startswith("torch.optim."):
+        return list(range(len(weights)))
+    group = {id(weight): at for at, one in enumerate(made.param_groups) for weight in one["params"]}
+    first: dict[Any, int] = {}
+    return [
+        first.setdefault((group.get(id(weight)), weight.shape, weight.stride(), weight.dtype), at)
+        for at, weight in enumerate(weights)
+    ]
+
+
+def on_fakes(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Module) -> Any:
+    """A function of fake weights that makes an optimizer like the user's; what is a function stays itself."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    pairs = zip(real.named_parameters(), fake.named_parameters(), strict=True)
+    twin = {id(weight): other for (_, weight), (_, other) in pairs}
+
+    def made(weights: list[Any]) -> torch.optim.Optimizer:
+        wanted, groups = {id(weight) for weight in weights}, []
+        for group in optimizer.param_groups:
+            foreign = [weight for weight in group["params"] if id(weight) not in twin]
+            if foreign:
+                raise InputError(
+                    f"the optimizer has a weight of shape {list(foreign[0].shape)} that is none of the"
+                    " model's; make it on model.parameters()"
+                )
+            own = [twin[id(weight)] for weight in group["params"]]
+            groups.append({**group, "params": [weight for weight in own if id(weight) in wanted]})
+        return type(optimizer)([group for group in groups if group["params"]])
+
+    made.__name__ = type(optimizer).__name__
+    return made
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """What to call an optimizer."""
+    if isinstance(optimizer, str):
+        return optimizer.lower()
+    named = getattr(optimizer, "__name__", "")
+    return str(named) if named else type(optimizer).__name__
+
+
+def _made(optimizer: Any, weights: list[Any]) -> Any:
+    """The optimizer on fake weights."""
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in NAMED:
+            raise UnknownNameError("optimizer", optimizer, NAMED)
+        optimizer = NAMED[optimizer.lower()]
+    if not callable(optimizer):
+        raise InputError(
+            f"optimizer is {optimizer!r}; give a class such as torch.optim.AdamW, a name such as 'adamw',"
+            " or a function of the list of weights"
+        )
+    return optimizer(weights)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts what a step touches, per weight."""
+
+    def __init__(self, weights: list[Any]) -> None:
+        super().__init__()
+        self.updates = [Update() for _ in weights]
+        self.measuring = False
+        self._owner: dict[int, int] = {}  # storage address -> weight
+        self._refs: dict[int, Any] = {}
+        self._index = {id(weight): at for at, weight in enumerate(weights)}
+        self._last = 0
+        for at, weight in enumerate(weights):
+            self._own(weight, at)
+            if weight.grad is not None:
+                self._own(weight.grad, at)
+
+    def adopt_state(self, state: dict[Any, Any]) -> None:
+        """What the optimizer keeps for a weight is that weight's."""
+        for weight, kept in state.items():
+            for tensor in _tensors(kept):
+                self._own(tensor, self._index.get(id(weight), 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and count it."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        out = func(*args, **kwargs)
+        if self.measuring and func is not torch.ops.prim.device.default:
+            self._count(func, _tensors((args, kwargs)), _tensors(out))
+        return out
+
+    def _count(self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        given = {_address(tensor) for tensor in read}
+        owners = [self._owner[_address(tensor)] for tensor in read if _address(tensor) in self._owner]
+        first = self._last = owners[0] if owners else self._last
+        fresh = [tensor for tensor in made if _address(tensor) not in given]
+        for at, tensor in enumerate(fresh):  # the list of a foreach op comes first, weight by weight
+            self._own(tensor, owners[at] if at < len(owners) and len(fresh) > 1 else first, fresh=True)
+        if fresh or func._schema.is_mutable:
+            for tensor in [*read, *(fresh or made or read[:1])]:
+                self.updates[self._owner.get(_address(tensor), first)].bytes_moved += tensor_bytes(tensor)
+
+    def _own(self, tensor: torch.Tensor, owner: int, *, fresh: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        self._owner[address] = owner
+        update = self.updates[owner]
+        if fresh:
+            update.live_bytes += size
+            update.workspace_bytes = max(update.workspace_bytes, update.live_bytes)
+
+        def gone(_: Any) -> None:
+            self._owner.pop(address, None)
+            self._refs.pop(address, None)
+            if fresh:
+                update.live_bytes -= size
+
+        self._refs[address] = weakref.ref(storage, gone)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage_bytes(kept: Iterable[Any]) -> int:
+    return sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(kept)}.values())

@@ -1,0 +1,131 @@
+"""Words for what PyTorch runs: dtype, kind and signature of an op, its flops and its memory traffic.
+
+Flops are those of `torch.utils.flop_counter`, formula for formula; ops it does not know are bound by
+memory traffic and count none. The flash attention of the CPU is counted by the formula of the GPU's,
+a product by groups as one product, and a recurrent layer by its products.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from loadmaster.core.graph import Dtype
+
+_DTYPES = {
+    torch.float32: Dtype.FLOAT32,
+    torch.float16: Dtype.FLOAT16,
+    torch.bfloat16: Dtype.BFLOAT16,
+    torch.float64: Dtype.FLOAT64,
+    torch.complex64: Dtype.FLOAT32,
+    torch.complex128: Dtype.FLOAT64,
+    torch.int64: Dtype.INT64,
+    torch.int32: Dtype.INT32,
+    torch.bool: Dtype.BOOL,
+}
+_LONGEST = 2000
+_aten = torch.ops.aten
+_SAME_FORMULA = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_PICKS = {  # ops that read no more of their first input than they give out
+    "embedding",
+    "index",
+    "index_select",
+    "gather",
+    "slice_scatter",
+    "nll_loss_forward",
+}
+
+
+def dtype_of(dtype: torch.dtype) -> Dtype:
+    """The nearest of our element types, by size."""
+    known = _DTYPES.get(dtype)
+    if known is not None:
+        return known
+    if dtype.is_floating_point:
+        return Dtype.FLOAT8
+    return Dtype.INT8 if dtype.itemsize == 1 else Dtype.INT32
+
+
+def compute_dtype(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> Dtype:
+    """What an op computes in: its first floating input, else output, else float32."""
+    found = [*inputs, *outputs]
+    for tensor in found:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return dtype_of(tensor.dtype)
+    return dtype_of(found[0].dtype) if found else Dtype.FLOAT32
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements a tensor looks at; an expanded axis counts once."""
+    elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not n)
+    return elements * tensor.itemsize
+
+
+def kind_of(func: Any) -> str:
+    """'mm' of aten.mm.default."""
+    packet = getattr(func, "overloadpacket", None)
+    return str(packet.__name__) if packet is not None else str(getattr(func, "__name__", func))
+
+
+def signature_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """'aten.mm.default float32[8,16] float32[16,4]': the key of measured costs."""
+    words = [str(func), *map(_word, args), *(f"{name}={_word(value)}" for name, value in kwargs.items())]
+    return " ".join(words)[:_LONGEST]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape = ",".join(map(str, value.shape))
+        turned = "" if value.is_contiguous() else f"/{','.join(map(str, value.stride()))}"
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{turned}"
+    if isinstance(value, list | tuple):
+        return f"({','.join(map(_word, value))})"
+    if isinstance(value, torch.fx.GraphModule):
+        return "graph"
+    return str(value)
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+    """Flops by the formulas of torch's own flop counter; 0 for what it does not know."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet in (_aten.mkldnn_rnn_layer, _aten.mkldnn_rnn_layer_backward):
+        return _recurrent_flops(args, backward=packet is _aten.mkldnn_rnn_layer_backward)
+    if (
+        packet is _aten._grouped_mm or kind_of(func) == "grouped_mm_fallback"
+    ):  # every row is multiplied once, whatever its group
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    if formula is None:
+        return 0.0
+    if packet in _SAME_FORMULA:
+        return float(_flash_on_cpu(formula, args, backward="backward" in kind_of(func)))
+    return float(formula(*args, **kwargs, out_val=out))
+
+
+def _recurrent_flops(args: Any, *, backward: bool) -> float:
+    """Both products of every step: rows x (inputs + hidden) x gates; twice that backward."""
+    rows = args[0].numel() // args[0].shape[-1]
+    return (4.0 if backward else 2.0) * rows * (args[1].numel() + args[2].numel())
+
+
+def _flash_on_cpu(formula: Any, args: Any, *, backward: bool) -> Any:
+    if not backward:
+        return formula(*args[:3])
+    # grad_out, query, key, value, out, logsumexp; the GPU's backward takes what it needs of shapes alone
+    return formula(args[0], args[1], args[2], args[3], *[None] * 10)
+
+
+def bytes_moved(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Every distinct input read once, every output written once; ops that pick rows read only those."""
+    written = sum(tensor_bytes(tensor) for tensor in outputs)
+    sizes = [tensor_bytes(tensor) for tensor in inputs]
+    if sizes and kind_of(func) in _PICKS:
+        sizes[0] = min(sizes[0], written)
+    return sum(sizes) + written
