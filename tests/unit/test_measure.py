@@ -22,11 +22,12 @@ from loadmaster.core.cluster import Cluster  # noqa: E402
 from loadmaster.core.errors import CostError, InputError, ProblemError, UnknownNameError  # noqa: E402
 from loadmaster.core.graph import Dtype, Graph, Phase  # noqa: E402
 from loadmaster.core.problem import Origin  # noqa: E402
+from loadmaster.cost.after_forward import CannotRebuild  # noqa: E402
 from loadmaster.cost.database import CostRow, open_database  # noqa: E402
 from loadmaster.cost.fit import Samples, fit_roofline  # noqa: E402
 from loadmaster.cost.keys import GAPS, GRAD, NO_KEY, keys_of  # noqa: E402
 from loadmaster.cost.measure import chips_of, measured_costs, measured_share  # noqa: E402
-from loadmaster.cost.rebuild import CannotRebuild, rebuild  # noqa: E402
+from loadmaster.cost.rebuild import rebuild  # noqa: E402
 from loadmaster.cost.roofline import roofline, takes_no_time  # noqa: E402
 from loadmaster.cost.signature import Plain, TensorWord, read  # noqa: E402
 from loadmaster.cost.stopwatch import Job, measured  # noqa: E402

@@ -7,11 +7,13 @@ signatures may come from files. What cannot be rebuilt raises `CannotRebuild` wi
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 from typing import Any
 
 import torch
 
+from loadmaster.cost.after_forward import CannotRebuild, prepared
 from loadmaster.cost.signature import Plain, Signature, TensorWord, Value
 
 _aten = torch.ops.aten
@@ -19,12 +21,9 @@ _REFUSED = ("from_file", "_cudnn_rnn_backward", "_local_scalar_dense", "item")
 _BY_DIM = ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim")
 _BY_DIM_TOO = ("index_select", "index_add", "index_copy", "index_fill", "index_reduce")
 _BY_AXIS = ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put")
+_CUDNN = ("cudnn_enabled", "cudnn_enable")  # a setting of the machine's, not of the model's
 _MOST_DRAWN = 2**18
 _CONSTANTS = ("running_", "total_weight", "target")  # arguments that have no gradient
-
-
-class CannotRebuild(Exception):  # noqa: N818
-    """An op cannot be run on its own; says why."""
 
 
 def rebuild(signature: Signature, device: torch.device, *, grad: bool, copies: int = 1) -> Callable[[], Any]:
@@ -35,21 +34,32 @@ def rebuild(signature: Signature, device: torch.device, *, grad: bool, copies: i
     """
     op = _op(signature)
     maker = _Maker(signature, op, device, grad=grad)
-    sets = [_arguments(signature, maker) for _ in range(copies)]
+    calls = [prepared(op, *_arguments(signature, maker)) for _ in range(copies)]
     held: deque[Any] = deque(maxlen=copies)
-    turn = cycle(sets)
+    turn = cycle(calls)
 
     def call() -> None:
-        args, kwargs = next(turn)
+        op, args, kwargs = next(turn)
         held.append(op(*args, **kwargs))
 
     return call
 
 
+def casting(signature: Signature, device: torch.device) -> AbstractContextManager[Any]:
+    """Mixed precision, if the op ran in it; a weight is cast once in a step, so nothing is remembered."""
+    if not signature.autocast:
+        return nullcontext()
+    dtype = getattr(torch, signature.autocast, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CannotRebuild(f"this torch has no dtype {signature.autocast}")
+    cast: AbstractContextManager[Any] = torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    return cast
+
+
 def _arguments(signature: Signature, maker: "_Maker") -> tuple[list[Any], dict[str, Any]]:
     args = [maker.made(value, at) for at, value in enumerate(signature.args)]
     kwargs = {name: maker.made(value, name) for name, value in signature.kwargs.items()}
-    return _after_forward(args) if signature.op[1] == "mkldnn_rnn_layer_backward" else args, kwargs
+    return args, kwargs
 
 
 def normal(
@@ -89,6 +99,8 @@ class _Maker:
     def made(self, value: Value, where: int | str) -> Any:
         """A real argument, for a place in the op's schema."""
         argument = self._argument(where)
+        if argument.name in _CUDNN:
+            return bool(torch.backends.cudnn.enabled) and self._device.type == "cuda"
         if isinstance(value, list):
             return [self._one(part, argument, axis) for axis, part in enumerate(value)]
         return self._one(value, argument, 0)
@@ -184,16 +196,3 @@ def _shape(value: Value) -> tuple[int, ...]:
 def _size(value: Value, axis: int) -> int:
     shape = _shape(value)
     return shape[axis] if -len(shape) <= axis < len(shape) else 1
-
-
-def _after_forward(args: list[Any]) -> list[Any]:
-    """The backward of a recurrent layer on what its forward really saves: it reads that memory unchecked."""
-    (x, w1, w2, w3, w4, hx, cx), rest = args[:7], args[13:22]
-    reverse, mode, hidden, layers, biases, train, both, sizes, batch_first = rest
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()  # it saves nothing where no gradient is wanted
-        out, hy, cy, saved = _aten.mkldnn_rnn_layer.default(
-            x, w1, w2, w3, w4, hx, cx, reverse, sizes, mode, hidden, layers, biases, both, batch_first, train
-        )
-    made = [tensor.detach() for tensor in (out, hy, cy)]
-    return [*args[:7], *made, *args[10:22], saved]

@@ -1,6 +1,7 @@
 """Signatures read back: 'aten.mm.default float32[8,16] float32[16,4]/1,16' into an op and its arguments.
 
     word    = tensor | list | value            tensor = dtype "[" shape "]" [ "/" strides ]
+    last    = "@autocast=bfloat16", where the op runs in mixed precision
     list    = "(" word { "," word } ")"        value  = None, True, 3, 1e-05, torch.float32, cpu, mean, ...
 
 What capture wrote (`graph/torch_capture/words.py`) can be read, or `read` answers None: then the op is timed
@@ -19,6 +20,7 @@ _NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|inf)|nan")
 _PLAIN = re.compile(r"[\w.:+-]+")
 _WORDS: dict[str, bool | None] = {"None": None, "True": True, "False": False}
 _NAME = re.compile(r"([A-Za-z_]\w*)=")
+_AUTOCAST = re.compile(r" @autocast=(\w+)$")
 _CUT = 2000  # capture cuts longer signatures, and what is cut cannot be rebuilt
 _SIZES = {dtype.name.lower(): dtype.itemsize for dtype in Dtype} | {
     "uint8": 1,
@@ -68,6 +70,7 @@ class Signature:
     op: tuple[str, str, str]  # ('aten', 'mm', 'default')
     args: tuple[Value, ...]
     kwargs: dict[str, Value]
+    autocast: str = ""  # dtype of mixed precision, '' = none
 
     @property
     def tensors(self) -> list[TensorWord]:
@@ -89,7 +92,8 @@ def read(text: str) -> Signature | None:
     """The op and its arguments, or None where they cannot be known."""
     if len(text) >= _CUT:
         return None
-    head, _, rest = text.partition(" ")
+    cast = _AUTOCAST.search(text)
+    head, _, rest = (text[: cast.start()] if cast else text).partition(" ")
     match = _OP.fullmatch(head)
     if match is None:
         return None
@@ -109,7 +113,7 @@ def read(text: str) -> Signature | None:
             at += 1
     except _Unreadable:
         return None
-    return Signature((match[1], match[2], match[3]), tuple(args), kwargs)
+    return Signature((match[1], match[2], match[3]), tuple(args), kwargs, cast[1] if cast else "")
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Value, int]:

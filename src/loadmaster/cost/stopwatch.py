@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from loadmaster.cost.after_forward import CannotRebuild
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import UPDATE, split_key
-from loadmaster.cost.rebuild import CannotRebuild, input_bytes, normal, rebuild
+from loadmaster.cost.rebuild import casting, input_bytes, normal, rebuild
 from loadmaster.cost.signature import TensorWord, read
 from loadmaster.cost.timing import Timing, time_call
 
@@ -109,7 +110,7 @@ def _timed(job: Job, device: torch.device, left_s: float) -> Timing:
         raise MemoryError
     copies = _copies(job, device)
     for wants_grad in (True, False) if grad else (False,):
-        with torch.set_grad_enabled(wants_grad):
+        with torch.set_grad_enabled(wants_grad), casting(signature, device):
             call = rebuild(signature, device, grad=wants_grad, copies=copies)
             try:
                 return time_call(call, device, warm_ups=copies + 1, limit_s=left_s)

@@ -18,7 +18,7 @@ from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture.fake import FakeModel
 from loadmaster.graph.torch_capture.ledger import Op
 from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.words import compute_dtype, kind_of, signature_of
+from loadmaster.graph.torch_capture.words import autocast_word, compute_dtype, kind_of, signature_of
 
 _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
@@ -91,8 +91,10 @@ class _Nodes(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """One node, as one op."""
-        if n.op != "call_function" or n.target in _NO_OP:
+        if n.op != "call_function":
             return super().run_node(n)
+        if n.target in _NO_OP:
+            return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         region = _region(n, args)
         if region is not None:
@@ -105,7 +107,7 @@ class _Nodes(torch.fx.Interpreter):
             kind_of(n.target),
             _module(n),
             Phase.FORWARD,
-            signature=signature_of(n.target, args, kwargs),
+            signature=signature_of(n.target, args, kwargs) + autocast_word(),
         )
         with self._recorder.within(op):
             out = super().run_node(n)

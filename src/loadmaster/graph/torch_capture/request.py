@@ -18,7 +18,7 @@ from loadmaster.graph.torch_capture.ledger import Ledger
 from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.refusals import check_inputs, check_model
 from loadmaster.graph.torch_capture.step import Step
-from loadmaster.graph.torch_capture.target import Kernels, require_target
+from loadmaster.graph.torch_capture.target import Casts, Kernels, require_target
 from loadmaster.graph.torch_capture.traced import last_op, run_traced
 from loadmaster.graph.torch_capture.update import on_fakes
 
@@ -80,7 +80,8 @@ class Request:
         if path == "traced":
             return self._traced(fake, path)
         try:
-            program = export(fake)
+            with self._casting():
+                program = export(fake)
         except Exception:
             if path == "joint":
                 raise
@@ -130,11 +131,13 @@ class Request:
                 step.update(ops, grads)
         return recorder.ledger.graph(self.name, self._how(path, recorder))
 
-    def _casting(self) -> Any:
-        """Autocast as the CPU does it: its lists of ops are nearly those of a GPU."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast)
+    def _casting(self) -> contextlib.ExitStack:
+        """Autocast as the target does it."""
+        stack = contextlib.ExitStack()
+        if self.autocast is not None:
+            stack.enter_context(torch.autocast("cpu", dtype=self.autocast))
+            stack.enter_context(Casts(self.target))
+        return stack
 
     def _how(self, path: str, recorder: Recorder) -> str:
         words = [path]

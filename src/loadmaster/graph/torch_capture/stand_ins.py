@@ -1,6 +1,7 @@
 """Stand-ins: ops of which fake tensors know too little, and what they are taken to give.
 
 _grouped_mm          fake tensors accept bfloat16 only; the CPU multiplies any float
+native_batch_norm    a GPU keeps mean and variance in float32 whatever the input
 mkldnn_rnn_layer     the scratch memory it saves for its backward is known to the library alone: the layer
                      is run once on zeros, where it is small enough. Its backward gives two gradients of the
                      bias, which fake tensors sometimes take for one
@@ -29,6 +30,8 @@ def completed(func: Any, args: Any, out: Any, target: str | None) -> Any:
     if func is _aten.mkldnn_rnn_layer.default and out[3].numel() == 0 and torch.is_grad_enabled():
         size = recurrent_scratch_bytes(out[0]) if target == "cuda" else _scratch_bytes(args)
         return (*out[:3], out[0].new_empty((size,), dtype=torch.uint8)) if size else out
+    if func is _aten.native_batch_norm.default and target == "cuda":
+        return (out[0], *(part.float() for part in out[1:]))
     if func is _aten.mkldnn_rnn_layer_backward.default:
         return (*out[:4], torch.empty_like(out[4]), *out[5:])
     return out

@@ -33,6 +33,7 @@ _SAME_FORMULA = {
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
+_ASK_CUDNN = {"batch_norm", "instance_norm", "layer_norm", "group_norm", "_convolution"}
 _PICKS = {  # ops that read no more of their first input than they give out
     "embedding",
     "index",
@@ -76,8 +77,28 @@ def kind_of(func: Any) -> str:
 
 def signature_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     """'aten.mm.default float32[8,16] float32[16,4]': the key of measured costs."""
-    words = [str(func), *map(_word, args), *(f"{name}={_word(value)}" for name, value in kwargs.items())]
+    words = [
+        str(func),
+        *_argument_words(func, args),
+        *(f"{name}={_word(value)}" for name, value in kwargs.items()),
+    ]
     return " ".join(words)[:_LONGEST]
+
+
+def _argument_words(func: Any, args: Iterable[Any]) -> list[str]:
+    """Whether cudnn is on is a setting of the machine that captures, so it is always written as on."""
+    words = [_word(value) for value in args]
+    if kind_of(func) in _ASK_CUDNN:
+        for at, argument in enumerate(func._schema.arguments[: len(words)]):
+            words[at] = "True" if argument.name in ("cudnn_enabled", "cudnn_enable") else words[at]
+    return words
+
+
+def autocast_word() -> str:
+    """' @autocast=bfloat16' where ops run in mixed precision: they cast what they are given."""
+    if not torch.is_autocast_enabled("cpu"):
+        return ""
+    return f" @autocast={str(torch.get_autocast_dtype('cpu')).removeprefix('torch.')}"
 
 
 def _word(value: Any) -> str:
