@@ -33,7 +33,8 @@ from loadmaster.cost.database import open_database
 from loadmaster.cost.measure import DEFAULT_BUDGET_S, measured_costs
 from loadmaster.cost.memory import PRECISIONS, with_optimizer
 from loadmaster.cost.roofline import roofline
-from loadmaster.graph.source import read_source
+from loadmaster.graph.models import Asked
+from loadmaster.graph.source import is_model, read_source
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ def problem(
     max_bytes: int = MAX_BYTES,
     batch: int | None = None,
     seq: int | None = None,
+    target: str | None = None,
+    capture_path: str | None = None,
+    assume: float | None = None,
     costs: str = "roofline",
     measure_budget: Budget | float | str = DEFAULT_BUDGET_S,
     database: str | os.PathLike[str] | None = None,
@@ -81,28 +85,28 @@ def problem(
     """A source on devices (its own if it brings some and none are named), and what is asked.
 
     What is None is the source's own, else the default. `pin` maps an op or module to a device;
-    `optimizer` sizes the state of parameters; `batch` and `seq` are those of a model that is captured.
+    `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the devices),
+    `capture_path` and `assume` are for a model that is captured (docs/capture.md).
     `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
     seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
     """
     if costs not in COSTS:
         raise UnknownNameError("costs", str(costs), COSTS)
     budget_s = measure_seconds(measure_budget)
-    workload = read_source(
-        source, format=format, max_bytes=max_bytes, batch=batch, seq=seq, optimizer=optimizer
+    named = parse_cluster(devices, max_bytes=max_bytes) if devices is not None else None
+    captured = is_model(source)
+    if captured and target is None and named is not None:
+        target = "cpu" if named.on_host[named.kind].all() else "cuda"
+    exact = "bf16-mixed" if captured and precision == "mixed" else precision
+    step = Asked(
+        batch, seq, optimizer, exact if captured else "fp32", target=target, path=capture_path, assume=assume
     )
+    workload = read_source(source, format=format, max_bytes=max_bytes, asked=step)
     graph, cluster, given = workload.graph, workload.cluster, workload.costs
-    chosen = optimizer or workload.optimizer
-    if precision not in PRECISIONS:
-        raise UnknownNameError("precision", str(precision), PRECISIONS)
-    if chosen is None and precision != PRECISIONS[0]:
-        raise ProblemError(
-            f"precision {precision!r} changes nothing without an optimizer; name one, e.g. adamw"
-        )
-    if chosen is not None:
-        graph = with_optimizer(graph, chosen, precision=precision)
-    if devices is not None:
-        cluster, given = parse_cluster(devices, max_bytes=max_bytes), None
+    if not captured:
+        graph = _optimized(graph, optimizer or workload.optimizer, precision)
+    if named is not None:
+        cluster, given = named, None
     if cluster is None:
         raise ProblemError(
             f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
@@ -247,6 +251,19 @@ def _measured(
         for kind in found.kinds:
             tell(str(kind))
     return found.costs
+
+
+def _optimized(graph: Graph, optimizer: str | None, precision: str) -> Graph:
+    """A graph that was not captured here with the state that an optimizer keeps."""
+    if precision not in PRECISIONS:
+        raise UnknownNameError("precision", str(precision), PRECISIONS)
+    if optimizer is not None:
+        return with_optimizer(graph, optimizer, precision=precision)
+    if precision != PRECISIONS[0]:
+        raise ProblemError(
+            f"precision {precision!r} changes nothing without an optimizer; name one, e.g. adamw"
+        )
+    return graph
 
 
 def _question(

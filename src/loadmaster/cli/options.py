@@ -77,7 +77,32 @@ Seq = Annotated[
 ]
 Precision = Annotated[
     str,
-    typer.Option("--precision", metavar="NAME", help="fp32, or mixed (16-bit weights, fp32 master copy)."),
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="fp32, bf16-mixed, fp16-mixed (autocast of a captured model; else 16-bit weights with an fp32"
+        " master copy) or bf16.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="KIND",
+        help="Whose kernels a captured model has: cpu or cuda. Default: the kind of the devices.",
+    ),
+]
+Capture = Annotated[
+    str | None,
+    typer.Option(
+        "--capture", metavar="PATH", help="How a model is captured: joint, traced or estimated (the first)."
+    ),
+]
+Assume = Annotated[
+    float | None,
+    typer.Option(
+        "--assume", metavar="VALUE", help="What a model reads where nobody can know it: 1 = conditions hold."
+    ),
 ]
 Pin = Annotated[
     list[str] | None,

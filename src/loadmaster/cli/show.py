@@ -9,6 +9,7 @@ from loadmaster.cli import options as o
 if TYPE_CHECKING:
     from loadmaster.cli.descriptions import Description
     from loadmaster.core.io import AnyNoun
+    from loadmaster.graph.models import Asked
 
 SUMMARY = "Show a graph, a cluster or any saved file."
 
@@ -32,6 +33,10 @@ def command(
     batch: o.Batch = None,
     seq: o.Seq = None,
     optimizer: o.Optimizer = None,
+    precision: o.Precision = "fp32",
+    target: o.Target = None,
+    capture: o.Capture = None,
+    assume: o.Assume = None,
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
@@ -47,7 +52,10 @@ def command(
     parts: list[Description] = []
     with progress(f"reading {source if source is not None else devices}"):
         if source is not None:
-            parts += _describe(source, format, limit, ops, batch, seq, optimizer)
+            from loadmaster.graph.models import Asked
+
+            asked = Asked(batch, seq, optimizer, precision, target=target, path=capture, assume=assume)
+            parts += _describe(source, format, limit, ops, asked)
         if devices is not None:
             from loadmaster.cli.descriptions import describe_cluster
             from loadmaster.cluster.parse import parse_cluster
@@ -64,13 +72,7 @@ def command(
 
 
 def _describe(
-    source: str,
-    format: str | None,
-    limit: int,
-    num_listed: int,
-    batch: int | None,
-    seq: int | None,
-    optimizer: str | None,
+    source: str, format: str | None, limit: int, num_listed: int, asked: "Asked"
 ) -> "list[Description]":
     """A saved noun is described as what it is; anything else is read as a graph."""
     from loadmaster.cli import descriptions as d
@@ -96,7 +98,7 @@ def _describe(
         return [d.describe_problem(noun), graph, d.describe_cluster(noun.cluster)]
     if noun is not None and not isinstance(noun, Graph):
         return [d.describe_other(noun)]
-    workload = read_source(source, format=format, max_bytes=limit, batch=batch, seq=seq, optimizer=optimizer)
+    workload = read_source(source, format=format, max_bytes=limit, asked=asked)
     parts = [d.describe_graph(workload.graph, num_listed)]
     return parts + ([d.describe_cluster(workload.cluster)] if workload.cluster is not None else [])
 

@@ -3,8 +3,10 @@
     sgd        nothing                   adam, adamw  two moments
     momentum   one buffer                adafactor    a row and a column of second moments for every matrix
                                                       of the last two axes; all of them for a vector
-    mixed      states are float32; a weight of 16 bits or fewer has a float32 master copy as well
+    mixed      (bf16-mixed, fp16-mixed) states are float32; a weight of 16 bits or fewer has a float32
+               master copy as well
     fp32       states have the weight's own dtype (float32: 4 bytes), as PyTorch makes them
+    bf16       the same, and everything that was float32 is bfloat16
 
 Resident at a param op is its weight and this state. A step counter per weight (a few bytes) is left out.
 Integer weights are not trained and have no state.
@@ -22,7 +24,7 @@ from loadmaster.core.errors import GraphError, UnknownNameError
 from loadmaster.core.graph import NO_GROUP, NO_SIGNATURE, NO_STORAGE, Dtype, Graph, Phase
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adafactor")
-PRECISIONS = ("fp32", "mixed")
+PRECISIONS = ("fp32", "mixed", "bf16-mixed", "fp16-mixed", "bf16")
 _FULL_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 _TRAINED = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16, Dtype.FLOAT64, Dtype.FLOAT8)
 _SHAPE = re.compile(r"\b([a-z]+[0-9]+)\[((?:[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*)?)\]")
@@ -34,7 +36,7 @@ def state_bytes(
 ) -> int:
     """Bytes that stay on the device beside a weight of that shape and dtype."""
     name = _known("optimizer", optimizer, OPTIMIZERS)
-    mixed = _known("precision", precision, PRECISIONS) == "mixed"
+    mixed = _known("precision", precision, PRECISIONS).endswith("mixed")
     if dtype not in _TRAINED:
         return 0
     elements = math.prod(shape)
@@ -55,10 +57,10 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     Both are set, not added, so that a second call replaces the first. An update op moves, for each of its
     weights: the weight read and written, the gradient read, the states (and master copy) read and written,
     so 3 x weight + 2 x state bytes. Where a graph has update ops, a weight without one is frozen and has
-    no state. Under "mixed" a float32 graph is cast first (`in_16_bits`).
+    no state. Under any precision but fp32 a float32 graph is cast first (`in_16_bits`).
     """
     _known("optimizer", optimizer, OPTIMIZERS)
-    if _known("precision", precision, PRECISIONS) == "mixed":
+    if _known("precision", precision, PRECISIONS) != "fp32":
         graph = in_16_bits(graph)
     param = graph.phase == Phase.PARAM
     weight_bytes = _weight_bytes(graph)

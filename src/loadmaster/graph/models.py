@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from loadmaster.zoo.example import Example
 
 MODEL = re.compile(r"(hf|zoo):(.*)|(.+\.py):(\w+)", re.DOTALL)
+PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
 _FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "train")
@@ -32,14 +33,25 @@ _MOST = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large a step to capture; None is the default."""
+class Asked:
+    """What step of a model to capture; None is the default.
+
+    Under a mixed precision weights and their states are float32 and ops run as autocast has it; under bf16
+    everything is 16 bits.
+    """
 
     batch: int | None = None
     seq: int | None = None
+    optimizer: str | None = None
+    precision: str = PRECISIONS[0]
+    target: str | None = None  # kind of device: 'cpu' or 'cuda'
+    path: str | None = None
+    assume: float | None = None
 
     def __post_init__(self) -> None:
-        """Whole numbers from 1 on."""
+        """Whole numbers from 1 on, a known precision."""
+        if self.precision not in PRECISIONS:
+            raise UnknownNameError("precision", str(self.precision), PRECISIONS)
         for name in ("batch", "seq"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -47,39 +59,72 @@ class Sizes:
             if value is not None and value > _MOST:
                 raise InputError(f"{name} is {value}; give at most {_MOST}")
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `capture` is told."""
+        import torch
+
+        casts = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+        found: dict[str, Any] = {"target": self.target, "path": self.path}
+        found["autocast"] = casts.get(self.precision)
+        return found if self.assume is None else found | {"assume": self.assume}
+
 
 def names_model(source: str) -> bool:
     """Whether a source is a model rather than a file with a graph."""
     return MODEL.fullmatch(source) is not None
 
 
-def model_graph(source: str, *, sizes: Sizes, optimizer: str | None = None) -> Graph:
+def model_graph(source: str, asked: Asked) -> Graph:
     """The training step of the model that a source names."""
     match = MODEL.fullmatch(source)
     if match is None:
         raise InputError(f"{source!r} names no model; write hf:NAME, zoo:NAME or file.py:function")
     family, name, path, function = match.groups()
     if family is None:
-        return _own(path, function, sizes=sizes, optimizer=optimizer)
-    example = _named(family, name, sizes)
-    return capture(
-        example.model,
-        example.args,
-        example.kwargs,
+        return _own(path, function, asked)
+    example = _named(family, name, asked)
+    return _captured(
+        asked,
+        model=example.model,
+        args=example.args,
+        kwargs=example.kwargs,
         loss=example.loss,
-        optimizer=optimizer or DEFAULT_OPTIMIZER,
-        name=_titled(name, sizes),
+        optimizer=asked.optimizer or DEFAULT_OPTIMIZER,
+        name=_titled(name, asked),
     )
 
 
-def _named(family: str, name: str, sizes: Sizes) -> "Example":
+def _captured(asked: Asked, **parts: Any) -> Graph:
+    """The model was built for this, so that it may be cast."""
+    if asked.precision == "bf16":
+        parts = parts | _in_16_bits(parts)
+    return capture(
+        parts.pop("model"), parts.pop("args", ()), parts.pop("kwargs", None), **parts, **asked.options
+    )
+
+
+def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+
+    given = {key: parts[key] for key in ("args", "kwargs") if key in parts}
+    model = parts["model"]
+    model = model.to(torch.bfloat16) if isinstance(model, torch.nn.Module) else model  # else refused by name
+    return {"model": model, **tree_map_only(torch.Tensor, cast, given)}
+
+
+def _named(family: str, name: str, asked: Asked) -> "Example":
     try:
         import torch  # noqa: F401
     except ImportError:
         raise InputError(
             f"{family}:{name} needs PyTorch; install it with: pip install 'loadmaster[hf]'"
         ) from None
-    batch, seq = sizes.batch or DEFAULT_BATCH, sizes.seq or DEFAULT_SEQ
+    batch, seq = asked.batch or DEFAULT_BATCH, asked.seq or DEFAULT_SEQ
     if family == "hf":
         from loadmaster.zoo.hf import hf_example
 
@@ -89,13 +134,13 @@ def _named(family: str, name: str, sizes: Sizes) -> "Example":
     return zoo_example(name, batch=batch, seq=seq)
 
 
-def _titled(name: str, sizes: Sizes) -> str:
-    return f"{name}, batch {sizes.batch or DEFAULT_BATCH}, seq {sizes.seq or DEFAULT_SEQ}"
+def _titled(name: str, asked: Asked) -> str:
+    return f"{name}, batch {asked.batch or DEFAULT_BATCH}, seq {asked.seq or DEFAULT_SEQ}"
 
 
-def _own(path: str, function: str, *, sizes: Sizes, optimizer: str | None) -> Graph:
+def _own(path: str, function: str, asked: Asked) -> Graph:
     """The user's own model, from a function of the user's own file."""
-    given = _called(path, function, sizes)
+    given = _called(path, function, asked)
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(_FIELDS))
         if unknown or "model" not in given:
@@ -110,23 +155,23 @@ def _own(path: str, function: str, *, sizes: Sizes, optimizer: str | None) -> Gr
             f"{path}:{function} gives {type(given).__name__}; it must give (model, args),"
             " (model, args, kwargs) or a dict with 'model' and 'args'"
         )
-    if optimizer is not None:
-        parts["optimizer"] = optimizer
-    return capture(parts.pop("model"), parts.pop("args", ()), parts.pop("kwargs", None), **parts)
+    if asked.optimizer is not None:
+        parts["optimizer"] = asked.optimizer
+    return _captured(asked, **parts)
 
 
-def _called(path: str, function: str, sizes: Sizes) -> Any:
+def _called(path: str, function: str, asked: Asked) -> Any:
     """What the function gives, batch and seq handed to it where it takes them."""
     build = _function(path, function)
     takes = inspect.signature(build).parameters
-    asked = {name: value for name in ("batch", "seq") if (value := getattr(sizes, name)) is not None}
-    refused = [name for name in asked if name not in takes]
+    sizes = {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
+    refused = [name for name in sizes if name not in takes]
     if refused:
         raise InputError(
             f"{path}:{function} takes no {refused[0]}; leave --{refused[0]} out or add the argument"
         )
     try:
-        return build(**asked)
+        return build(**sizes)
     except Exception as problem:
         raise InputError(f"{path}:{function} raised {_shortened(problem)}") from problem
 

@@ -12,7 +12,7 @@ from loadmaster.core import io
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
-from loadmaster.graph.models import Sizes, model_graph, names_model
+from loadmaster.graph.models import Asked, model_graph, names_model
 
 FORMATS: tuple[str, ...] = ("own", "msr", "pipedream", "nodelink", "onnx", "pt2", "openvino")
 _SUFFIXES = {".onnx": "onnx", ".pt2": "pt2", ".xml": "openvino"}  # of files that are known by name too
@@ -33,22 +33,20 @@ def read_source(
     *,
     format: str | None = None,
     max_bytes: int = io.MAX_BYTES,
-    batch: int | None = None,
-    seq: int | None = None,
-    optimizer: str | None = None,
+    asked: Asked | None = None,
 ) -> Workload:
     """The graph a source names, with what the source brings; `format` forces one of FORMATS.
 
-    `batch`, `seq` and `optimizer` are for models (hf:NAME, zoo:NAME, file.py:function), which are captured;
-    `batch` and `seq` also for the free axes of an ONNX file.
+    `asked` is for models (hf:NAME, zoo:NAME, file.py:function), which are captured; its batch and seq also
+    for the free axes of an ONNX file.
     """
-    sizes = Sizes(batch, seq)
-    if isinstance(source, str) and names_model(source) and not _is_file(source):
+    asked = asked or Asked()
+    if is_model(source):
         if format is not None:
             raise InputError(f"{source!r} is captured and has no format; leave {format!r} out")
-        return Workload(model_graph(source, sizes=sizes, optimizer=optimizer))
+        return Workload(model_graph(str(source), asked))
     if isinstance(source, Workload | Graph):
-        _require_none(sizes, source)
+        _require_none(asked, source)
         return source if isinstance(source, Workload) else Workload(source)
     if not isinstance(source, str | os.PathLike):
         raise InputError(f"a source is text, a path, a Graph or a Workload, not {type(source).__name__}")
@@ -57,14 +55,23 @@ def read_source(
     if isinstance(source, str) and source.startswith("gen:"):
         if format is not None:
             raise InputError(f"{source!r} is generated and has no format; leave {format!r} out")
-        _require_none(sizes, source)
+        _require_none(asked, source)
         return _generated(source)
-    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes, sizes=sizes)
+    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes, asked=asked)
 
 
-def _require_none(sizes: Sizes, source: object) -> None:
-    if sizes != Sizes():
-        raise InputError(f"{source!r} is no model, so it has no batch and no seq; leave them out")
+def is_model(source: object) -> bool:
+    """Whether a source is a PyTorch model, which is captured."""
+    return isinstance(source, str) and names_model(source) and not _is_file(source)
+
+
+def _require_none(asked: Asked, source: object, *, sized: bool = False) -> None:
+    """Refuse what only a model can be asked; `sized` sources have a batch and a seq."""
+    names = ("target", "path", "assume") if sized else ("batch", "seq", "target", "path", "assume")
+    for name in names:
+        value = getattr(asked, name)
+        if value is not None:
+            raise InputError(f"{source!r} is no model, so it has no {name}; leave {value!r} out")
 
 
 def _is_file(source: str) -> bool:
@@ -96,18 +103,17 @@ def _count(text: str, what: str, source: str) -> int:
     return int(match[1]) * _TIMES[match[2]]
 
 
-def _file(path: str, *, format: str | None, max_bytes: int, sizes: Sizes) -> Workload:
+def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Workload:
     if not _is_file(path):
         raise FileError(
             f"no such file {path!r}; a source is a file or gen:FAMILY:OPS[:SEED], or a model: hf:NAME,"
             " zoo:NAME or file.py:function"
         )
     data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
-    formats = _formats(sizes)
+    formats = _formats(asked)
     chosen = format if format is not None else _recognised(formats, data, path)
     name = path if chosen == "own" else _graph_name(path)  # our own files name the graph themselves
-    if chosen != "onnx":
-        _require_none(sizes, path)
+    _require_none(asked, path, sized=chosen == "onnx")
     try:
         return formats[chosen].read(data, name)
     except InputError as problem:
@@ -116,7 +122,7 @@ def _file(path: str, *, format: str | None, max_bytes: int, sizes: Sizes) -> Wor
         raise
 
 
-def _formats(sizes: Sizes) -> dict[str, _Format]:
+def _formats(asked: Asked) -> dict[str, _Format]:
     """The formats by name, in the order in which they are tried."""
     from loadmaster.graph.formats import msr, nodelink, onnx, openvino, own, pipedream, pt2
 
@@ -125,7 +131,7 @@ def _formats(sizes: Sizes) -> dict[str, _Format]:
         "msr": _Format(msr.recognises, msr.read),
         "pipedream": _Format(pipedream.recognises, pipedream.read),
         "nodelink": _Format(nodelink.recognises, nodelink.read),
-        "onnx": _Format(onnx.recognises, partial(onnx.read, batch=sizes.batch, seq=sizes.seq)),
+        "onnx": _Format(onnx.recognises, partial(onnx.read, batch=asked.batch, seq=asked.seq)),
         "pt2": _Format(pt2.recognises, pt2.read),
         "openvino": _Format(openvino.recognises, openvino.read),
     }

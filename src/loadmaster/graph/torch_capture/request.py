@@ -141,7 +141,7 @@ class Request:
 
     def _how(self, path: str, recorder: Recorder) -> str:
         words = [path]
-        words += [f"kernels of {self.target}"] * (self.target is not None)
+        words += ["kernels of cuda"] * (self.target == "cuda")
         words += [f"autocast {str(self.autocast).removeprefix('torch.')}"] * (self.autocast is not None)
         if recorder.num_backward:
             words.append(
