@@ -154,8 +154,8 @@ def test_a_users_own_file_is_captured(tmp_path: Path) -> None:
 def test_a_bad_file_is_answered_with_what_is_wrong(
     tmp_path: Path, name: str, options: Any, error: Any, message: str
 ) -> None:
+    sizes = {key: value for key, value in options.items() if key != "format"}
     with pytest.raises(error, match=message):
-        sizes = {key: value for key, value in options.items() if key != "format"}
         read_source(written(tmp_path, name), format=options.get("format"), asked=Asked(**sizes))
 
 

@@ -36,7 +36,7 @@ def describe_graph(graph: Graph, num_listed: int, where: tuple[str, ...] = ()) -
     phases = ", ".join(f"{count} {name}" for name, count in m.num_ops_of_phase.items() if count)
     rows: dict[str, object] = {
         "graph": one_line(graph.name),
-        "made": "\n".join(one_line(part) for part in graph.capture.split("; ")),
+        "made": Text("\n").join(one_line(part) for part in graph.capture.split("; ")),
         "ops": f"{m.num_ops} ({phases})",
         "edges": m.num_edges,
         "tensors": f"{m.num_tensors} ({format_bytes(m.tensor_bytes)})",
