@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -63,9 +64,27 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in names},
+        "versions": {name: version(name) for name in names} | _torch_versions(),
+        "gpu": _gpu(),
         "command": f"python -m benchmarks.run {' '.join(sys.argv[1:])}".strip(),
     }
+
+
+def _torch_versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "ortools"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _gpu() -> str:
+    """The name of the CUDA device, '' = none; torch is asked only where it is there."""
+    try:
+        import torch
+    except ImportError:
+        return ""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _processor() -> str:
