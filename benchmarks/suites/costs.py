@@ -33,8 +33,13 @@ def _examples() -> dict[str, Any]:
     from tests.torch_models import example
 
     from loadmaster.zoo.example import Example
-    from loadmaster.zoo.hf import Size, sized
+    from loadmaster.zoo.hf import Size, hf_example, sized
+    from loadmaster.zoo.named import zoo_example
     from loadmaster.zoo.vision import ResNet
+
+    def real(family: Any, name: str, batch: int, seq: int) -> Example:
+        made: Example = family(name, batch=batch, seq=seq, device="cpu")
+        return made
 
     gpt = sized(Size("GPT2Config", "GPT2LMHeadModel", "text", _SMALL), batch=4, seq=128, device="cpu")
     resnet = Example(ResNet((1, 1), width=32, num_classes=100), (torch.randn(8, 3, 96, 96),))
@@ -43,6 +48,9 @@ def _examples() -> dict[str, Any]:
         "tiny LSTM": example("lstm"),
         "small GPT-2": gpt,
         "small ResNet": resnet,
+        "GPT-2 124M, 1 x 64": real(hf_example, "gpt2", 1, 64),
+        "BERT-base, 2 x 64": real(hf_example, "bert-base", 2, 64),
+        "ResNet-50, batch 2": real(zoo_example, "resnet50", 2, 1),
     }
 
 

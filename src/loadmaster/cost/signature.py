@@ -1,7 +1,8 @@
 """Signatures read back: 'aten.mm.default float32[8,16] float32[16,4]/1,16' into an op and its arguments.
 
     word    = tensor | list | value            tensor = dtype "[" shape "]" [ "/" strides ]
-    last    = "@autocast=bfloat16", where the op runs in mixed precision
+    last    = "@autocast=bfloat16", where the op runs in mixed precision; "@views=2", where as many views are
+              made after it
     list    = "(" word { "," word } ")"        value  = None, True, 3, 1e-05, torch.float32, cpu, mean, ...
 
 What capture wrote (`graph/torch_capture/words.py`) can be read, or `read` answers None: then the op is timed
@@ -21,6 +22,7 @@ _PLAIN = re.compile(r"[\w.:+-]+")
 _WORDS: dict[str, bool | None] = {"None": None, "True": True, "False": False}
 _NAME = re.compile(r"([A-Za-z_]\w*)=")
 _AUTOCAST = re.compile(r" @autocast=(\w+)$")
+_VIEWS = re.compile(r" @views=([0-9]{1,4})$")
 _CUT = 2000  # capture cuts longer signatures, and what is cut cannot be rebuilt
 _SIZES = {dtype.name.lower(): dtype.itemsize for dtype in Dtype} | {
     "uint8": 1,
@@ -71,6 +73,7 @@ class Signature:
     args: tuple[Value, ...]
     kwargs: dict[str, Value]
     autocast: str = ""  # dtype of mixed precision, '' = none
+    num_views: int = 0  # made after it
 
     @property
     def tensors(self) -> list[TensorWord]:
@@ -92,6 +95,8 @@ def read(text: str) -> Signature | None:
     """The op and its arguments, or None where they cannot be known."""
     if len(text) >= _CUT:
         return None
+    views = _VIEWS.search(text)
+    text = text[: views.start()] if views else text
     cast = _AUTOCAST.search(text)
     head, _, rest = (text[: cast.start()] if cast else text).partition(" ")
     match = _OP.fullmatch(head)
@@ -113,7 +118,8 @@ def read(text: str) -> Signature | None:
             at += 1
     except _Unreadable:
         return None
-    return Signature((match[1], match[2], match[3]), tuple(args), kwargs, cast[1] if cast else "")
+    how = cast[1] if cast else "", int(views[1]) if views else 0
+    return Signature((match[1], match[2], match[3]), tuple(args), kwargs, *how)
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Value, int]:

@@ -30,6 +30,7 @@ from loadmaster.graph.torch_capture.words import (
     kind_of,
     signature_of,
     tensor_bytes,
+    with_a_view,
 )
 
 _DEVICE = torch.ops.prim.device.default
@@ -200,6 +201,11 @@ class Recorder(TorchDispatchMode):
     def _absorb(self, call: "_Call") -> None:
         """A view inside of another op, or in the backward pass."""
         self._attributed()
+        last = self.ledger.ops[-1]
+        if (
+            self.ledger.current == NO_OP and last.phase == Phase.BACKWARD
+        ):  # no op, but it takes the host's time
+            last.signature = with_a_view(last.signature)
         for tensor in call.after:
             self._constant(tensor)
             self.ledger.absorb(self.key(tensor), _source(self, tensor, call.before))

@@ -26,6 +26,7 @@ _DTYPES = {
     torch.bool: Dtype.BOOL,
 }
 _LONGEST = 2000
+_VIEWS = " @views="
 _aten = torch.ops.aten
 _SAME_FORMULA = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
@@ -99,6 +100,12 @@ def autocast_word() -> str:
     if not torch.is_autocast_enabled("cpu"):
         return ""
     return f" @autocast={str(torch.get_autocast_dtype('cpu')).removeprefix('torch.')}"
+
+
+def with_a_view(signature: str) -> str:
+    """'... @views=2' of '... @views=1': autograd looks at a tensor another way after it has run the op."""
+    op, _, num = signature.partition(_VIEWS)
+    return f"{op}{_VIEWS}{int(num or 0) + 1}"
 
 
 def _word(value: Any) -> str:
