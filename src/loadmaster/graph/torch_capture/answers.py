@@ -4,6 +4,9 @@ Fake tensors have none. Where the weights are there and fit, the example is run 
 read is answered in the same order; else every read is answered by the same assumption: a scalar is
 `assume` (every LOOP-th time the contrary, so that loops end), a choice of elements takes all of them. Both
 are counted.
+
+Most reads are ops. `tolist` and `numpy` of a real tensor run none, so both runs are watched one level higher,
+too (`Reads`).
 """
 
 import copy
@@ -13,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from loadmaster.graph.torch_capture import packed
+from loadmaster.graph.torch_capture.choices import CHOICES, chosen, is_choice
+from loadmaster.graph.torch_capture.fake import rebuilt, tensors_in
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.item}
 _TRUTHS = {_aten.equal, _aten.allclose}
-_CHOICES = {_aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.repeat_interleave}
-_MASKS = (torch.bool, torch.uint8)
 LOOP = 64
 MOST_REAL_BYTES = 8 * 2**30
 Read = tuple[str, Any]
@@ -39,78 +44,106 @@ class Answers:
     def wants(self, func: Any, args: Any) -> bool:
         """Whether an op's result, or its shape, depends on values."""
         packet = getattr(func, "overloadpacket", None)
-        if packet is _aten.index:
-            return any(index is not None and index.dtype in _MASKS for index in args[1])
-        if packet is _aten.repeat_interleave:
-            return str(func).endswith(".Tensor")
-        return packet in _SCALARS or packet in _TRUTHS or packet in _CHOICES
+        return packet in _SCALARS or packet in _TRUTHS or is_choice(func, args)
 
     def give(self, func: Any, args: Any) -> Any:
         """The result of such an op."""
         packet = func.overloadpacket
-        read = self.reads[self._at] if self._at < len(self.reads) else None
-        known = read is not None and read[0] == str(func)
-        self._at += known
-        self.num_followed += known
-        self.num_assumed += not known
-        if packet in _CHOICES or packet is _aten.index:
-            shapes = read[1] if known and read is not None else None
-            return _chosen(packet, args, shapes)
-        value = read[1] if known and read is not None else self._assumed()
+        known, value = self.next(str(func))
+        if packet in CHOICES:
+            return chosen(packet, args, value if known else None)
+        value = value if known else self._assumed()
         if packet in _TRUTHS or packet is _aten.is_nonzero or args[0].dtype == torch.bool:
             return bool(value)
         return float(value) if args[0].dtype.is_floating_point else int(value)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """All values of a tensor, which leave PyTorch as a list or an array."""
+        known, value = self.next(name)
+        if known and isinstance(value, torch.Tensor):
+            return value
+        return torch.full(tuple(tensor.shape), self._assumed()).to(tensor.dtype)
+
+    def again(self) -> None:
+        """The model runs once more on the same example."""
+        self._at = 0
+
+    def next(self, name: str) -> tuple[bool, Any]:
+        """What the real run read here, if it read the same."""
+        read = self.reads[self._at] if self._at < len(self.reads) else None
+        known = read is not None and read[0] == name
+        self._at += known
+        self.num_followed += known
+        self.num_assumed += not known
+        return known, read[1] if known and read is not None else None
 
     def _assumed(self) -> float:
         """Now and then the other way, so that a loop which waits for a value comes to an end."""
         return self.assume if self.num_assumed % LOOP else float(not self.assume)
 
 
-def _chosen(packet: Any, args: Any, shapes: Any) -> Any:
-    """Fake outputs of an op that chooses elements: as many as were seen, else all."""
-    source: torch.Tensor = args[0]
-    count = source.numel()
-    if packet is _aten.index:
-        return source.new_empty(shapes[0]) if shapes else _indexed(source, args[1])
-    if packet is _aten.nonzero:
-        return source.new_empty(shapes[0] if shapes else (count, source.dim()), dtype=torch.int64)
-    if packet is _aten.masked_select:
-        return source.new_empty(shapes[0] if shapes else (count,))
-    if packet is _aten.repeat_interleave:
-        return source.new_empty(shapes[0] if shapes else (count,), dtype=torch.int64)
-    rows = shapes[0] if shapes else (count,)
-    made = source.new_empty(rows)
-    return (
-        made,
-        source.new_empty(source.shape, dtype=torch.int64),
-        source.new_empty((rows[0],), dtype=torch.int64),
-    )
+class Reads(TorchFunctionMode):
+    """Tensors that leave PyTorch as lists or arrays: noted where they have values, answered where not."""
+
+    def __init__(self, answers: Answers, log: list[Read] | None = None) -> None:
+        """`log`: where to note what is read, in a real run."""
+        super().__init__()
+        self._answers = answers
+        self._log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        name = getattr(func, "__name__", "")
+        if self._log is None and packed.is_packed(name, args):
+            return self._packed(name, func, args)
+        if name not in ("tolist", "numpy", "__array__") or not args or not isinstance(args[0], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        if self._log is not None:
+            self._log += _noted(name, args[0])
+            return func(*args, **(kwargs or {}))
+        if name == "tolist" or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self._answers.whole(name, args[0]).numpy()
+
+    def _packed(self, name: str, func: Any, args: Any) -> Any:
+        if name == packed.PACK:
+            known, shapes = self._answers.next(packed.READ)
+            return packed.pack(shapes if known else None, *args)
+        return packed.unpack(*args) if name == packed.UNPACK else packed.recurrent(func, *args)
 
 
-def _indexed(source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
-    """Rows picked by masks, all of them: a mask over two axes is an index for each."""
-    whole: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in _MASKS:
-            whole += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
-        else:
-            whole.append(index)
-    return _aten.index.Tensor(source, whole)
+def _noted(name: str, tensor: torch.Tensor) -> list[Read]:
+    """What a list or an array was made of; a fake tensor makes a list element by element."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+        if name == "tolist":
+            return [(str(_aten._local_scalar_dense.default), value) for value in tensor.reshape(-1).tolist()]
+        return [(name, tensor.detach().clone())]
 
 
-def reads_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Read]:
+def reads_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> list[Read]:
     """What the model reads in one real run of the example; nothing where it has no memory or too much."""
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
-    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         return []
     if sum(tensor.untyped_storage().nbytes() for tensor in tensors) > MOST_REAL_BYTES:
         return []
-    shared = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})  # buffers are copied
-    log = _ReadLog()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), log:
+    shared, log = with_same_weights(model), _ReadLog()
+    args, kwargs = copy.deepcopy((args, kwargs))  # a cache that grows is the user's
+    functions = Reads(Answers(), log.reads)
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), functions, log:
         shared(*args, **kwargs)
     return log.reads
+
+
+def with_same_weights(model: nn.Module) -> nn.Module:
+    """A copy of the model on its own weights; buffers, which a run may change, are copied."""
+    weights: dict[int, Any] = {id(weight): weight for weight in model.parameters()}
+    try:
+        return copy.deepcopy(model, dict(weights))
+    except Exception:  # a lock, a tensor that was computed: such attributes are shared instead
+        buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        return rebuilt(model, weights | buffers)
 
 
 class _ReadLog(TorchDispatchMode):
@@ -125,7 +158,6 @@ class _ReadLog(TorchDispatchMode):
         """Run an op and note what it reads."""
         out = func(*args, **(kwargs or {}))
         if self._answers.wants(func, args):
-            chosen = func.overloadpacket in _CHOICES or func.overloadpacket is _aten.index
-            shapes = [tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-            self.reads.append((str(func), shapes if chosen else out))
+            shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
+            self.reads.append((str(func), shapes if func.overloadpacket in CHOICES else out))
         return out

@@ -1,129 +1,213 @@
-"""Estimate: the backward pass by rules from the forward pass, where autograd cannot run. Knows no torch.
+"""Estimate: the backward pass by rules, where autograd cannot run it.
 
-What autograd holds after the forward pass is known. By rule, the backward op of an op reads
+The forward pass has left a graph of autograd nodes. Each says what it saved, which nodes get a gradient from
+it and of what shape; what it would run is not known, and is taken by rule:
 
-    what only that op made (a mask, statistics);
-    its own output, if it is one of SAVE_OUTPUT;
-    its inputs, unless it is one of SAVE_NOTHING,
+    it reads the gradients it gets and all that it saved;
+    it makes a gradient for every node that wants one, of that node's shape, or hands on the one it got (HANDS_ON:
+    sums, views, copies) as far as the sizes agree;
+    a second gradient of one tensor is added to the first, in place where nobody else holds it;
+    a product takes its forward flops once for each of its factors that has a gradient, attention two and a half
+    times, a recurrent layer twice.
 
-as far as it is held. It makes a gradient for every input that needs one, of that input's size, or hands on
-the one it got (PASS_ON, and views of the whole); a second gradient of a tensor is added to the first. What
-the op made for itself has gradients as well, which are workspace. It takes the op's flops once for every
-such input of a product, as both factors have a gradient.
+Nodes run as autograd runs them: of those that are ready, the one that was made last.
 """
 
+import heapq
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
-from loadmaster.core.graph import Phase
-from loadmaster.graph.build import OWN_STORAGE
-from loadmaster.graph.torch_capture.ledger import Ledger, Op
+import torch
 
-_VIEWS = """
-reshape view _unsafe_view transpose t permute unsqueeze squeeze flatten to detach getitem contiguous expand
-"""
-_PLAIN = "add add_ sub copy_"
-_OWN_OUTPUT = "softmax _softmax log_softmax _log_softmax tanh sigmoid relu relu_ exp"
-_REST = """
-sub_ neg cat stack sum mean clone slice select split split_with_sizes chunk _to_copy embedding dropout
-native_dropout unbind adaptive_avg_pool2d avg_pool2d pad constant_pad_nd
-"""
-_KEPT = "sqrt rsqrt max_pool2d scaled_dot_product_attention cross_entropy_loss threshold hardtanh elu"
-SAVE_OUTPUT = frozenset(f"{_OWN_OUTPUT} {_KEPT}".split())
-SAVE_NOTHING = frozenset(f"{_VIEWS} {_PLAIN} {_OWN_OUTPUT} {_REST}".split())
-PASS_ON = frozenset(f"{_VIEWS} {_PLAIN}".split())
+from loadmaster.core.graph import NO_MIRROR, Dtype, Phase
+from loadmaster.graph.torch_capture.fake import tensors_in
+from loadmaster.graph.torch_capture.ledger import Op
+from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.words import dtype_of
+
+HANDS_ON = frozenset(
+    """
+    Add Sub View UnsafeView ReshapeAlias Transpose T Permute Unsqueeze Squeeze Expand Alias Detach Clone Cat Stack
+    Sum ToCopy Contiguous Movedim Unflatten Flatten AsStrided Real ViewAsReal ViewAsComplex Conj LiftFresh
+    """.split()
+)
+_HIGHER = ("Attention", 2.5), ("Rnn", 2.0), ("Lstm", 2.0), ("Gru", 2.0)
+_NAME = re.compile(r"(?:.*::)?(\w+?)(?:Backward\d*)?$")
+_LEAF = "AccumulateGrad"
+Slot = tuple[Any, int]  # a node, and which of its gradients
 
 
 @dataclass(slots=True)
 class Estimate:
-    """The gradients made so far, by tensor; a view's gradient is its own until it is handed to its base."""
+    """Backward ops are added to the recorder's ledger; `leaf` are the gradients of weights and inputs so far."""
 
-    ledger: Ledger
-    trained: set[int]  # param ops
-    grads: dict[int, int] = field(default_factory=dict)
-    needs_grad: set[int] = field(default_factory=set)  # tensors
+    recorder: Recorder
+    leaf: dict[int, int]  # id of a tensor -> tensor of the ledger
+    _grads: dict[Slot, int] = field(default_factory=dict)
+    _holders: dict[int, int] = field(default_factory=dict)  # of a gradient
 
-    def backward(self, loss: int, op: int) -> None:
-        """Backward ops for every forward op up to the one that made the loss."""
-        ledger, inputs, held = self.ledger, self.ledger.inputs(), self.ledger.held()
-        made: dict[int, list[int]] = {}
-        readers: dict[int, set[int]] = {}
-        for index, one in enumerate(ledger.tensors):
-            made.setdefault(one.op, []).append(index)
-        for reader, tensors in inputs.items():
-            for tensor in tensors:
-                readers.setdefault(self._base(tensor), set()).add(reader)
-        self._find_needs(inputs, made)
-        start = Op(f"{ledger.ops[op].name}.backward", "ones_like", "loss", Phase.BACKWARD, mirror=op)
-        self.grads[loss] = ledger.add(start, [loss], [ledger.tensors[loss].num_bytes])[0]
-        for forward in range(op, -1, -1):
-            if ledger.ops[forward].phase == Phase.FORWARD:
-                self._mirror(forward, inputs.get(forward, []), made.get(forward, []), held, readers)
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward ops of everything the loss depends on."""
+        root = loss.grad_fn
+        assert root is not None, "the loss depends on a weight"
+        waiting, todo = _num_readers(root), [root]
+        mirror = self._mirror(root)
+        start = Op(f"{self._name(mirror)}.backward", "ones_like", "loss", Phase.BACKWARD, mirror=mirror)
+        made = self.recorder.ledger.add(start, [], [loss.numel() * loss.itemsize])
+        self._give((root, loss.output_nr), made[0], mirror)
+        heap = [(-_order(root), 0, root)]
+        while heap:
+            node = heapq.heappop(heap)[2]
+            self._run(node)
+            for follower, _ in node.next_functions:
+                if follower is not None:
+                    waiting[follower] -= 1
+                    if not waiting[follower]:
+                        todo.append(follower)
+                        heapq.heappush(heap, (-_order(follower), len(todo), follower))
 
-    def _find_needs(self, inputs: dict[int, list[int]], made: dict[int, list[int]]) -> None:
-        """What depends on a trained weight, in the order of the ops."""
-        for index, op in enumerate(self.ledger.ops):
-            depends = index in self.trained or not self.needs_grad.isdisjoint(inputs.get(index, ()))
-            if depends and op.has_grad and (op.phase == Phase.FORWARD or index in self.trained):
-                floating = (t for t in made.get(index, ()) if self.ledger.tensors[t].floating)
-                self.needs_grad.update(floating)
-
-    def _mirror(
-        self, forward: int, inputs: list[int], made: list[int], held: set[int], readers: dict[int, set[int]]
-    ) -> None:
-        got = sorted({self.grads[tensor] for tensor in made if tensor in self.grads})
-        wanted = [tensor for tensor in inputs if tensor in self.needs_grad]
-        if not got or not wanted:
+    def _run(self, node: Any) -> None:
+        """The op of one node, where it does more than hand on."""
+        got = {nr: self._take((node, nr)) for nr in range(_num_grads(node)) if (node, nr) in self._grads}
+        name = _called(node)
+        if not got:
             return
-        ledger, op = self.ledger, self.ledger.ops[forward]
-        saved = self._saved(op.kind, inputs, made, held, readers)
-        got_bytes = max(ledger.tensors[grad].num_bytes for grad in got)
-        hands_on = op.kind in PASS_ON or all(ledger.tensors[t].base != OWN_STORAGE for t in made)
-        passed = [t for t in wanted if hands_on and ledger.tensors[t].num_bytes == got_bytes]
-        fresh = [t for t in wanted if t not in passed]
-        for tensor in passed:
-            self._hand_on(tensor, got[0])
-        if not fresh:
+        if name == _LEAF:
+            self._accumulate(node, got[0])
             return
-        sizes = [ledger.tensors[tensor].num_bytes for tensor in fresh]
-        mirror = Op(
-            f"{op.name}.backward",
-            f"{op.kind}_backward",
-            op.module,
+        wanted = [(follower, nr) for follower, nr in node.next_functions if follower is not None]
+        largest = max(got.values(), key=lambda grad: self.recorder.ledger.tensors[grad].num_bytes)
+        size = self.recorder.ledger.tensors[largest].num_bytes
+        passed = [slot for slot in wanted if name in HANDS_ON and self._passes(name, _grad_bytes(slot), size)]
+        mirror = self._mirror(node)
+        for slot in passed:
+            self._give(slot, largest, mirror)
+        fresh = [slot for slot in wanted if slot not in passed]
+        if fresh:
+            self._work(node, name, sorted(set(got.values())), fresh, mirror)
+
+    def _passes(self, name: str, wanted: int, got: int) -> bool:
+        """A sum's gradient is one number seen many times, a part's is a look at the whole."""
+        if name == "Sum":
+            return True
+        return wanted <= got if name in ("Cat", "Stack") else wanted == got
+
+    def _work(self, node: Any, name: str, got: list[int], fresh: list[Slot], mirror: int) -> None:
+        ledger = self.recorder.ledger
+        saved = sorted({base for tensor in _saved(node) if (base := self._base(tensor)) is not None})
+        sizes = [_grad_bytes(slot) for slot in fresh]
+        home = ledger.ops[mirror] if mirror != NO_MIRROR else None
+        op = Op(
+            f"{self._name(mirror)}.backward",
+            f"{name}_backward".lower(),
+            home.module if home else "",
             Phase.BACKWARD,
-            mirror=forward,
-            signature=f"backward of {op.signature}" if op.signature else "",
-            dtype=op.dtype,
-            flops=op.flops * min(2, len(wanted)),
-            bytes_moved=sum(ledger.tensors[t].num_bytes for t in {*got, *saved}) + sum(sizes),
+            mirror=mirror,
+            dtype=_dtype(fresh),
+            flops=self.recorder.flops_at.get(_order(node), 0.0) * _factor(name, fresh),
+            bytes_moved=sum(ledger.tensors[tensor].num_bytes for tensor in {*got, *saved}) + sum(sizes),
         )
-        new = [t for t in fresh if t not in self.grads]
-        old = [t for t in fresh if t in self.grads]
-        mirror.workspace_bytes = sum(ledger.tensors[t].num_bytes for t in old)
-        mirror.workspace_bytes += self._inner_bytes(made, readers)
-        reads = [*got, *saved, *(self.grads[t] for t in old)]
-        results = ledger.add(mirror, reads, [ledger.tensors[t].num_bytes for t in new])
-        for tensor, grad in zip(new, results, strict=True):
-            self.grads[tensor] = grad
+        for slot, grad in zip(fresh, ledger.add(op, sorted({*got, *saved}), sizes), strict=True):
+            self._give(slot, grad, mirror)
 
-    def _saved(
-        self, kind: str, inputs: list[int], made: list[int], held: set[int], readers: dict[int, set[int]]
-    ) -> list[int]:
-        bases = {self._base(tensor) for tensor in made}
-        saved = {base for base in bases if kind in SAVE_OUTPUT or not readers.get(base)}
-        if kind not in SAVE_NOTHING:
-            saved |= {self._base(tensor) for tensor in inputs}
-        return sorted(saved & held)
+    def _accumulate(self, node: Any, grad: int) -> None:
+        """A leaf takes the gradient as its own, copies one that others hold, or adds it to what it has."""
+        ledger, leaf, mirror = self.recorder.ledger, node.variable, self.recorder.last_mirror
+        own, size = self.leaf.get(id(leaf)), leaf.numel() * leaf.itemsize
+        if own is not None:
+            self.leaf[id(leaf)] = self._added(own, grad, mirror, in_place=True)
+        elif self._holders.get(grad, 0) or ledger.tensors[grad].num_bytes != size:
+            copied = Op(f"{self._name(mirror)}.backward", "clone", "", Phase.BACKWARD, mirror=mirror)
+            self.leaf[id(leaf)] = ledger.add(copied, [grad], [size])[0]
+        else:
+            self.leaf[id(leaf)] = grad
 
-    def _inner_bytes(self, made: list[int], readers: dict[int, set[int]]) -> int:
-        """What the op made for itself has gradients too; two of them are there at once."""
-        inner = [t for t in made if self._base(t) == t and not readers.get(t)]
-        sizes = sorted(self.ledger.tensors[t].num_bytes for t in inner if self.ledger.tensors[t].floating)
-        return sum(sizes[-2:])
+    def _give(self, slot: Slot, grad: int, mirror: int) -> None:
+        old = self._grads.get(slot)
+        if old is not None:
+            self._holders[old] -= 1
+            grad = self._added(old, grad, mirror, in_place=not self._holders[old])
+        self._grads[slot] = grad
+        self._holders[grad] = self._holders.get(grad, 0) + 1
 
-    def _hand_on(self, tensor: int, grad: int) -> None:
-        """The gradient of an input is that of the output; a second one is added into the first."""
-        self.grads.setdefault(tensor, grad)
+    def _take(self, slot: Slot) -> int:
+        grad = self._grads.pop(slot)
+        self._holders[grad] -= 1
+        return grad
 
-    def _base(self, tensor: int) -> int:
-        base = self.ledger.tensors[tensor].base
-        return tensor if base == OWN_STORAGE else base
+    def _added(self, old: int, new: int, mirror: int, *, in_place: bool) -> int:
+        ledger = self.recorder.ledger
+        size = ledger.tensors[old].num_bytes
+        op = Op(
+            f"{self._name(mirror)}.backward", "add", "", Phase.BACKWARD, mirror=mirror, bytes_moved=3 * size
+        )
+        reads = sorted({old, new})
+        return ledger.add_into(op, reads, old) if in_place else ledger.add(op, reads, [size])[0]
+
+    def _base(self, tensor: torch.Tensor) -> int | None:
+        number = self.recorder.key(tensor)[0]
+        return self.recorder.ledger.base(number) if self.recorder.ledger.knows(number) else None
+
+    def _mirror(self, node: Any) -> int:
+        return self.recorder.mirrored(_order(node))
+
+    def _name(self, mirror: int) -> str:
+        return self.recorder.ledger.ops[mirror].name if mirror != NO_MIRROR else "loss"
+
+
+def _num_readers(root: Any) -> dict[Any, int]:
+    """How many nodes give each node a gradient."""
+    waiting, todo = {root: 0}, [root]
+    while todo:
+        for follower, _ in todo.pop().next_functions:
+            if follower is not None:
+                if follower not in waiting:
+                    waiting[follower] = 0
+                    todo.append(follower)
+                waiting[follower] += 1
+    return waiting
+
+
+def _called(node: Any) -> str:
+    match = _NAME.match(node.name())
+    return match.group(1) if match else str(node.name())
+
+
+def _order(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def _num_grads(node: Any) -> int:
+    return max(1, len(node._input_metadata))
+
+
+def _meta(slot: Slot) -> Any:
+    node, nr = slot
+    return node._input_metadata[nr]
+
+
+def _grad_bytes(slot: Slot) -> int:
+    return int(torch.Size(_meta(slot).shape).numel()) * int(_meta(slot).dtype.itemsize)
+
+
+def _dtype(slots: list[Slot]) -> Dtype:
+    return dtype_of(_meta(slots[0]).dtype)
+
+
+def _factor(name: str, fresh: list[Slot]) -> float:
+    for part, factor in _HIGHER:
+        if part.lower() in name.lower():
+            return factor
+    return float(min(2, sum(len(_meta(slot).shape) > 1 for slot in fresh)))
+
+
+def _saved(node: Any) -> list[torch.Tensor]:
+    """The tensors a node saved."""
+    found: list[torch.Tensor] = []
+    for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
+        try:
+            found += tensors_in(getattr(node, attribute, None))
+        except RuntimeError:  # let go of already
+            continue
+    return found

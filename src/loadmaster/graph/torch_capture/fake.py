@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FakeModel:
         ]
         found = []
         for name, value in [*given, *self.kwargs.items()]:
-            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            leaves = tensors_in(value)
             if leaves and isinstance(value, torch.Tensor):
                 found.append((name, value))
             else:
@@ -62,12 +62,43 @@ def faked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fa
     try:
         copied = copy.deepcopy(model, dict(memo))
     except Exception:  # a lock, a file, a generator: such attributes are shared instead
-        copied = _rebuilt(model, memo)
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: like(tensor, mode), (args, kwargs))
+        copied = rebuilt(model, memo)
+    args, kwargs = _copied_inputs((args, kwargs), mode)
     return FakeModel(mode, copied, args, kwargs)
 
 
-def _rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of the user's own)."""
+    twins: dict[int, Any] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        return twins.setdefault(id(tensor), like(tensor, mode))
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return twin(leaf)
+        if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not tensors_in(leaf):
+            return leaf
+        try:
+            return copy.deepcopy(leaf, {id(tensor): twin(tensor) for tensor in tensors_in(leaf)})
+        except Exception:  # what cannot be copied is shared; its tensors become constants
+            return leaf
+
+    return tree_map(copied, inputs)
+
+
+def tensors_in(tree: Any, *, depth: int = 4) -> list[torch.Tensor]:
+    """The tensors of a tree, also those in attributes of objects that torch does not take apart."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += tensors_in(dict(vars(leaf)), depth=depth - 1)
+    return found
+
+
+def rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The tree of modules once more, with the tensors of `memo`; all else is shared with the original."""
     if id(module) not in memo:
         made = memo[id(module)] = object.__new__(type(module))
@@ -76,7 +107,7 @@ def _rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             for name, value in vars(module).items()
         }
         children = module._modules.items()
-        state["_modules"] = {name: child and _rebuilt(child, memo) for name, child in children}
+        state["_modules"] = {name: child and rebuilt(child, memo) for name, child in children}
         made.__dict__.update(state)
     return memo[id(module)]
 

@@ -204,12 +204,6 @@ class Ledger:
         if storage in self._storages:
             self._storages[storage].keep = True
 
-    def reads_storage(self, storage: int) -> None:
-        """The open op reads a whole storage."""
-        record = self._storages[storage]
-        record.users.add(self.current)
-        self._uses[(self._base(storage), self.current)] = None
-
     def tensor(self, key: Key) -> int:
         """The tensor that is what `key` looks at."""
         return self._seen(self._looks[key])
@@ -222,17 +216,6 @@ class Ledger:
         """Two ops that must sit on one device."""
         self._together.append((one, other))
 
-    def held(self) -> set[int]:
-        """The base tensors of storages that somebody still holds."""
-        return {record.tensor for record in self._storages.values() if not record.freed}
-
-    def inputs(self) -> dict[int, list[int]]:
-        """The tensors that each op reads."""
-        found: dict[int, list[int]] = {}
-        for tensor, op in self._uses:
-            found.setdefault(op, []).append(tensor)
-        return found
-
     def add(self, op: Op, reads: list[int], makes: list[int]) -> list[int]:
         """An op that nobody ran: what it reads, the bytes of what it makes; gives the tensors made."""
         index = self.open(op)
@@ -244,6 +227,23 @@ class Ledger:
             self.tensors.append(Tensor(index, num_bytes, OWN_STORAGE, True))
         self.close()
         return made
+
+    def add_into(self, op: Op, reads: list[int], target: int) -> int:
+        """An op that nobody ran, and that writes a tensor in place; gives what it leaves behind."""
+        index = self.open(op)
+        for tensor in reads:
+            self._uses[(tensor, index)] = None
+        base = self.tensors[target].base
+        self.tensors.append(
+            Tensor(index, self.tensors[target].num_bytes, target if base == OWN_STORAGE else base, True)
+        )
+        self.close()
+        self.together(index, self.tensors[target].op)
+        return len(self.tensors) - 1
+
+    def base(self, storage: int) -> int:
+        """The tensor that is a storage itself."""
+        return self._base(storage)
 
     def keep_tensor(self, tensor: int) -> None:
         """A tensor of `add` that lives to the end of the step."""

@@ -39,6 +39,8 @@ _SILENT = {
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten._assert_async.msg,
 }
+_NO_NODE = -1
+_LEAF = 2**64 - 1  # a leaf takes the gradient that the node before it made
 
 
 class Recorder(TorchDispatchMode):
@@ -68,7 +70,8 @@ class Recorder(TorchDispatchMode):
         self._refs: dict[int, dict[int, Any]] = {}  # number -> its storages, more than one when adopted
         self._next = 0
         self._mirror_of: dict[int, int] = {}  # autograd sequence number -> forward op
-        self._last_mirror = NO_MIRROR
+        self.last_mirror = NO_MIRROR
+        self.flops_at: dict[int, float] = {}  # autograd sequence number -> flops of the forward op
         self._made_by: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     @classmethod
@@ -143,7 +146,7 @@ class Recorder(TorchDispatchMode):
     def begin_backward(self, loss: torch.Tensor) -> None:
         """What runs from now on is autograd's."""
         self.phase = Phase.BACKWARD
-        self._last_mirror = self.ledger.producer(self._number(loss))
+        self.last_mirror = self.ledger.producer(self._number(loss))
 
     def keep(self, tensor: torch.Tensor) -> None:
         """A tensor that its owner holds to the end of the step."""
@@ -225,12 +228,18 @@ class Recorder(TorchDispatchMode):
                 ledger.make(self.key(tensor), num_bytes, tensor.untyped_storage().nbytes())
                 self._made_by[number] = self._sequence()
         op = ledger.ops[ledger.current]
-        op.flops += flops_of(call.func, call.args, call.kwargs, call.out)
+        flops = flops_of(call.func, call.args, call.kwargs, call.out)
+        op.flops += flops
+        if flops and self.phase == Phase.FORWARD:  # autograd numbers its node before the op runs
+            self.flops_at[torch.autograd._get_sequence_nr() - 1] = flops
         op.bytes_moved += bytes_moved(call.func, call.before, call.after)
 
     def _open(self, call: "_Call") -> None:
         """An op of its own for what runs outside of every other."""
         kind, ledger = kind_of(call.func), self.ledger
+        if self.phase == Phase.BACKWARD:
+            self.num_backward += 1
+            self.num_attributed += self._known(self._sequence())
         mirror = self._attributed()
         home = ledger.ops[mirror] if mirror != NO_MIRROR else None
         index = ledger.open(
@@ -258,17 +267,23 @@ class Recorder(TorchDispatchMode):
         """The forward op that the running autograd node belongs to."""
         if self.phase != Phase.BACKWARD:
             return NO_MIRROR
-        self.num_backward += 1
-        mirror = self._mirror_of.get(self._sequence(), NO_MIRROR)
+        return self.mirrored(self._sequence())
+
+    def _known(self, sequence: int) -> bool:
+        """Whether an op is known to be its mirror's: by number, as the loss's first gradient, or as a leaf's."""
+        return sequence in self._mirror_of or sequence in (_NO_NODE, _LEAF)
+
+    def mirrored(self, sequence: int) -> int:
+        """The forward op of a sequence number; of one that no op has, that of the last."""
+        mirror = self._mirror_of.get(sequence, NO_MIRROR)
         if mirror == NO_MIRROR:
-            mirror = self._last_mirror  # a weight's gradient is handed over: it is the last node's
-        self._last_mirror = mirror
-        self.num_attributed += mirror != NO_MIRROR
+            mirror = self.last_mirror  # a weight's gradient is handed over: it is the last node's
+        self.last_mirror = mirror
         return mirror
 
     def _sequence(self) -> int:
         node = torch._C._current_autograd_node()
-        return int(node._sequence_nr()) if node is not None else -1
+        return int(node._sequence_nr()) if node is not None else _NO_NODE
 
     def _gathers_in_place(self, func: Any, before: list[torch.Tensor]) -> bool:
         """Whether autograd adds two gradients here, which it does in place on real tensors.

@@ -29,15 +29,19 @@ _QUANTISED_MODULES = (
 
 def check_model(model: Any) -> None:
     """Raise for what no path can capture."""
+    if getattr(model, "__name__", "") == "generate" and isinstance(
+        getattr(model, "__self__", None), nn.Module
+    ):
+        raise InputError(
+            "generate() runs the model once for every token, with a cache that grows; capture the model itself on"
+            " the inputs of one such run (past_key_values of the length you mean), with train=False"
+        )
     if not isinstance(model, nn.Module):
         raise InputError(f"{type(model).__name__} is not a torch.nn.Module; give the model itself")
     for path, module in model.named_modules():
         _check_wrapper(path, module)
+        _check_script(path, module)
         _check_quantised(path, module)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise GraphError(
-            "a TorchScript model has no Python code to follow; capture the nn.Module it came from"
-        )
     _check_lazy(model)
     _check_devices(model)
 
@@ -54,6 +58,14 @@ def _check_wrapper(path: str, module: nn.Module) -> None:
         if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
             where = f" at {path!r}" if path else ""
             raise GraphError(f"the model is wrapped in {kind.__name__}{where}; {_WRAPPERS[kind.__name__]}")
+
+
+def _check_script(path: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"module {path!r} is" if path else "the model is"
+        raise GraphError(
+            f"{what} TorchScript, which has no Python code to follow; use the nn.Module it came from"
+        )
 
 
 def _check_quantised(path: str, module: nn.Module) -> None:

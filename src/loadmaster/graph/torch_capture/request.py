@@ -1,7 +1,6 @@
 """Request: what `capture` was asked, and the paths it tries in turn."""
 
 import contextlib
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
-from loadmaster.graph.torch_capture.answers import Answers, reads_of
+from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
 from loadmaster.graph.torch_capture.exported import export, run_exported
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.ledger import Ledger
@@ -55,6 +54,7 @@ class Request:
             except InputError:
                 raise
             except Exception as problem:  # torch and the user's model may raise anything
+                leave_transforms()
                 if attempt == attempts[-1]:
                     raise self._cannot(problem) from problem
         raise AssertionError("there is a last attempt")
@@ -65,7 +65,7 @@ class Request:
         step = self._step(fake, Answers(assume=self.assume))
         try:
             step.begin()
-            with fake.mode, step.recorder:
+            with fake.mode, step.recorder, Kernels(self.target), Reads(step.recorder.answers):
                 run_traced(fake, step.recorder)
         except Exception as own:
             return GraphError(
@@ -87,13 +87,25 @@ class Request:
                 raise
             return self._traced(self._faked(), path)
         step = self._step(fake, Answers(assume=self.assume))
-        graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
+        try:
+            graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
+        except InputError:
+            raise
+        except Exception:
+            leave_transforms()
+            if path == "joint":
+                raise
+            return self._traced(self._faked(), path)
+        if step.recorder.answers.num_assumed and path == "estimated":
+            return self._traced(self._faked(), path)
         if strict and step.recorder.answers.num_assumed:
             raise RuntimeError("values were read in the backward pass")
         return graph
 
     def _traced(self, fake: FakeModel, path: str) -> Graph:
-        answers = Answers(assume=self.assume, reads=reads_of(self._moded(), self.args, self.kwargs))
+        answers = Answers(
+            assume=self.assume, reads=reads_of(self._moded(), self.args, self.kwargs, train=self.train)
+        )
         step = self._step(fake, answers, holds=not self.train)  # a step peaks where autograd holds them all
         return self._written(step, lambda: run_traced(fake, step.recorder), path)
 
@@ -106,8 +118,7 @@ class Request:
         """The model in the mode asked for; a copy, with the same weights, where it is in the other."""
         if self.model.training == self.train:
             return self.model
-        shared = copy.deepcopy(self.model, {id(weight): weight for weight in self.model.parameters()})
-        return shared.train(self.train)
+        return with_same_weights(self.model).train(self.train)
 
     def _step(self, fake: FakeModel, answers: Answers, *, holds: bool = False) -> Step:
         recorder = Recorder(Ledger(holds=holds), fake.mode, answers=answers, target=self.target)
@@ -118,13 +129,13 @@ class Request:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
         with mode, torch.set_grad_enabled(self.train):
-            with recorder, Kernels(self.target):
+            with recorder, Kernels(self.target), Reads(recorder.answers):
                 with self._casting():
                     out = step.forward(forward)
                     lost = step.lost(out) if self.train else None
                 grads = None
                 if lost is not None and path == "estimated":
-                    grads = step.estimate(lost, ops)
+                    grads = step.estimate(lost)
                 elif lost is not None:
                     step.backward(lost)
             if self.train:
@@ -153,6 +164,13 @@ class Request:
         if answers.num_assumed:
             words.append(f"{answers.num_assumed} branch{'es' * (answers.num_assumed > 1)} assumed")
         return "; ".join(words)
+
+
+def leave_transforms() -> None:
+    """A failure inside of vmap or grad leaves torch inside of it."""
+    functorch = torch._C._functorch
+    while functorch.get_dynamic_layer_stack_depth():
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(functorch.get_dynamic_layer_stack_depth() - 1)
 
 
 def shortened(problem: BaseException) -> str:

@@ -1,16 +1,15 @@
 """Step: weights, forward, loss, backward and updates of one training step, written into a ledger."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import GraphError
 from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture.estimate import Estimate
-from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture.fake import FakeModel, tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
 from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.update import Update, updates
@@ -28,6 +27,7 @@ class Step:
     loss: Callable[[Any], torch.Tensor] | None
     optimizer: Any
     at_once: bool = False  # torch's optimizers update all weights together
+    _leaf: dict[int, int] = field(default_factory=dict)  # gradients that rules made
 
     def begin(self) -> dict[str, int]:
         """Weights, buffers and inputs; gives the op of every weight."""
@@ -69,19 +69,16 @@ class Step:
             if given.grad is not None:
                 self.recorder.keep(given.grad)
 
-    def estimate(self, loss: torch.Tensor, param_op: dict[str, int]) -> dict[str, int]:
+    def estimate(self, loss: torch.Tensor) -> dict[str, int]:
         """The gradients of the loss, by rules; gives that of every weight that has one."""
-        ledger = self.recorder.ledger
-        weights = {name: weight for name, weight in self.fake.weights().items() if weight.requires_grad}
-        rules = Estimate(ledger, {param_op[name] for name in weights})
-        key = self.recorder.key(loss)
-        rules.backward(ledger.tensor(key), ledger.maker(key))
-        found = {}
-        for name, weight in weights.items():
-            grad = rules.grads.get(ledger.tensor(self.recorder.key(weight)))
-            if grad is not None:
-                found[name] = grad
-                ledger.keep_tensor(grad)
+        self.recorder.begin_backward(loss)
+        Estimate(self.recorder, self._leaf).backward(loss)
+        ledger, found = self.recorder.ledger, {}
+        for grad in self._leaf.values():
+            ledger.keep_tensor(grad)
+        for name, weight in self.fake.weights().items():
+            if id(weight) in self._leaf:
+                found[name] = self._leaf[id(weight)]
                 weight.grad = torch.empty_like(weight)
         return found
 
@@ -128,17 +125,6 @@ class Step:
         ledger.together(len(ledger.ops) - 1, param)
         if estimated is None:
             recorder.keep(weight.grad)  # it lives until the next step begins
-
-
-def tensors_in(out: Any) -> list[torch.Tensor]:
-    """The tensors of an output, also those in attributes of an object that torch does not take apart."""
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module):
-            found += [part for part in tree_leaves(vars(leaf)) if isinstance(part, torch.Tensor)]
-    return found
 
 
 def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ measured. What it touches belongs to the weight whose weight, gradient or state 
 taken apart. Scalars it reads (its step count) are 1.
 """
 
+import collections
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -99,10 +100,20 @@ def on_fakes(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Module) -> An
                 )
             own = [twin[id(weight)] for weight in group["params"]]
             groups.append({**group, "params": [weight for weight in own if id(weight) in wanted]})
-        return type(optimizer)([group for group in groups if group["params"]])
+        return _with_groups(optimizer, [group for group in groups if group["params"]])
 
     made.__name__ = type(optimizer).__name__
     return made
+
+
+def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+    """An optimizer like the user's on other weights, its state still to be made; what else it has is shared."""
+    try:
+        return type(optimizer)(groups)
+    except TypeError:  # it wants arguments that only its owner knows
+        made = object.__new__(type(optimizer))
+        made.__dict__.update(optimizer.__dict__, param_groups=groups, state=collections.defaultdict(dict))
+        return made
 
 
 def optimizer_name(optimizer: Any) -> str:
