@@ -50,7 +50,8 @@ def why_not_runnable(problem: Problem, plan: Plan) -> list[str]:
     """What keeps a valid plan from being run as autograd runs a step; such a plan can only be simulated.
 
     A backward op sits with the op it mirrors, an update with its parameter, and the backward ops of a
-    device run in the reverse order of the forward ops they mirror.
+    device run in the reverse order of the forward ops they mirror, but for what the graph itself has in
+    another order: ops that run again for a backward pass, or a second backward pass.
     """
     graph, device, found = problem.graph, plan.device, []
     back = np.flatnonzero(graph.mirror != NO_MIRROR)
@@ -64,7 +65,8 @@ def why_not_runnable(problem: Problem, plan: Plan) -> list[str]:
         found.append(f"update {graph.op_name[user[torn[0]]]!r} is not on the device of its parameter")
     order = back[np.lexsort((back, plan.priority[back], device[back]))]
     same = device[order[1:]] == device[order[:-1]]
-    if (same & (graph.mirror[order[1:]] > graph.mirror[order[:-1]])).any():
+    turned = (graph.mirror[order[1:]] > graph.mirror[order[:-1]]) & (order[1:] < order[:-1])
+    if (same & turned).any():
         found.append("backward ops do not run in the reverse order of their forward ops")
     return found
 

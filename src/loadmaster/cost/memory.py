@@ -122,7 +122,8 @@ def weight_and_update_ops(graph: Graph) -> tuple[Ints, Ints]:
     label, first, count = np.unique(graph.group[param], return_index=True, return_counts=True)
     alone = dict(zip(label[count == 1].tolist(), param[first[count == 1]].tolist(), strict=True))
     labelled = zip(update.tolist(), graph.group[update].tolist(), strict=True)
-    rest = [(alone[group], op) for op, group in labelled if group in alone]
+    read = set(reading[0].tolist())  # what else is done to their gradients is no second update
+    rest = [(alone[group], op) for op, group in labelled if group in alone and alone[group] not in read]
     pairs = np.concatenate([reading, np.array(rest, dtype=np.int32).reshape(-1, 2).T], axis=1)
     return pairs[0], pairs[1]
 

@@ -43,6 +43,9 @@ def capture(
     target: str | None = None,
     path: str | None = None,
     autocast: "torch.dtype | None" = None,
+    accumulation: int = 1,
+    grad_scaler: bool = False,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
     assume: float = 1.0,
     name: str = "",
 ) -> Graph:
@@ -51,17 +54,32 @@ def capture(
     `optimizer` is a class, a name, a function of the weights, an optimizer or None. `loss` makes one number
     of what the model gives; without it the model's own loss is taken, else the mean of its outputs.
     `target` is the kind of device whose kernels are meant ('cpu' or 'cuda'); `autocast` the dtype of mixed
-    precision. `assume` stands for values that the model reads and that nobody can know.
+    precision, `grad_scaler` scales its loss, and `accumulation` is the number of forward and backward passes
+    before an update. `ranges` ({"batch": (1, 64), "seq": (2, 1024)}) are sizes at whose ends the model must
+    run the same ops. `assume` stands for values that the model reads and that nobody can know.
     """
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
     torch = _torch()
+    from loadmaster.graph.torch_capture.ranges import checked_ranges
     from loadmaster.graph.torch_capture.request import Request
 
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     title = name or type(model).__name__
     request = Request(
-        model, inputs, dict(kwargs or {}), optimizer, loss, train, target, autocast, assume, title
+        model=model,
+        args=inputs,
+        kwargs=dict(kwargs or {}),
+        optimizer=optimizer,
+        loss=loss,
+        train=train,
+        target=target,
+        autocast=autocast,
+        assume=assume,
+        name=title,
+        accumulation=accumulation,
+        grad_scaler=grad_scaler,
+        ranges=checked_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
     with _quiet():
         request.check()

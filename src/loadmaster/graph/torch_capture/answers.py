@@ -65,8 +65,8 @@ class Answers:
         return torch.full(tuple(tensor.shape), self._assumed()).to(tensor.dtype)
 
     def again(self) -> None:
-        """The model runs once more on the same example."""
-        self._at = 0
+        """The model runs, maybe once more, on the same example: it reads the same."""
+        self._at = self.num_followed = self.num_assumed = 0
 
     def next(self, name: str) -> tuple[bool, Any]:
         """What the real run read here, if it read the same."""

@@ -4,11 +4,11 @@ The forward pass has left a graph of autograd nodes. Each says what it saved, wh
 it and of what shape; what it would run is not known, and is taken by rule:
 
     it reads the gradients it gets and all that it saved;
-    it makes a gradient for every node that wants one, of that node's shape, or hands on the one it got (HANDS_ON:
-    sums, views, copies) as far as the sizes agree;
+    it makes a gradient for every node that wants one, of that node's shape, or hands on the one it got
+    (HANDS_ON: sums, views, copies) as far as the sizes agree;
     a second gradient of one tensor is added to the first, in place where nobody else holds it;
-    a product takes its forward flops once for each of its factors that has a gradient, attention two and a half
-    times, a recurrent layer twice.
+    a product takes its forward flops once for each of its factors that has a gradient, attention two and a
+    half times, a recurrent layer twice.
 
 Nodes run as autograd runs them: of those that are ready, the one that was made last.
 """
@@ -27,10 +27,36 @@ from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.words import dtype_of
 
 HANDS_ON = frozenset(
-    """
-    Add Sub View UnsafeView ReshapeAlias Transpose T Permute Unsqueeze Squeeze Expand Alias Detach Clone Cat Stack
-    Sum ToCopy Contiguous Movedim Unflatten Flatten AsStrided Real ViewAsReal ViewAsComplex Conj LiftFresh
-    """.split()
+    {
+        "Add",
+        "Sub",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Transpose",
+        "T",
+        "Permute",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "Alias",
+        "Detach",
+        "Clone",
+        "Cat",
+        "Stack",
+        "Sum",
+        "ToCopy",
+        "Contiguous",
+        "Movedim",
+        "Unflatten",
+        "Flatten",
+        "AsStrided",
+        "Real",
+        "ViewAsReal",
+        "ViewAsComplex",
+        "Conj",
+        "LiftFresh",
+    }
 )
 _HIGHER = ("Attention", 2.5), ("Rnn", 2.0), ("Lstm", 2.0), ("Gru", 2.0)
 _NAME = re.compile(r"(?:.*::)?(\w+?)(?:Backward\d*)?$")
@@ -40,7 +66,7 @@ Slot = tuple[Any, int]  # a node, and which of its gradients
 
 @dataclass(slots=True)
 class Estimate:
-    """Backward ops are added to the recorder's ledger; `leaf` are the gradients of weights and inputs so far."""
+    """Adds backward ops to the recorder's ledger; `leaf` are the gradients of weights and inputs so far."""
 
     recorder: Recorder
     leaf: dict[int, int]  # id of a tensor -> tensor of the ledger

@@ -68,7 +68,7 @@ def faked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fa
 
 
 def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of the user's own)."""
+    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class)."""
     twins: dict[int, Any] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:

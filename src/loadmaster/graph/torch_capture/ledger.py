@@ -82,6 +82,7 @@ class Ledger:
         self._holds = holds
         self.ops: list[Op] = []
         self.current = NO_OP
+        self.suffix = ""  # of the names of forward ops
         self._storages: dict[int, _Storage] = {}
         self._looks: dict[Key, _Look] = {}
         self.tensors: list[Tensor] = []
@@ -94,7 +95,7 @@ class Ledger:
     def open(self, op: Op) -> int:
         """Begin an op; all that is recorded until `close` is part of it. Its name is made unique."""
         assert self.current == NO_OP, f"op {self.ops[self.current].name} is still open"
-        op.name = self._unique(op.name)
+        op.name = self._unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name)
         self.ops.append(op)
         self.current = len(self.ops) - 1
         return self.current
@@ -230,20 +231,60 @@ class Ledger:
 
     def add_into(self, op: Op, reads: list[int], target: int) -> int:
         """An op that nobody ran, and that writes a tensor in place; gives what it leaves behind."""
-        index = self.open(op)
-        for tensor in reads:
-            self._uses[(tensor, index)] = None
-        base = self.tensors[target].base
-        self.tensors.append(
-            Tensor(index, self.tensors[target].num_bytes, target if base == OWN_STORAGE else base, True)
-        )
-        self.close()
+        self.add(op, reads, [])
+        index, base = len(self.ops) - 1, self.tensors[target].base
+        whole = target if base == OWN_STORAGE else base
+        self.tensors.append(Tensor(index, self.tensors[target].num_bytes, whole, True))
         self.together(index, self.tensors[target].op)
         return len(self.tensors) - 1
 
     def base(self, storage: int) -> int:
         """The tensor that is a storage itself."""
         return self._base(storage)
+
+    def output(self, num_bytes: int) -> int:
+        """One more tensor of the last op."""
+        self.tensors.append(Tensor(len(self.ops) - 1, num_bytes, OWN_STORAGE, True))
+        return len(self.tensors) - 1
+
+    def use(self, tensor: int, op: int) -> None:
+        """An op reads a tensor."""
+        self._uses[(tensor, op)] = None
+
+    def uses(self) -> list[tuple[int, int]]:
+        """Every (tensor, op) so far."""
+        return list(self._uses)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Ops that sit on one device, as far as was said."""
+        return list(self._together)
+
+    def rewritten(self, first: int) -> list[tuple[int, int]]:
+        """Tensors on memory that ops from `first` on wrote last, and what these left there."""
+        found = {}
+        for record in self._storages.values():
+            if record.op < first and record.last_write is not None and record.last_write.op >= first:
+                found[self._base(record.last_write.storage)] = self._seen(record.last_write)
+        return [
+            (at, found[base])
+            for at, one in enumerate(self.tensors)
+            if one.op < first and (base := at if one.base == OWN_STORAGE else one.base) in found
+        ]
+
+    def copied(self, op: Op) -> int:
+        """An op that runs as another did."""
+        op.name = self._unique(op.name)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def moved(self, to_op: dict[int, int], to_tensor: dict[int, int]) -> None:
+        """What is still to be said of these ops and tensors is said of others."""
+        for record in self._storages.values():
+            record.op = to_op.get(record.op, record.op)
+            record.tensor = to_tensor.get(record.tensor, record.tensor)
+        written = [record.last_write for record in self._storages.values() if record.last_write is not None]
+        for look in {id(look): look for look in [*self._looks.values(), *written]}.values():
+            look.op, look.tensor = to_op.get(look.op, look.op), to_tensor.get(look.tensor, look.tensor)
 
     def keep_tensor(self, tensor: int) -> None:
         """A tensor of `add` that lives to the end of the step."""

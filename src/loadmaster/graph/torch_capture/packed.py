@@ -31,7 +31,7 @@ def pack(shapes: Any, source: torch.Tensor, lengths: torch.Tensor, batch_first: 
     total = shapes[0][0] if shapes else steps * rows
     data = whole[:steps].reshape(steps * rows, *whole.shape[2:])[:total].clone()
     sizes = torch.empty(steps, dtype=torch.int64)
-    sizes.num_rows = rows  # type: ignore[attr-defined]
+    sizes.num_rows = rows
     return data, sizes
 
 

@@ -143,6 +143,12 @@ class Recorder(TorchDispatchMode):
             of = next((self.key(source) for source in sources if self.key(source)[0] == key[0]), key)
             self.ledger.view(key, tensor_bytes(tensor), of)
 
+    def begin_forward(self, suffix: str) -> None:
+        """The model runs, maybe once more: its ops end in `suffix`."""
+        self.phase, self.prefix, self.module = Phase.FORWARD, "", ""
+        self.ledger.suffix = suffix
+        self.answers.again()
+
     def begin_backward(self, loss: torch.Tensor) -> None:
         """What runs from now on is autograd's."""
         self.phase = Phase.BACKWARD
@@ -270,7 +276,7 @@ class Recorder(TorchDispatchMode):
         return self.mirrored(self._sequence())
 
     def _known(self, sequence: int) -> bool:
-        """Whether an op is known to be its mirror's: by number, as the loss's first gradient, or as a leaf's."""
+        """Whether an op is known to be its mirror's: by number, as the loss's own gradient, or as a leaf's."""
         return sequence in self._mirror_of or sequence in (_NO_NODE, _LEAF)
 
     def mirrored(self, sequence: int) -> int:

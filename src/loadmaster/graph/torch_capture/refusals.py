@@ -17,6 +17,7 @@ _WRAPPERS = {
     "DeepSpeedEngine": "capture engine.module",
     "PipelineStage": "capture the whole model",
 }
+MOST_MICRO_STEPS = 4096
 _QUANTISED_MODULES = (
     "torch.ao.nn.",
     "torch.nn.quantized.",
@@ -33,8 +34,8 @@ def check_model(model: Any) -> None:
         getattr(model, "__self__", None), nn.Module
     ):
         raise InputError(
-            "generate() runs the model once for every token, with a cache that grows; capture the model itself on"
-            " the inputs of one such run (past_key_values of the length you mean), with train=False"
+            "generate() runs the model once for every token, with a cache that grows; capture the model itself"
+            " on the inputs of one such run (past_key_values of the length you mean), with train=False"
         )
     if not isinstance(model, nn.Module):
         raise InputError(f"{type(model).__name__} is not a torch.nn.Module; give the model itself")
@@ -51,6 +52,23 @@ def check_inputs(args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, nn.Module | torch.optim.Optimizer):
             raise InputError(f"an input is a {type(leaf).__name__}; give tensors and plain values")
+
+
+def check_options(train: bool, *, autocast: Any, accumulation: Any, grad_scaler: Any) -> None:
+    """Raise for options of a training step that make none."""
+    if autocast is not None and autocast not in (torch.float16, torch.bfloat16):
+        raise InputError(f"autocast is {autocast!r}; give torch.bfloat16, torch.float16 or None")
+    whole = isinstance(accumulation, int) and not isinstance(accumulation, bool)
+    if not whole or not 1 <= accumulation <= MOST_MICRO_STEPS:
+        raise InputError(
+            f"accumulation is {accumulation!r}; give the number of passes before an update,"
+            f" 1 to {MOST_MICRO_STEPS}"
+        )
+    if not isinstance(grad_scaler, bool):
+        raise InputError(f"grad_scaler is {grad_scaler!r}; give True or False")
+    if not train and (accumulation > 1 or grad_scaler):
+        what = "accumulation" if accumulation > 1 else "grad_scaler"
+        raise InputError(f"{what} is of a training step, and train is False; leave it out")
 
 
 def _check_wrapper(path: str, module: nn.Module) -> None:

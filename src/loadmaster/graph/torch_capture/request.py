@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
+from loadmaster.graph.torch_capture.again import Again, marked
 from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
 from loadmaster.graph.torch_capture.exported import export, run_exported
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.ledger import Ledger
+from loadmaster.graph.torch_capture.ranges import Ranges, in_words, require_same, resized
 from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.refusals import check_inputs, check_model
+from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
 from loadmaster.graph.torch_capture.step import Step
 from loadmaster.graph.torch_capture.target import Casts, Kernels, require_target
 from loadmaster.graph.torch_capture.traced import last_op, run_traced
@@ -38,15 +40,34 @@ class Request:
     autocast: torch.dtype | None
     assume: float
     name: str
+    accumulation: int = 1
+    grad_scaler: bool = False
+    ranges: Ranges = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what cannot be captured, by name."""
         check_model(self.model)
         check_inputs(self.args, self.kwargs)
         require_target(self.target)
+        check_options(
+            self.train, autocast=self.autocast, accumulation=self.accumulation, grad_scaler=self.grad_scaler
+        )
 
     def captured(self, path: str | None) -> Graph:
-        """By the path asked for, else by the first that works."""
+        """By the path asked for, else by the first that works; the same ops all over the ranges."""
+        graph = self._first(path)
+        for end in (0, 1) if self.ranges else ():
+            sizes = {name: ends[end] for name, ends in self.ranges.items()}
+            args, kwargs = resized((self.args, self.kwargs), sizes)
+            other = replace(self, args=args, kwargs=kwargs, optimizer=None, ranges={})
+            try:
+                found = other._first(graph.capture.split(";")[0])
+            except GraphError as problem:
+                raise GraphError(f"with {in_words(sizes)}: {problem}; narrow the range") from problem
+            require_same(graph, found, sizes)
+        return graph
+
+    def _first(self, path: str | None) -> Graph:
         attempts = [path] if path is not None else ["joint", "traced", "estimated"]
         for attempt in attempts:
             try:
@@ -123,24 +144,39 @@ class Request:
     def _step(self, fake: FakeModel, answers: Answers, *, holds: bool = False) -> Step:
         recorder = Recorder(Ledger(holds=holds), fake.mode, answers=answers, target=self.target)
         optimizer = on_fakes(self.optimizer, self.model, fake.model)
-        return Step(fake, recorder, self.loss, optimizer, at_once=self.target == "cuda")
+        scale = None
+        if self.grad_scaler:
+            with fake.mode:
+                scale = torch.empty(())
+        at_once = self.target == "cuda"
+        return Step(fake, recorder, self.loss, optimizer, at_once, self.accumulation, scale)
 
     def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
         with mode, torch.set_grad_enabled(self.train):
+            moved: dict[int, int] = {}
             with recorder, Kernels(self.target), Reads(recorder.answers):
-                with self._casting():
-                    out = step.forward(forward)
-                    lost = step.lost(out) if self.train else None
-                grads = None
-                if lost is not None and path == "estimated":
-                    grads = step.estimate(lost)
-                elif lost is not None:
-                    step.backward(lost)
+                self._micro_step(step, forward, path, 1)
+                if self.accumulation > 1:
+                    again = Again(recorder.ledger, len(recorder.ledger.ops), step.follows)
+                    self._micro_step(step, forward, path, 2)
+                    moved = again.repeat(self.accumulation)
+            step.keep_outputs()
             if self.train:
-                step.update(ops, grads)
+                step.update(ops, step.estimated(moved) if path == "estimated" else None)
         return recorder.ledger.graph(self.name, self._how(path, recorder))
+
+    def _micro_step(self, step: Step, forward: Callable[[], Any], path: str, number: int) -> None:
+        """Forward and backward once."""
+        step.recorder.begin_forward(marked(number))
+        with self._casting():
+            out = step.forward(forward)
+            lost = step.lost(out) if self.train else None
+        if lost is not None and path == "estimated":
+            step.estimate(lost)
+        elif lost is not None:
+            step.backward(lost)
 
     def _casting(self) -> contextlib.ExitStack:
         """Autocast as the target does it."""
@@ -154,6 +190,9 @@ class Request:
         words = [path]
         words += ["kernels of cuda"] * (self.target == "cuda")
         words += [f"autocast {str(self.autocast).removeprefix('torch.')}"] * (self.autocast is not None)
+        words += [f"accumulation {self.accumulation}"] * (self.accumulation > 1)
+        words += ["grad_scaler"] * self.grad_scaler
+        words += [f"{name} {low} to {high}" for name, (low, high) in self.ranges.items()]
         if recorder.num_backward:
             words.append(
                 f"{100 * recorder.num_attributed / recorder.num_backward:.1f} % of backward attributed"

@@ -16,6 +16,8 @@ from loadmaster.graph.torch_capture.update import Update, updates
 from loadmaster.graph.torch_capture.words import dtype_of, signature_of, tensor_bytes
 
 Forward = Callable[[], Any]
+SCALE = "grad_scaler.scale"
+FLAG_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -27,6 +29,11 @@ class Step:
     loss: Callable[[Any], torch.Tensor] | None
     optimizer: Any
     at_once: bool = False  # torch's optimizers update all weights together
+    num_micro: int = 1  # forward and backward passes before the update
+    scale: torch.Tensor | None = None  # what a loss in 16 bits is multiplied by
+    follows: dict[int, int] = field(default_factory=dict)  # output of a micro-step -> that of the next
+    _outputs: list[int] = field(default_factory=list)  # storages
+    _held: Any = None
     _leaf: dict[int, int] = field(default_factory=dict)  # gradients that rules made
 
     def begin(self) -> dict[str, int]:
@@ -38,6 +45,8 @@ class Step:
             self._resident(name, "buffer", buffer)
         for name, tensor in self.fake.inputs():
             self._input(name, tensor)
+        if self.scale is not None:
+            self._input(SCALE, self.scale)
         return ops
 
     def _resident(self, name: str, kind: str, tensor: torch.Tensor) -> int:
@@ -55,11 +64,20 @@ class Step:
             self.recorder.keep(tensor)
 
     def forward(self, run: Forward) -> Any:
-        """The model's output; its owner holds it to the end of the step."""
+        """The model's output; its owner holds it to the end of the step, or until there is a new one."""
         out = run()
-        for tensor in tensors_in(out):
-            self.recorder.keep(tensor)
+        ledger, made = self.recorder.ledger, [self.recorder.key(tensor)[0] for tensor in tensors_in(out)]
+        last = len(ledger.ops) - 1
+        for old, new in zip(self._outputs, made, strict=False):
+            ledger.use(ledger.base(old), last)
+            self.follows[ledger.base(old)] = ledger.base(new)
+        self._outputs, self._held = made, out
         return out
+
+    def keep_outputs(self) -> None:
+        """What the model gave last is there to the end of the step."""
+        for storage in self._outputs:
+            self.recorder.ledger.keep(storage)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The gradients of the loss, by autograd."""
@@ -69,16 +87,23 @@ class Step:
             if given.grad is not None:
                 self.recorder.keep(given.grad)
 
-    def estimate(self, loss: torch.Tensor) -> dict[str, int]:
-        """The gradients of the loss, by rules; gives that of every weight that has one."""
+    def estimate(self, loss: torch.Tensor) -> None:
+        """The gradients of the loss, by rules."""
         self.recorder.begin_backward(loss)
+        before = dict(self._leaf)
         Estimate(self.recorder, self._leaf).backward(loss)
-        ledger, found = self.recorder.ledger, {}
-        for grad in self._leaf.values():
-            ledger.keep_tensor(grad)
+        for leaf, grad in self._leaf.items():
+            if leaf not in before:
+                self.recorder.ledger.keep_tensor(grad)
+            else:
+                self.follows[before[leaf]] = grad
+
+    def estimated(self, moved: dict[int, int]) -> dict[str, int]:
+        """The gradient of every weight that rules gave one; `moved` says where tensors went."""
+        found = {}
         for name, weight in self.fake.weights().items():
             if id(weight) in self._leaf:
-                found[name] = self._leaf[id(weight)]
+                found[name] = moved.get(self._leaf[id(weight)], self._leaf[id(weight)])
                 weight.grad = torch.empty_like(weight)
         return found
 
@@ -87,7 +112,8 @@ class Step:
         self.recorder.prefix, self.recorder.module = "loss.", "loss"
         loss = loss_of(out, self.loss)
         self.recorder.keep(loss)
-        return loss
+        loss = loss / self.num_micro if self.num_micro > 1 else loss
+        return loss * self.scale if self.scale is not None else loss
 
     def update(self, param_op: dict[str, int], grads: dict[str, int] | None = None) -> None:
         """One op per weight that has a gradient; `grads` are those that rules made."""
@@ -100,12 +126,37 @@ class Step:
                 self.recorder.keep(weights[name].grad)
             return
         found = updates(self.optimizer, [weights[name] for name in trained], at_once=self.at_once)
+        made = {name: self._grad(weights[name]) if grads is None else grads[name] for name in trained}
+        checked = None
+        if self.scale is not None:
+            made, checked = self._unscaled(made, param_op)
         for name, update in zip(trained, found, strict=True):
-            self._update(name, weights[name], param_op[name], update, None if grads is None else grads[name])
+            reads = [made[name], *([checked] if checked is not None else [])]
+            self._update(name, weights[name], param_op[name], update, reads)
 
-    def _update(
-        self, name: str, weight: torch.Tensor, param: int, update: Update, estimated: int | None
-    ) -> None:
+    def _grad(self, weight: torch.Tensor) -> int:
+        """The gradient's tensor, which lives until the next step begins."""
+        assert weight.grad is not None, "it is trained"
+        self.recorder.keep(weight.grad)
+        return self.recorder.ledger.tensor(self.recorder.key(weight.grad))
+
+    def _unscaled(self, grads: dict[str, int], param_op: dict[str, int]) -> tuple[dict[str, int], int]:
+        """Every gradient divided by the scale, in place, and one answer to whether all are finite."""
+        ledger, made, flags = self.recorder.ledger, {}, []
+        assert self.scale is not None, "there is a scale"
+        scale = ledger.tensor(self.recorder.key(self.scale))
+        for name, grad in grads.items():
+            size, module = ledger.tensors[grad].num_bytes, name.rpartition(".")[0]
+            op = Op(f"{name}.unscale", "unscale", module, Phase.UPDATE, bytes_moved=2 * size)
+            made[name] = ledger.add_into(op, [grad, scale], grad)
+            flags.append(ledger.output(FLAG_BYTES))
+            ledger.together(len(ledger.ops) - 1, param_op[name])
+        check = Op("grad_scaler.check", "inf_check", "", Phase.UPDATE, bytes_moved=FLAG_BYTES * len(flags))
+        checked = ledger.add(check, flags, [FLAG_BYTES])[0]
+        ledger.together(len(ledger.ops) - 1, param_op[next(iter(grads))])
+        return made, checked
+
+    def _update(self, name: str, weight: torch.Tensor, param: int, update: Update, reads: list[int]) -> None:
         recorder, ledger = self.recorder, self.recorder.ledger
         ledger.ops[param].resident_bytes += update.state_bytes
         op = Op(
@@ -118,13 +169,10 @@ class Step:
             bytes_moved=update.bytes_moved,
             workspace_bytes=0 if self.at_once else update.workspace_bytes,
         )
-        grad = ledger.tensor(recorder.key(weight.grad)) if estimated is None else estimated
         stays = [update.workspace_bytes] if self.at_once and update.workspace_bytes else []
-        for tensor in ledger.add(op, [grad, ledger.tensor(recorder.key(weight))], stays):
+        for tensor in ledger.add(op, [*reads, ledger.tensor(recorder.key(weight))], stays):
             ledger.keep_tensor(tensor)
         ledger.together(len(ledger.ops) - 1, param)
-        if estimated is None:
-            recorder.keep(weight.grad)  # it lives until the next step begins
 
 
 def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

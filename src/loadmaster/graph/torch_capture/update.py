@@ -107,7 +107,7 @@ def on_fakes(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Module) -> An
 
 
 def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer like the user's on other weights, its state still to be made; what else it has is shared."""
+    """An optimizer like the user's on other weights, its state still to be made; the rest is shared."""
     try:
         return type(optimizer)(groups)
     except TypeError:  # it wants arguments that only its owner knows
