@@ -15,7 +15,9 @@ is written down, in three ways, of which the first that works is taken:
 `Graph.capture` says which it was. Needs the extra `[torch]`.
 """
 
+import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,11 +98,12 @@ def _torch() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch warns and logs on the way to a fall-back is not the user's concern."""
+    """What torch warns and logs on the way to a fall-back is no concern of the user; what the model itself
+    prints goes where it does not mix with answers."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -6,15 +6,14 @@ Nodes inside of a region without gradients, or under autocast, are ops too ('out
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
+from loadmaster.graph.torch_capture import checkpoints
 from loadmaster.graph.torch_capture.fake import FakeModel
 from loadmaster.graph.torch_capture.ledger import Op
 from loadmaster.graph.torch_capture.recorder import Recorder
@@ -24,38 +23,12 @@ _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
 
 
-class Recomputes(Exception):  # noqa: N818
-    """The model throws activations away and computes them again, of which torch.export keeps no trace."""
-
-
 def export(fake: FakeModel) -> torch.export.ExportedProgram:
     """The model as a graph; raises what torch.export raises, and Recomputes."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
-    with fake.mode, quiet[0], quiet[1], _checkpoints_refused():
+    with fake.mode, quiet[0], quiet[1], checkpoints.refused():
         return torch.export.export(fake.model, fake.args, fake.kwargs, strict=False)
-
-
-@contextlib.contextmanager
-def _checkpoints_refused() -> Iterator[None]:
-    """Both ways of `torch.utils.checkpoint` raise, whoever imported it under what name."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Recomputes("the model uses torch.utils.checkpoint; capture it with path='traced'")
-
-    home = torch.utils.checkpoint
-    ways: dict[str, Any] = {
-        "_checkpoint_without_reentrant_generator": refuse,
-        "CheckpointFunction": type("CheckpointFunction", (), {"apply": staticmethod(refuse)}),
-    }
-    before = {name: getattr(home, name) for name in ways if hasattr(home, name)}
-    try:
-        for name in before:
-            setattr(home, name, ways[name])
-        yield
-    finally:
-        for name, way in before.items():
-            setattr(home, name, way)
 
 
 def run_exported(program: torch.export.ExportedProgram, fake: FakeModel, recorder: Recorder) -> Any:

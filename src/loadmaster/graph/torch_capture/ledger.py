@@ -6,7 +6,8 @@ tensor of the Graph only when another op reads it. A write in place is a new ten
 that whoever reads it afterwards comes after the write.
 
 A storage that is let go of while a backward op runs was held for it: where that op mirrors an op which
-made or read the storage, the Graph says that the backward op reads it.
+made or read the storage, the Graph says that the backward op reads it. So it is with what another backward op
+of the same forward op made: the parts of a formula are held to its end.
 """
 
 from dataclasses import dataclass, field
@@ -189,7 +190,9 @@ class Ledger:
             return
         last = self.current if self.current != NO_OP else len(self.ops) - 1
         op = self.ops[last]
+        maker = self.ops[record.op]
         held_for = op.mirror in record.users or op.mirror == record.op
+        held_for |= maker.phase == Phase.BACKWARD and maker.mirror == op.mirror  # to the end of its formula
         if op.phase == Phase.FORWARD:
             held_for = self._holds
         if (

@@ -8,6 +8,7 @@ sequence number autograd gave it when the forward op ran.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,9 +70,11 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # storage address -> number
         self._refs: dict[int, dict[int, Any]] = {}  # number -> its storages, more than one when adopted
         self._next = 0
+        self._num_constants = 0
         self._mirror_of: dict[int, int] = {}  # autograd sequence number -> forward op
         self.last_mirror = NO_MIRROR
         self.flops_at: dict[int, float] = {}  # autograd sequence number -> flops of the forward op
+        self._originals: dict[tuple[str, str, str], deque[int]] = {}  # module, kind, signature -> ops
         self._made_by: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     @classmethod
@@ -147,6 +150,7 @@ class Recorder(TorchDispatchMode):
         """The model runs, maybe once more: its ops end in `suffix`."""
         self.phase, self.prefix, self.module = Phase.FORWARD, "", ""
         self.ledger.suffix = suffix
+        self._originals.clear()
         self.answers.again()
 
     def begin_backward(self, loss: torch.Tensor) -> None:
@@ -209,11 +213,13 @@ class Recorder(TorchDispatchMode):
 
     def _absorb(self, call: "_Call") -> None:
         """A view inside of another op, or in the backward pass."""
-        self._attributed()
+        if self._runs_again():
+            self._numbered(self.last_mirror)
+        elif self.phase == Phase.BACKWARD:
+            self.mirrored(self._sequence())
         last = self.ledger.ops[-1]
-        if (
-            self.ledger.current == NO_OP and last.phase == Phase.BACKWARD
-        ):  # no op, but it takes the host's time
+        if self.ledger.current == NO_OP and last.phase == Phase.BACKWARD:
+            # it is no op, but takes the host's time
             last.signature = with_a_view(last.signature)
         for tensor in call.after:
             self._constant(tensor)
@@ -243,10 +249,8 @@ class Recorder(TorchDispatchMode):
     def _open(self, call: "_Call") -> None:
         """An op of its own for what runs outside of every other."""
         kind, ledger = kind_of(call.func), self.ledger
-        if self.phase == Phase.BACKWARD:
-            self.num_backward += 1
-            self.num_attributed += self._known(self._sequence())
-        mirror = self._attributed()
+        signature = signature_of(call.func, call.args, call.kwargs)
+        mirror = self._mirror((kind, signature))
         home = ledger.ops[mirror] if mirror != NO_MIRROR else None
         index = ledger.open(
             Op(
@@ -255,28 +259,44 @@ class Recorder(TorchDispatchMode):
                 home.module if home else self.module,
                 self.phase,
                 mirror=mirror,
-                signature=signature_of(call.func, call.args, call.kwargs),
+                signature=signature,
                 dtype=compute_dtype(call.after, call.before),
                 has_grad=torch.is_grad_enabled(),
             )
         )
-        owner = index if self.phase == Phase.FORWARD else mirror
-        if owner != NO_MIRROR:  # autograd numbers its node before the op runs
+        if self.phase == Phase.FORWARD:
+            self._originals.setdefault((self.module, kind, signature), deque()).append(index)
+        self._numbered(index if self.phase == Phase.FORWARD else mirror)
+
+    def _numbered(self, owner: int) -> None:
+        """Autograd's node of what is about to run belongs to an op; it is numbered already."""
+        if owner != NO_MIRROR:
             self._mirror_of.setdefault(torch.autograd._get_sequence_nr() - 1, owner)
 
     def _pass(self) -> str:
-        """Autograd runs without gradients; a forward op that runs again for it does not."""
-        again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-        return "recompute" if again else "backward"
+        return "recompute" if self._runs_again() else "backward"
 
-    def _attributed(self) -> int:
-        """The forward op that the running autograd node belongs to."""
+    def _runs_again(self) -> bool:
+        """Autograd runs without gradients; a forward op that runs again for it does not."""
+        if self.phase != Phase.BACKWARD or not torch.is_grad_enabled():
+            return False
+        return torch._C._current_autograd_node() is not None
+
+    def _mirror(self, work: tuple[str, str]) -> int:
+        """The forward op that the op about to run belongs to: the same, if it runs again."""
         if self.phase != Phase.BACKWARD:
             return NO_MIRROR
+        self.num_backward += 1
+        first = self._originals.get((self.module, *work)) if self._runs_again() else None
+        if first:
+            self.num_attributed += 1
+            self.last_mirror = first.popleft()
+            return self.last_mirror
+        self.num_attributed += self._known(self._sequence())
         return self.mirrored(self._sequence())
 
     def _known(self, sequence: int) -> bool:
-        """Whether an op is known to be its mirror's: by number, as the loss's own gradient, or as a leaf's."""
+        """Whether an op is known to be its mirror's: by number, as the loss's gradient, or as a leaf's."""
         return sequence in self._mirror_of or sequence in (_NO_NODE, _LEAF)
 
     def mirrored(self, sequence: int) -> int:
@@ -312,7 +332,8 @@ class Recorder(TorchDispatchMode):
         if self.ledger.knows(number):
             return
         num_bytes = tensor.untyped_storage().nbytes()
-        name = f"constant_{number}"
+        self._num_constants += 1
+        name = f"constant_{self._num_constants}"
         self.resident(tensor, Op(name, "constant", self.module, Phase.PARAM, resident_bytes=num_bytes))
 
     def resident(self, tensor: torch.Tensor, op: Op) -> int:

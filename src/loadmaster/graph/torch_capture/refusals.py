@@ -34,8 +34,8 @@ def check_model(model: Any) -> None:
         getattr(model, "__self__", None), nn.Module
     ):
         raise InputError(
-            "generate() runs the model once for every token, with a cache that grows; capture the model itself"
-            " on the inputs of one such run (past_key_values of the length you mean), with train=False"
+            "generate() runs the model once for every token, with a cache that grows; capture the model"
+            " itself on the inputs of one such run (past_key_values of the length you mean), with train=False"
         )
     if not isinstance(model, nn.Module):
         raise InputError(f"{type(model).__name__} is not a torch.nn.Module; give the model itself")

@@ -10,6 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
+from loadmaster.graph.torch_capture import checkpoints
 from loadmaster.graph.torch_capture.again import Again, marked
 from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
 from loadmaster.graph.torch_capture.exported import export, run_exported
@@ -20,7 +21,7 @@ from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
 from loadmaster.graph.torch_capture.step import Step
 from loadmaster.graph.torch_capture.target import Casts, Kernels, require_target
-from loadmaster.graph.torch_capture.traced import last_op, run_traced
+from loadmaster.graph.torch_capture.traced import last_op, run_traced, watched
 from loadmaster.graph.torch_capture.update import on_fakes
 
 _LONGEST_MESSAGE = 300
@@ -86,8 +87,9 @@ class Request:
         step = self._step(fake, Answers(assume=self.assume))
         try:
             step.begin()
-            with fake.mode, step.recorder, Kernels(self.target), Reads(step.recorder.answers):
-                run_traced(fake, step.recorder)
+            modes = step.recorder, Kernels(self.target), Reads(step.recorder.answers)
+            with watched(fake.model, step.recorder), fake.mode, modes[0], modes[1], modes[2]:
+                run_traced(fake)
         except Exception as own:
             return GraphError(
                 f"{self.name} cannot run on the example inputs: {shortened(own)} ({last_op(step.recorder)});"
@@ -128,7 +130,8 @@ class Request:
             assume=self.assume, reads=reads_of(self._moded(), self.args, self.kwargs, train=self.train)
         )
         step = self._step(fake, answers, holds=not self.train)  # a step peaks where autograd holds them all
-        return self._written(step, lambda: run_traced(fake, step.recorder), path)
+        with watched(fake.model, step.recorder):
+            return self._written(step, lambda: run_traced(fake), path)
 
     def _faked(self) -> FakeModel:
         fake = faked(self.model, self.args, self.kwargs)
@@ -154,7 +157,8 @@ class Request:
     def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
-        with mode, torch.set_grad_enabled(self.train):
+        recomputing = checkpoints.told_apart() if path == "estimated" else contextlib.nullcontext()
+        with mode, torch.set_grad_enabled(self.train), recomputing:
             moved: dict[int, int] = {}
             with recorder, Kernels(self.target), Reads(recorder.answers):
                 self._micro_step(step, forward, path, 1)

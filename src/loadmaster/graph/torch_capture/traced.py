@@ -1,5 +1,7 @@
 """Traced: the forward pass as it runs eagerly on fake tensors; every op below autograd is an op."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -8,13 +10,19 @@ from loadmaster.graph.torch_capture.fake import FakeModel
 from loadmaster.graph.torch_capture.recorder import Recorder
 
 
-def run_traced(fake: FakeModel, recorder: Recorder) -> Any:
-    """Run the model; an op's module is the innermost one that runs."""
+def run_traced(fake: FakeModel) -> Any:
+    """What the model gives."""
+    return fake.model(*fake.args, **fake.kwargs)
+
+
+@contextmanager
+def watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """An op's module is the innermost one that runs, in the forward pass or again for the backward pass."""
     handles = []
-    for path, module in fake.model.named_modules():
+    for path, module in model.named_modules():
         handles += _watched(path, module, recorder)
     try:
-        return fake.model(*fake.args, **fake.kwargs)
+        yield
     finally:
         for handle in handles:
             handle.remove()

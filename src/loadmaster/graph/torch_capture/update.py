@@ -8,7 +8,7 @@ taken apart. Scalars it reads (its step count) are 1.
 import collections
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Update:
     bytes_moved: int = 0
     live_bytes: int = 0
     workspace_bytes: int = 0
+    lingers_bytes: int = 0  # still there when the next weight's update begins: Python holds it
 
 
 def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
@@ -67,7 +68,23 @@ def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> lis
     for at, weight in enumerate(weights):
         if at not in stood_for:
             meter.updates[at].state_bytes = _storage_bytes(made.state.get(weight, {}))
-    return [meter.updates[other] for other in like]
+    found = [meter.updates[other] for other in like]
+    return found if at_once else _with_lingering(found, _places(made, weights))
+
+
+def _with_lingering(found: list[Update], order: list[int]) -> list[Update]:
+    """What the update of the weight before left behind is there, too."""
+    made, before = list(found), 0
+    for at in order:
+        made[at] = replace(found[at], workspace_bytes=found[at].workspace_bytes + before)
+        before = found[at].lingers_bytes
+    return made
+
+
+def _places(made: Any, weights: list[Any]) -> list[int]:
+    """The weights in the order in which an optimizer updates them."""
+    at = {id(weight): place for place, weight in enumerate(weights)}
+    return [at[id(weight)] for group in made.param_groups for weight in group["params"] if id(weight) in at]
 
 
 def _representatives(made: Any, weights: list[Any]) -> list[int]:
@@ -173,7 +190,10 @@ class _Meter(TorchDispatchMode):
     def _count(self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         given = {_address(tensor) for tensor in read}
         owners = [self._owner[_address(tensor)] for tensor in read if _address(tensor) in self._owner]
-        first = self._last = owners[0] if owners else self._last
+        first = owners[0] if owners else self._last
+        if first != self._last:
+            self.updates[self._last].lingers_bytes = self.updates[self._last].live_bytes
+        self._last = first
         fresh = [tensor for tensor in made if _address(tensor) not in given]
         for at, tensor in enumerate(fresh):  # the list of a foreach op comes first, weight by weight
             self._own(tensor, owners[at] if at < len(owners) and len(fresh) > 1 else first, fresh=True)
