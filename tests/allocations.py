@@ -59,16 +59,18 @@ def plain_loss(out: Any) -> Any:
 
 
 class _Loop:
-    def __init__(self, example: Example, optimizer: Any) -> None:
+    def __init__(self, example: Example, optimizer: Any, accumulation: int = 1) -> None:
         self.example, self.loss = example, example.loss or plain_loss
+        self.accumulation = accumulation
         self.optimizer = optimizer(list(example.model.parameters()))
         self.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> Any:
-        out = self.example.model(*self.example.args, **self.example.kwargs)
-        loss = self.loss(out)
-        loss.backward()
+        for _ in range(self.accumulation):
+            out = self.example.model(*self.example.args, **self.example.kwargs)
+            loss = self.loss(out)
+            (loss / self.accumulation if self.accumulation > 1 else loss).backward()
         self.optimizer.step()
         return out, loss
 
@@ -79,9 +81,9 @@ class _Loop:
         return [*e.model.parameters(), *e.model.buffers(), *_tensors((e.args, e.kwargs)), *state]
 
 
-def counted_peak(example: Example, optimizer: Any = torch.optim.AdamW) -> int:
+def counted_peak(example: Example, optimizer: Any = torch.optim.AdamW, *, accumulation: int = 1) -> int:
     """Bytes of tensors at the worst moment of a step."""
-    loop, counter = _Loop(example, optimizer), StorageCounter()
+    loop, counter = _Loop(example, optimizer, accumulation), StorageCounter()
     for tensor in loop.held():
         counter.add(tensor)
     with counter:

@@ -53,33 +53,7 @@ def test_simulated_peak_is_what_the_allocator_gave(name: str) -> None:
 def test_both_fall_backs_agree_with_the_first_choice(name: str, path: str) -> None:
     other = captured(name, path)
     assert other.capture.startswith(path)
-    assert simulated_peak(other) == pytest.approx(simulated_peak(captured(name, None)), rel=0.15)
-
-
-def test_a_checkpointed_model_peaks_lower_and_computes_more() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Deep(torch.nn.Module):
-        def __init__(self, recompute: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            wide = [torch.nn.Linear(16, 128), torch.nn.GELU(), torch.nn.Linear(128, 16)]
-            self.parts = torch.nn.ModuleList(torch.nn.Sequential(*wide) for _ in range(4))
-            self.recompute = recompute
-
-        def forward(self, x: Any) -> Any:
-            for part in self.parts:
-                x = checkpoint(part, x, use_reentrant=False) if self.recompute else part(x)
-            return x
-
-    from loadmaster.zoo.example import Example
-
-    inputs = (torch.randn(256, 16),)
-    plain, thrifty = (capture(Deep(again), inputs) for again in (False, True))
-    assert simulated_peak(thrifty) < 0.8 * simulated_peak(plain)
-    assert thrifty.flops.sum() > plain.flops.sum()
-    assert simulated_peak(thrifty) == pytest.approx(profiled_peak(Example(Deep(True), inputs)), rel=0.05)
-    assert any(".recompute" in op for op in thrifty.op_name)
+    assert simulated_peak(other) == pytest.approx(simulated_peak(captured(name, None)), rel=0.02)
 
 
 def inference_peak(model: Any, e: Any) -> int:

@@ -291,7 +291,8 @@ class Ledger:
 
     def keep_tensor(self, tensor: int) -> None:
         """A tensor of `add` that lives to the end of the step."""
-        self._kept.add(tensor)
+        base = self.tensors[tensor].base
+        self._kept.add(tensor if base == OWN_STORAGE else base)
 
     def graph(self, name: str, capture: str) -> Graph:
         """All of it, ops in the order in which they ran."""
