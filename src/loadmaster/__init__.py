@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loadmaster.api import check_plan as check_plan
     from loadmaster.api import compare_timelines as compare_timelines
+    from loadmaster.api import fit as fit
     from loadmaster.api import load as load
     from loadmaster.api import lower_bound as lower_bound
     from loadmaster.api import plan as plan
@@ -36,6 +37,7 @@ _HOME = {
     "capture": "graph.capture",
     "check_plan": "api",
     "compare_timelines": "api",
+    "fit": "api",
     "load": "api",
     "lower_bound": "api",
     "plan": "api",

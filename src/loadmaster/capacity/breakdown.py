@@ -1,0 +1,175 @@
+"""Breakdown: a peak taken apart into weights, gradients, optimizer state, activations and workspace.
+
+    weights      what a parameter op makes, buffers and frozen weights included; copies of it elsewhere
+    optimizer    what else is resident at a parameter: moments, a float32 master copy
+    gradients    storages that an update reads, or that the backward pass makes and keeps
+    activations  all other tensors: inputs, saved values, gradients of activations on their way
+    workspace    what an op takes while it runs, and what updates make on the way
+    resident     what a source says an op holds without saying what it is (files without parameters)
+
+Every byte of the peak is in exactly one of them. By module: of the op that made it; a gradient belongs to the
+module of its weight.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.capacity.moment import Held
+from loadmaster.core.arrays import Ints, Longs
+from loadmaster.core.graph import NO_STORAGE, Graph, Phase
+from loadmaster.cost.memory import weight_and_update_ops
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
+_WEIGHTS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _WORKSPACE, _RESIDENT = range(len(PARTS))
+NO_MODULE = "(no module)"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes of a peak by what they are for; `total_bytes` is their sum."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    workspace_bytes: int
+    resident_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """What a module and all below it hold at the peak; `depth` 0 is the whole model."""
+
+    module: str
+    depth: int
+    parts: Parts
+
+
+def parts_of(graph: Graph, held: Held) -> Parts:
+    """A device's peak taken apart."""
+    return _summed(_table(graph, held)[1])
+
+
+def modules_of(graph: Graph, held: Held, *, most: int = 24) -> tuple[ModuleParts, ...]:
+    """The tree of modules from the top, the largest opened first until there are `most` rows."""
+    module, table = _table(graph, held)
+    total: dict[str, Longs] = {}
+    children: dict[str, dict[str, None]] = {}
+    for name, row in _by_name(module, table).items():
+        for above, below in _steps(name):
+            total[below] = total.get(below, np.zeros(len(PARTS), dtype=np.int64)) + row
+            children.setdefault(above, {})[below] = None
+        total[""] = total.get("", np.zeros(len(PARTS), dtype=np.int64)) + row
+    return tuple(_drawn(total, children, most))
+
+
+def _steps(path: str) -> list[tuple[str, str]]:
+    """('', 'a'), ('a', 'a.b'), ... down to the path."""
+    words = path.split(".")
+    names = [".".join(words[:at]) for at in range(len(words) + 1)]
+    return list(itertools.pairwise(names))
+
+
+def _drawn(total: Mapping[str, Longs], children: Mapping[str, Iterable[str]], most: int) -> list[ModuleParts]:
+    """Rows in the order of a tree, siblings by size; a module is opened as long as there is room."""
+    settled: set[str] = set()  # opened, or too large to open
+    shown = {""}
+    while True:
+        closed = [name for name in shown if name not in settled and name in children]
+        if not closed:
+            break
+        name = max(closed, key=lambda name: (int(total[name].sum()), name))
+        settled.add(name)
+        below = [child for child in children[name] if total[child].any()]
+        if name and len(shown) + len(below) > most:
+            continue
+        shown.update(sorted(below, key=lambda child: -int(total[child].sum()))[:most])
+    rows, stack = [], [("", 0)]
+    while stack:
+        name, depth = stack.pop()
+        rows.append(ModuleParts(name, depth, _summed(total[name][None])))
+        below = [child for child in children.get(name, ()) if child in shown]
+        stack += [(c, depth + 1) for c in sorted(below, key=lambda c: int(total[c].sum()))]
+    return rows
+
+
+def _by_name(module: list[str], table: Longs) -> dict[str, Longs]:
+    found: dict[str, Longs] = {}
+    for name, row in zip(module, table, strict=True):
+        found[name] = found[name] + row if name in found else row
+    return found
+
+
+def _summed(table: Longs) -> Parts:
+    weights, gradients, optimizer, activations, workspace, resident = table.sum(axis=0).tolist()
+    total = int(table.sum())
+    return Parts(weights, gradients, optimizer, activations, workspace, resident, total)
+
+
+def _table(graph: Graph, held: Held) -> tuple[list[str], Longs]:
+    """The module of everything held, and its bytes [things, PARTS]."""
+    rows: list[tuple[int, int, int]] = []  # op whose module it is, part, bytes
+    own = weight_bytes(graph)
+    for op in held.resident_op.tolist():
+        whole = int(graph.resident_bytes[op])
+        if graph.phase[op] != Phase.PARAM:
+            rows.append((op, _RESIDENT, whole))
+            continue
+        weight = min(int(own[op]), whole)
+        rows += [(op, _WEIGHTS, weight), (op, _OPTIMIZER, whole - weight)]
+    rows += [(op, _WORKSPACE, int(graph.workspace_bytes[op])) for op in held.workspace_op.tolist()]
+    part, home = _tensor_parts(graph)
+    for tensor, size in zip(held.tensor.tolist(), held.tensor_bytes.tolist(), strict=True):
+        rows.append((int(home[tensor]), int(part[tensor]), size))
+    table = np.zeros((len(rows), len(PARTS)), dtype=np.int64)
+    for at, (_, kind, size) in enumerate(rows):
+        table[at, kind] = size
+    return [graph.module[op] or NO_MODULE for op, _, _ in rows], table
+
+
+def weight_bytes(graph: Graph) -> Longs:
+    """[N] bytes of a parameter op's weight; all it holds where no update belongs to it."""
+    own = (graph.tensor_storage == np.arange(graph.num_tensors)) | (graph.tensor_storage == NO_STORAGE)
+    weight = np.zeros(graph.num_ops, dtype=np.int64)
+    np.add.at(weight, graph.tensor_op[own], graph.tensor_bytes[own])
+    param = graph.phase == Phase.PARAM
+    if (graph.phase == Phase.UPDATE).any():
+        frozen = param.copy()
+        frozen[weight_and_update_ops(graph)[0]] = False
+        weight[frozen] = graph.resident_bytes[frozen]
+    return np.where(param, weight, 0)
+
+
+def gradient_tensors(graph: Graph) -> tuple[Ints, Ints]:
+    """Storages of gradients of weights, and the update op that reads each (its maker where none does)."""
+    reader: dict[int, int] = {}
+    maker = graph.tensor_op[graph.use_tensor]
+    reads = (graph.phase[graph.use_op] == Phase.UPDATE) & (graph.phase[maker] != Phase.PARAM)
+    reads &= graph.phase[maker] != Phase.UPDATE
+    for tensor, op in zip(graph.use_tensor[reads].tolist(), graph.use_op[reads].tolist(), strict=True):
+        base = int(graph.tensor_storage[tensor])
+        reader.setdefault(tensor if base == NO_STORAGE else base, op)
+    kept = np.flatnonzero(graph.keep & (graph.phase[graph.tensor_op] == Phase.BACKWARD))
+    for tensor in kept.tolist():
+        base = int(graph.tensor_storage[tensor])
+        base = tensor if base == NO_STORAGE else base
+        if graph.phase[graph.tensor_op[base]] == Phase.BACKWARD:
+            reader.setdefault(base, int(graph.tensor_op[base]))
+    return np.array(list(reader), dtype=np.int32), np.array(list(reader.values()), dtype=np.int32)
+
+
+def _tensor_parts(graph: Graph) -> tuple[Ints, Ints]:
+    """[T] part of every tensor by its storage, and the op whose module it counts to."""
+    base = np.where(graph.tensor_storage == NO_STORAGE, np.arange(graph.num_tensors), graph.tensor_storage)
+    part = np.full(graph.num_tensors, _ACTIVATIONS, dtype=np.int32)
+    home = graph.tensor_op.copy()
+    part[graph.phase[home] == Phase.PARAM] = _WEIGHTS
+    part[graph.phase[home] == Phase.UPDATE] = _WORKSPACE
+    gradient, reader = gradient_tensors(graph)
+    part[gradient] = _GRADIENTS
+    home[gradient] = reader
+    return part[base], home[base]

@@ -1,0 +1,217 @@
+"""Changes: what would make it fit, in the order of what it costs, each checked by simulation.
+
+    accumulate    a smaller batch, several passes a step: the same gradients, up to rounding
+    precision     activations in 16 bits: usually faster, seldom less accurate
+    recompute     blocks run again in the backward pass: the same numbers, a third more compute
+    weights       16-bit weights and moments: small updates may be lost to rounding
+    optimizer     one that keeps less: it learns differently
+    host          host memory as a device: the same numbers, but the bus is slow
+    devices       more devices like those
+    device        the smallest one that holds it alone
+
+What needs a capture is checked until one change fits; a combination is tried where none of them does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadmaster.capacity.answer import Change
+from loadmaster.capacity.clusters import limit_of, only, preset_cluster, with_more, with_preset
+from loadmaster.capacity.setting import Asker, Setting, is_training
+from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, together
+from loadmaster.cluster.presets import KINDS, KindPreset
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import LoadmasterError
+from loadmaster.core.graph import Phase
+from loadmaster.core.units import format_bytes
+
+_LEANER: dict[str, tuple[str, ...]] = {
+    "adamw": ("adafactor", "momentum", "sgd"),
+    "adam": ("adafactor", "momentum", "sgd"),
+    "momentum": ("adafactor", "sgd"),
+    "adafactor": ("sgd",),
+    "sgd": (),
+}
+_HOST = replace(KINDS["cpu16"], memory_bytes=64 * 10**9)
+_MOST_MORE = 64  # devices
+_TRIES = 4
+NOT_A_DEVICE = "ref"
+
+
+@dataclass(frozen=True, slots=True)
+class _Idea:
+    """A change that is not checked yet."""
+
+    name: str
+    text: str
+    price: str
+    setting: Setting
+    cluster: Cluster | None
+    captures: bool = True
+
+
+def changes(
+    asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict, *, every: bool = False
+) -> Iterator[Change]:
+    """Changes to a step that does not fit, the cheapest first; `every`: check all of them."""
+    found = False
+    for idea in _ideas(asker, setting, cluster, verdict):
+        if found and idea.captures and not every:
+            yield Change(idea.name, idea.text, idea.price, None, "not checked: a cheaper one fits", None)
+            continue
+        change = _checked(asker, idea)
+        found |= bool(change.fits)
+        yield change
+    several = bool(_smaller_batches(setting)) and asker.is_model and is_training(verdict.problem.graph)
+    if several and not found:
+        yield _checked(asker, _combined(setting, cluster))
+    yield from _hardware(asker, setting, verdict)
+
+
+def _checked(asker: Asker, idea: _Idea) -> Change:
+    asker.say(f"trying: {idea.text}", 0.0)
+    try:
+        found = together(asker, asker.problem(idea.setting, idea.cluster))
+    except LoadmasterError as problem:  # such a step cannot be captured
+        return Change(idea.name, idea.text, idea.price, False, str(problem), None)
+    return _told(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
+
+
+def _told(name: str, text: str, price: str, found: Verdict, *, passes: int = 1) -> Change:
+    seconds = found.step_s * passes if found.fits and found.step_s is not None else None
+    return Change(name, text, price, found.fits, found.reason, seconds)
+
+
+def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict) -> Iterator[_Idea]:
+    """Changes of how the step is run, on the same devices; last, host memory besides."""
+    graph = verdict.problem.graph
+    trains = is_training(graph)
+    if asker.is_model and trains:
+        yield from _fitting_passes(asker, setting, cluster)
+    has_weights = bool((graph.phase == Phase.PARAM).any())
+    for name, text, price, precision in _precisions(asker, setting) if has_weights else ():
+        yield _Idea(name, text, price, replace(setting, precision=precision), cluster)
+        if name == "precision" and asker.is_model and trains:
+            yield _recomputed(setting, cluster)
+    if asker.is_model and trains and setting.precision != "fp32":
+        yield _recomputed(setting, cluster)
+    for other in _leaner(setting, trains=trains and has_weights):
+        price = "another optimizer: learns differently, tune its rate anew"
+        yield _Idea(
+            "optimizer",
+            f"optimizer {other}",
+            price,
+            replace(setting, optimizer=other),
+            cluster,
+            asker.is_model,
+        )
+    devices = verdict.problem.cluster
+    if not devices.on_host[devices.kind].any():
+        price = "same numbers; what lies on the host crosses the bus"
+        yield _Idea(
+            "host", "host memory besides (cpu-64GB)", price, setting, with_preset(devices, _HOST), False
+        )
+
+
+def _recomputed(setting: Setting, cluster: Cluster | None) -> _Idea:
+    price = "same numbers; the forward pass is computed twice"
+    return _Idea("recompute", "recompute activations", price, replace(setting, recompute=True), cluster)
+
+
+def _precisions(asker: Asker, setting: Setting) -> list[tuple[str, str, str, str]]:
+    mixed = "bf16-mixed" if asker.is_model else "mixed"
+    found = []
+    if setting.precision == "fp32" and (asker.is_model or setting.optimizer is not None):
+        found.append(("precision", f"precision {mixed}", "activations in 16 bits; usually faster", mixed))
+    if setting.precision in ("fp32", "bf16-mixed", "fp16-mixed") and asker.is_model:
+        found.append(("weights", "precision bf16 (16-bit weights)", "small updates may be lost", "bf16"))
+    return found
+
+
+def _leaner(setting: Setting, *, trains: bool) -> tuple[str, ...]:
+    return _LEANER.get((setting.optimizer or "adamw").lower(), ()) if trains else ()
+
+
+def _smaller_batches(setting: Setting) -> list[int]:
+    """Batches of which several passes make the whole, largest first."""
+    whole = setting.batch or 1
+    return [batch for batch in range(whole - 1, 0, -1) if whole % batch == 0]
+
+
+def _fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> Iterator[_Idea]:
+    """The largest batch that divides the whole and fits, or else the smallest; none where the batch is 1."""
+    smaller = _smaller_batches(setting)
+    for batch in smaller:
+        passes = (setting.batch or 1) // batch
+        text = f"batch {batch}, {passes} passes a step (gradients added up)"
+        idea = _Idea(
+            "accumulate",
+            text,
+            "same gradients up to rounding; smaller passes",
+            replace(setting, batch=batch, passes=passes),
+            cluster,
+        )
+        if batch == smaller[-1] or _checked(asker, idea).fits:
+            yield idea
+            return
+
+
+def _combined(setting: Setting, cluster: Cluster | None) -> _Idea:
+    """All that leaves optimizer and devices alone."""
+    whole = setting.batch or 1
+    precision = "bf16-mixed" if setting.precision == "fp32" else setting.precision
+    text = f"batch 1, {whole} passes, {precision}, recompute: all at once"
+    together_ = replace(setting, batch=1, passes=whole, precision=precision, recompute=True)
+    return _Idea("combined", text, "as each of them", together_, cluster)
+
+
+# ---- other devices
+
+
+def _hardware(asker: Asker, setting: Setting, verdict: Verdict) -> Iterator[Change]:
+    """More devices like the largest, and the smallest other one."""
+    devices = verdict.problem.cluster
+    like = int(np.where(devices.on_host[devices.kind], -1, devices.usable_bytes).argmax())
+    yield _more(asker, setting, devices, like, _needed_bytes_of(asker, setting, devices, like))
+    smallest = smallest_preset(asker, setting, host=bool(devices.on_host[devices.kind[like]]))
+    price = "another device"
+    if smallest is None:
+        yield Change("device", "one larger device", price, False, "no preset holds it alone", None)
+        return
+    found = alone(asker, asker.problem(setting, preset_cluster(smallest)))
+    text = f"1x{smallest.name} ({format_bytes(smallest.memory_bytes)}) alone"
+    yield _told("device", text, price, found)
+
+
+def _needed_bytes_of(asker: Asker, setting: Setting, cluster: Cluster, device: int) -> int:
+    """The peak in the step's own order, whatever the device holds."""
+    return needed_bytes(asker.problem(setting, only(cluster, device)))
+
+
+def _more(asker: Asker, setting: Setting, devices: Cluster, like: int, need_bytes: int) -> Change:
+    """So many devices more as there is memory lacking, and a few tries beyond."""
+    room = limit_of(devices, like) or 1
+    have = int(devices.usable_bytes.astype(np.float64).sum())
+    first = max(-(-(need_bytes - have) // room), 1)
+    kind, price = devices.kind_name[devices.kind[like]], "more devices"
+    num, verdict = first, None
+    for num in range(first, min(first + _TRIES, _MOST_MORE + 1)):
+        asker.say(f"trying: {num} more {kind}", 0.0)
+        verdict = together(asker, asker.problem(setting, with_more(devices, like, num)))
+        if verdict.fits:
+            break
+    if verdict is None:
+        text = f"more than {_MOST_MORE} more {kind}"
+        return Change("devices", text, price, False, f"{first} would be needed", None)
+    return _told("devices", f"{'' if verdict.fits else 'up to '}{num} more {kind}", price, verdict)
+
+
+def smallest_preset(asker: Asker, setting: Setting, *, host: bool) -> KindPreset | None:
+    """The device with the least memory that holds the step alone."""
+    kinds = [kind for kind in KINDS.values() if kind.on_host == host and kind.name != NOT_A_DEVICE]
+    for kind in sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.name)):
+        if needed_bytes(asker.problem(setting, preset_cluster(kind))) <= kind.memory_bytes:
+            return kind
+    return None

@@ -1,0 +1,97 @@
+"""loadmaster fit: whether a model fits, what it holds, the largest batch, and what would make it fit."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.capacity.answer import Fit
+
+SUMMARY = "Say whether a model fits, and what would make it fit."
+Quick = Annotated[bool, typer.Option("--quick", help="Only whether it fits: no largest batch, no changes.")]
+Every = Annotated[
+    bool, typer.Option("--all-changes", help="Check changes beyond the first that makes it fit.")
+]
+
+
+def command(
+    source: o.Source,
+    devices: o.Devices = None,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    optimizer: o.Optimizer = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            metavar="NAME",
+            help="Of a captured model: fp32, bf16-mixed, fp16-mixed or bf16; of other graphs: fp32 or mixed.",
+        ),
+    ] = "fp32",
+    reserve: o.Reserve = "0",
+    budget: o.BudgetText = "60x",
+    quick: Quick = False,
+    all_changes: Every = False,
+    format: o.Format = None,
+    max_bytes: o.MaxBytes = "1GiB",
+    json: o.Json = False,
+) -> None:
+    """Say whether a step fits on each device and on all of them, and what it holds where it holds most.
+
+    Then the largest batch that fits, and the cheapest change that would make it fit. Without devices: every
+    preset. "It does not fit" is an answer: exit code 0; `fits` of --json tells.
+    """
+    from loadmaster import api
+    from loadmaster.cli.console import print_json, progress
+    from loadmaster.cli.question import size
+    from loadmaster.core.run import parse_budget
+
+    limit, reserve_bytes = size("--max-bytes", max_bytes), size("--reserve", reserve)
+    count = parse_budget(budget)
+    with progress(f"fitting {source}") as say:
+        answer = api.fit(
+            source,
+            devices,
+            batch=batch,
+            seq=seq,
+            optimizer=optimizer,
+            precision=precision,
+            reserve_bytes=reserve_bytes,
+            format=format,
+            max_bytes=limit,
+            budget=count,
+            quick=quick,
+            every=all_changes,
+            progress=say,
+        )
+    if json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(answer))
+        return
+    _show(answer)
+
+
+def _show(answer: "Fit") -> None:
+    from loadmaster.cli import fit_tables
+    from loadmaster.cli.console import stdout
+    from loadmaster.cli.plain import printable
+
+    console = stdout()
+    console.print(fit_tables.summary(answer))
+    shown = [
+        ("each device alone:", fit_tables.devices(answer)),
+        ("all devices, by a plan:", fit_tables.cluster(answer)),
+        ("every preset alone:", fit_tables.presets(answer)),
+        ("at the peak, on one device that holds everything:", fit_tables.modules(answer)),
+        ("what would make it fit, the cheapest first:", fit_tables.changes(answer)),
+    ]
+    for title, table in shown:
+        if table is not None:
+            console.print()
+            console.print(title)
+            console.print(table)
+    for line in fit_tables.notes(answer):
+        console.print(printable(line), style="dim", soft_wrap=True)
