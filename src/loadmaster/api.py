@@ -23,7 +23,7 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph, units
 from loadmaster.core.io import MAX_BYTES, load, save
-from loadmaster.core.placement import Placement, Status
+from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Costs, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
@@ -39,7 +39,6 @@ from loadmaster.placers.registry import Placer, objectives_of, placer, require_s
 
 if TYPE_CHECKING:
     from loadmaster.capacity.answer import Fit
-    from loadmaster.capacity.setting import Asker
     from loadmaster.simulator.compare import Comparison
 
 Source = str | os.PathLike[str] | Graph | Workload
@@ -198,74 +197,12 @@ def fit(
     Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
     `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
     """
-    from loadmaster.capacity.fit import fitted
-    from loadmaster.capacity.setting import Setting
-    from loadmaster.graph.capture import DEFAULT_OPTIMIZER
-    from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, names_model
+    from loadmaster.capacity.asking import Question, ask
 
-    limit, reserve = parse_budget(budget), parse_bytes(reserve_bytes)
-    is_model = isinstance(source, str) and names_model(source) and not os.path.lexists(source)
-    if is_model and str(source).startswith(("hf:", "zoo:")):
-        batch, seq = DEFAULT_BATCH if batch is None else batch, DEFAULT_SEQ if seq is None else seq
-        optimizer = optimizer or DEFAULT_OPTIMIZER
-    setting = Setting(batch=batch, seq=seq, optimizer=optimizer, precision=precision)
-    cluster = parse_cluster(devices, max_bytes=max_bytes) if devices is not None else None
-    asker = _asker(source, format, max_bytes, reserve, limit, is_model, progress)
-    if not is_model:
-        workload = asker.workload(setting)
-        cluster = workload.cluster if cluster is None else cluster
-        setting = replace(setting, optimizer=optimizer or workload.optimizer)
-    if cluster is not None and reserve:
-        cluster = with_reserve(cluster, reserve)
-    title = source if isinstance(source, str) else getattr(source, "name", None) or str(source)
-    named = devices is not None
-    return fitted(asker, str(title), setting, cluster, named=named, quick=quick, every=every)
-
-
-def _asker(
-    source: Source,
-    format: str | None,
-    max_bytes: int,
-    reserve_bytes: int,
-    budget: Budget,
-    is_model: bool,
-    progress: Callable[[str, float], None],
-) -> "Asker":
-    """How `fit` reads a source under a setting, poses problems and searches for plans."""
-    from loadmaster.capacity.setting import Asker, Setting
-
-    def read(setting: Setting) -> Workload:
-        return read_source(
-            source,
-            format=format,
-            max_bytes=max_bytes,
-            batch=setting.batch,
-            seq=setting.seq,
-            optimizer=setting.optimizer if is_model else None,
-            precision=setting.precision if is_model else None,
-            target=setting.target,
-            recompute=setting.recompute,
-        )
-
-    def pose(setting: Setting, workload: Workload, cluster: Cluster | None) -> Problem:
-        if is_model:  # captured with its optimizer and in its precision
-            return problem(workload, cluster, reserve_bytes=reserve_bytes)
-        chosen = setting.optimizer, setting.precision
-        return problem(
-            workload, cluster, reserve_bytes=reserve_bytes, optimizer=chosen[0], precision=chosen[1]
-        )
-
-    def say(message: str, share: float) -> None:
-        if "compiling" in message:  # what single algorithms do is of no interest here
-            progress(message, share)
-
-    def find(question: Problem) -> Placement:
-        found = plan(question, algorithm="memory_first", budget=budget, progress=say)
-        if found.fits or found.status == Status.INFEASIBLE:
-            return found
-        return plan(question, algorithm="auto", budget=budget, progress=say)
-
-    return Asker(read, pose, find, is_model, progress)
+    asked = Question(
+        source, devices, batch, seq, optimizer, precision, parse_bytes(reserve_bytes), format, max_bytes
+    )
+    return ask(asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
 
 
 def simulate(

@@ -153,9 +153,21 @@ def _fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> 
             replace(setting, batch=batch, passes=passes),
             cluster,
         )
-        if batch == smaller[-1] or _checked(asker, idea).fits:
+        if batch == smaller[-1] or (_may_fit(asker, setting, idea) and _checked(asker, idea).fits):
             yield idea
             return
+
+
+def _may_fit(asker: Asker, setting: Setting, idea: _Idea) -> bool:
+    """Whether a smaller batch is worth a capture, by the line through those at two batches."""
+    assert idea.setting.batch is not None
+    assert idea.cluster is not None, "models bring no devices"
+    try:
+        asked = replace(setting, passes=idea.setting.passes)
+        guess = asker.guess(asked, idea.setting.batch, idea.cluster)
+    except LoadmasterError:  # a batch cannot be chosen: the check itself will say so
+        return True
+    return guess is None or together(asker, guess).fits
 
 
 def _combined(setting: Setting, cluster: Cluster | None) -> _Idea:

@@ -91,10 +91,10 @@ def cluster(answer: Fit) -> Table | None:
 def modules(answer: Fit) -> Table:
     """The tree of modules, what each holds when the whole holds most."""
     shown = _shown_parts([row.parts for row in answer.modules])
-    table = columns("module", *shown, "all", right=(*shown, "all"), whole=(*shown, "all"))
+    table = columns("module", *shown, "all", right=(*shown, "all"), whole=("module", *shown, "all"))
     for row, num in _alike(answer.modules):
         name = row.module.rpartition(".")[2] if row.module else "whole model"
-        name += f" and {num - 1} more alike, each" if num > 1 else ""
+        name += f" ({num} alike)" if num > 1 else ""
         sizes = [format_bytes(size) if size else "-" for size in _sizes(row.parts, shown)]
         table.add_row(one_line(f"{'  ' * row.depth}{name}"), *sizes, format_bytes(row.parts.total_bytes))
     return table
