@@ -41,7 +41,7 @@ def test_the_tables_say_what_is_held_and_what_would_help(say: Say) -> None:
     ):
         assert word in out
     assert re.search(r"needs +\d+\.\d GiB on one device", out)
-    assert re.search(r"11 \(\d+ alike\)", out)
+    assert re.search(r"0 \(12 alike\)", out)
 
 
 def test_without_devices_the_presets_are_listed(say: Say, tmp_path: Path) -> None:

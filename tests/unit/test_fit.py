@@ -108,6 +108,18 @@ def test_a_frozen_weight_and_a_buffer_hold_no_optimizer_state() -> None:
     assert parts_of(b.build(), alone(b.build())) == parts(weights=15, optimizer=20)
 
 
+def test_of_modules_that_are_alike_one_is_opened() -> None:
+    b = GraphBuilder("layers")
+    for layer in range(40):
+        for name, size in (("up", 5), ("down", 3)):
+            b.op(f"{layer}.{name}", module=f"net.{layer}.{name}", resident_bytes=size)
+    b.op("head", module="head", resident_bytes=50)
+    rows = modules_of(b.build(), alone(b.build()), most=8)
+    assert [row.module for row in rows[:5]] == ["", "net", "net.0", "net.0.up", "net.0.down"]
+    assert [row.module for row in rows[5:]] == [*(f"net.{layer}" for layer in range(1, 40)), "head"]
+    assert [row.parts.total_bytes for row in rows[:5]] == [370, 320, 8, 5, 3]
+
+
 # ---- gradients that are added up
 
 
@@ -270,7 +282,7 @@ class Block(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 8))
+    return nn.Sequential(*(Block() for _ in range(2)), nn.Linear(64, 8))
 
 def build(batch=64):
     return model(), (torch.randn(batch, 64),)
@@ -324,7 +336,7 @@ def test_the_parts_of_a_captured_step_are_those_of_a_real_one(source: str) -> No
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(source: str) -> None:
-    limit = 6 * 10**6
+    limit = 3 * 10**6
     found = asked(source, limit, batch=64).devices[0].largest
     assert found is not None
     assert found.confirmed
@@ -341,7 +353,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(source: str) -> None:
 
 def test_captures_of_the_same_settings_are_made_once(source: str) -> None:
     said: list[str] = []
-    asked(source, 6 * 10**6, batch=64, progress=lambda message, _: said.append(message))
+    asked(source, 3 * 10**6, batch=64, progress=lambda message, _: said.append(message))
     captures = [message for message in said if message.startswith("capturing")]
     assert captures
     assert len(captures) == len(set(captures))
@@ -380,14 +392,17 @@ def test_several_passes_peak_where_a_real_loop_does(source: str) -> None:
 
 def test_recomputing_holds_less_and_leaves_the_model_as_it_was(source: str) -> None:
     from loadmaster.graph.torch_capture.recompute import blocks, recomputing
+    from tests.allocations import counted_peak
 
     real = example(source, 2048)
     before = [type(module) for module in real.model.modules()]
-    assert len(blocks(real.model)) == 4
+    assert len(blocks(real.model)) == 2
     plain = alone(lm.capture(real.model, real.args, path="traced"))
     with recomputing(real.model):
         thrifty = lm.capture(real.model, real.args, path="traced")
-    assert alone(thrifty).peak_bytes < 0.7 * plain.peak_bytes
+        again = counted_peak(real)
+    assert alone(thrifty).peak_bytes == pytest.approx(again, rel=0.05)
+    assert alone(thrifty).peak_bytes < 0.85 * plain.peak_bytes
     assert [type(module) for module in real.model.modules()] == before
     assert any(".recompute" in op for op in thrifty.op_name)
 

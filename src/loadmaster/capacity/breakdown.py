@@ -55,7 +55,7 @@ def parts_of(graph: Graph, held: Held) -> Parts:
 
 
 def modules_of(graph: Graph, held: Held, *, most: int = 24) -> tuple[ModuleParts, ...]:
-    """The tree of modules from the top, the largest opened first until there are `most` rows."""
+    """The tree of modules from the top, the largest opened first while there are `most` unlike rows."""
     module, table = _table(graph, held)
     total: dict[str, Longs] = {}
     children: dict[str, dict[str, None]] = {}
@@ -75,26 +75,34 @@ def _steps(path: str) -> list[tuple[str, str]]:
 
 
 def _drawn(total: Mapping[str, Longs], children: Mapping[str, Iterable[str]], most: int) -> list[ModuleParts]:
-    """Rows in the order of a tree, siblings by size; a module is opened as long as there is room."""
-    settled: set[str] = set()  # opened, or too large to open
-    shown = {""}
+    """Rows in the order of a tree, siblings by size; of modules that are alike only the first is opened."""
+    place = {name: at for at, name in enumerate(total)}
+    settled: set[tuple[object, ...]] = set()  # opened, or too large to open
+    shown, rows = {""}, 1
     while True:
-        closed = [name for name in shown if name not in settled and name in children]
+        closed = [name for name in shown if name in children and _look(total, name) not in settled]
         if not closed:
             break
-        name = max(closed, key=lambda name: (int(total[name].sum()), name))
-        settled.add(name)
+        name = max(closed, key=lambda name: (int(total[name].sum()), -place[name]))
+        settled.add(_look(total, name))
         below = [child for child in children[name] if total[child].any()]
-        if name and len(shown) + len(below) > most:
+        distinct = {_look(total, child) for child in below}
+        if name and rows + len(distinct) > most:
             continue
-        shown.update(sorted(below, key=lambda child: -int(total[child].sum()))[:most])
-    rows, stack = [], [("", 0)]
+        rows += len(distinct)
+        shown.update(below)
+    drawn, stack = [], [("", 0)]
     while stack:
         name, depth = stack.pop()
-        rows.append(ModuleParts(name, depth, _summed(total[name][None])))
+        drawn.append(ModuleParts(name, depth, _summed(total[name][None])))
         below = [child for child in children.get(name, ()) if child in shown]
-        stack += [(c, depth + 1) for c in sorted(below, key=lambda c: int(total[c].sum()))]
-    return rows
+        stack += [(c, depth + 1) for c in sorted(below, key=lambda c: (int(total[c].sum()), -place[c]))]
+    return drawn
+
+
+def _look(total: Mapping[str, Longs], name: str) -> tuple[object, ...]:
+    """What siblings that are alike have in common."""
+    return name.rpartition(".")[0], name == "", *total[name].tolist()
 
 
 def _by_name(module: list[str], table: Longs) -> dict[str, Longs]:

@@ -91,14 +91,18 @@ def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Ver
     if asker.is_model and trains:
         yield from _fitting_passes(asker, setting, cluster)
     has_weights = bool((graph.phase == Phase.PARAM).any())
-    for name, text, price, precision in _precisions(asker, setting) if has_weights else ():
-        yield _Idea(name, text, price, replace(setting, precision=precision), cluster)
-        if name == "precision" and asker.is_model and trains:
-            yield _recomputed(setting, cluster)
-    if asker.is_model and trains and setting.precision != "fp32":
-        yield _recomputed(setting, cluster)
+    mixed, narrow = _precisions(asker, setting) if has_weights else (None, None)
+    if mixed is not None:
+        price = "activations in 16 bits; usually faster"
+        yield _Idea("precision", f"precision {mixed}", price, replace(setting, precision=mixed), cluster)
+    if asker.is_model and trains:
+        price = "same numbers; the forward pass is computed twice"
+        yield _Idea("recompute", "recompute activations", price, replace(setting, recompute=True), cluster)
+    if narrow is not None:
+        text, price = f"precision {narrow} (16-bit weights)", "small updates may be lost to rounding"
+        yield _Idea("weights", text, price, replace(setting, precision=narrow), cluster)
     for other in _leaner(setting, trains=trains and has_weights):
-        price = "another optimizer: learns differently, tune its rate anew"
+        price = "learns differently; tune its rate anew"
         yield _Idea(
             "optimizer",
             f"optimizer {other}",
@@ -115,19 +119,12 @@ def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Ver
         )
 
 
-def _recomputed(setting: Setting, cluster: Cluster | None) -> _Idea:
-    price = "same numbers; the forward pass is computed twice"
-    return _Idea("recompute", "recompute activations", price, replace(setting, recompute=True), cluster)
-
-
-def _precisions(asker: Asker, setting: Setting) -> list[tuple[str, str, str, str]]:
-    mixed = "bf16-mixed" if asker.is_model else "mixed"
-    found = []
-    if setting.precision == "fp32" and (asker.is_model or setting.optimizer is not None):
-        found.append(("precision", f"precision {mixed}", "activations in 16 bits; usually faster", mixed))
-    if setting.precision in ("fp32", "bf16-mixed", "fp16-mixed") and asker.is_model:
-        found.append(("weights", "precision bf16 (16-bit weights)", "small updates may be lost", "bf16"))
-    return found
+def _precisions(asker: Asker, setting: Setting) -> tuple[str | None, str | None]:
+    """A mixed precision and one of 16-bit weights, where the step is not in them already."""
+    if not asker.is_model:  # of other graphs only weights with an optimizer know a precision
+        return "mixed" if setting.precision == "fp32" and setting.optimizer is not None else None, None
+    mixed = "bf16-mixed" if setting.precision == "fp32" else None
+    return mixed, None if setting.precision == "bf16" else "bf16"
 
 
 def _leaner(setting: Setting, *, trains: bool) -> tuple[str, ...]:
@@ -145,7 +142,7 @@ def _fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> 
     smaller = _smaller_batches(setting)
     for batch in smaller:
         passes = (setting.batch or 1) // batch
-        text = f"batch {batch}, {passes} passes a step (gradients added up)"
+        text = f"batch {batch}, {passes} passes a step"
         idea = _Idea(
             "accumulate",
             text,

@@ -101,13 +101,11 @@ def modules(answer: Fit) -> Table:
 
 
 def _alike(rows: tuple[ModuleParts, ...]) -> list[tuple[ModuleParts, int]]:
-    """Rows and how many siblings look the same; those that are opened stand for themselves."""
-    above = {row.module.rpartition(".")[0] for row in rows if row.depth > 1}
+    """Rows and how many siblings look the same; the first of them stands for all."""
     count: dict[tuple[object, ...], int] = {}
     first: dict[tuple[object, ...], ModuleParts] = {}
     for row in rows:
-        parent = row.module.rpartition(".")[0]
-        key = (row.module,) if row.module in above else (parent, row.depth, row.parts)
+        key = (row.module.rpartition(".")[0], row.depth, row.parts)
         first.setdefault(key, row)
         count[key] = count.get(key, 0) + 1
     return [(row, count[key]) for key, row in first.items()]
