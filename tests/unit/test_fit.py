@@ -253,6 +253,9 @@ def test_devices_that_the_source_brings_are_asked_and_presets_are_listed() -> No
 def test_a_reserve_is_not_to_be_used() -> None:
     found = lm.fit("gen:transformer:200", "T4", reserve_bytes="1GB", quick=True)
     assert found.devices[0].memory_bytes == 15 * 10**9
+    presets = lm.fit(api.problem("gen:transformer:200", "H200").graph, reserve_bytes="10GB").presets
+    assert {row.kind: row.memory_bytes for row in presets}["T4"] == 6 * 10**9
+    assert "RTX2080" not in {row.kind for row in presets}  # nothing is left of its 8 GB
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -23,7 +23,7 @@ from loadmaster.capacity.setting import Asker, Setting, is_training
 from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, together
 from loadmaster.cluster.presets import KINDS, KindPreset
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import LoadmasterError
+from loadmaster.core.errors import ClusterError, LoadmasterError
 from loadmaster.core.graph import Phase
 from loadmaster.core.units import format_bytes
 
@@ -221,6 +221,10 @@ def smallest_preset(asker: Asker, setting: Setting, *, host: bool) -> KindPreset
     """The device with the least memory that holds the step alone."""
     kinds = [kind for kind in KINDS.values() if kind.on_host == host and kind.name != NOT_A_DEVICE]
     for kind in sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.name)):
-        if needed_bytes(asker.problem(setting, preset_cluster(kind))) <= kind.memory_bytes:
+        try:
+            problem = asker.problem(setting, preset_cluster(kind))
+        except ClusterError:  # what is kept free is all it has
+            continue
+        if needed_bytes(problem) <= problem.cluster.usable_bytes[0]:
             return kind
     return None

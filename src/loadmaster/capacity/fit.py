@@ -23,7 +23,7 @@ from loadmaster.capacity.setting import Asker, Setting
 from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, on_device, together
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import LoadmasterError
+from loadmaster.core.errors import ClusterError, LoadmasterError
 from loadmaster.core.problem import Problem
 from loadmaster.simulator.engine import prepare
 
@@ -150,17 +150,20 @@ def _presets(asker: Asker, setting: Setting, *, quick: bool) -> Iterator[PresetF
             continue
         cluster = preset_cluster(kind)
         own = _with_target(asker, setting, cluster)
-        needs = needed_bytes(asker.problem(own, cluster))
+        try:
+            problem = asker.problem(own, cluster)
+        except ClusterError:  # what is kept free is all it has
+            continue
+        needs, usable = needed_bytes(problem), int(problem.cluster.usable_bytes[0])
         largest = None
         if asker.is_model and not quick and setting.batch is not None:
             largest = _guessed(asker, own, cluster)
-        yield PresetFit(kind.name, kind.memory_bytes, needs, needs <= kind.memory_bytes, largest)
+        yield PresetFit(kind.name, usable, needs, needs <= usable, largest)
 
 
 def _guessed(asker: Asker, setting: Setting, cluster: Cluster) -> LargestBatch:
-    limit = int(cluster.usable_bytes[0])
     try:
-        found = guessed_batch(asker, setting, cluster, lambda p: needed_bytes(p) <= limit)
+        found = guessed_batch(asker, setting, cluster, lambda p: needed_bytes(p) <= p.cluster.usable_bytes[0])
     except LoadmasterError as problem:
         return LargestBatch(None, False, str(problem))
     return LargestBatch(found, False, "" if found is not None else "captures at two batches are not alike")
