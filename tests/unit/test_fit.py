@@ -303,11 +303,11 @@ def source(tmp_path: Path) -> str:
 
 
 def example(source: str, batch: int) -> Any:
-    from loadmaster.graph.models import Sizes, _own
+    from loadmaster.graph.models import Asked, own_parts
     from loadmaster.zoo.example import Example
 
     path, _, function = source.rpartition(":")
-    given = _own(path, function, sizes=Sizes(batch))
+    given = own_parts(path, function, Asked(batch))
     return Example(given["model"], given["args"])
 
 

@@ -3,7 +3,6 @@
 `pose` and `search` are `api.problem` and `api.plan`: they stand above this room and are handed in.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,8 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Problem, Workload
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER
-from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, names_model
-from loadmaster.graph.source import read_source
+from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, Asked
+from loadmaster.graph.source import is_model, read_source
 
 Progress = Callable[[str, float], None]
 
@@ -40,8 +39,7 @@ class Question:
     @property
     def is_model(self) -> bool:
         """Whether the source is captured, so that every setting can be changed."""
-        source = self.source
-        return isinstance(source, str) and names_model(source) and not os.path.lexists(source)
+        return is_model(self.source)
 
     @property
     def setting(self) -> Setting:
@@ -62,17 +60,16 @@ class Question:
 
     def read(self, setting: Setting) -> Workload:
         """The source under a setting."""
-        return read_source(
-            self.source,
-            format=self.format,
-            max_bytes=self.max_bytes,
-            batch=setting.batch,
-            seq=setting.seq,
-            optimizer=setting.optimizer if self.is_model else None,
-            precision=setting.precision if self.is_model else None,
-            target=setting.target,
-            recompute=setting.recompute,
-        )
+        asked = Asked(setting.batch, setting.seq)
+        if self.is_model:
+            asked = replace(
+                asked,
+                optimizer=setting.optimizer,
+                precision=setting.precision,
+                target=setting.target,
+                recompute=setting.recompute,
+            )
+        return read_source(self.source, format=self.format, max_bytes=self.max_bytes, asked=asked)
 
 
 def ask(

@@ -47,6 +47,9 @@ class Asked:
     target: str | None = None  # kind of device: 'cpu' or 'cuda'
     path: str | None = None
     assume: float | None = None
+    recompute: bool = (
+        False  # blocks that are alike keep their inputs only, and run again in the backward pass
+    )
 
     def __post_init__(self) -> None:
         """Whole numbers from 1 on, a known precision."""
@@ -82,26 +85,26 @@ def model_graph(source: str, asked: Asked) -> Graph:
         raise InputError(f"{source!r} names no model; write hf:NAME, zoo:NAME or file.py:function")
     family, name, path, function = match.groups()
     if family is None:
-        return _own(path, function, asked)
-    example = _named(family, name, asked)
-    return _captured(
-        asked,
-        model=example.model,
-        args=example.args,
-        kwargs=example.kwargs,
-        loss=example.loss,
-        optimizer=asked.optimizer or DEFAULT_OPTIMIZER,
-        name=_titled(name, asked),
-    )
+        parts = own_parts(path, function, asked)
+    else:
+        example = _named(family, name, asked)
+        parts = {"model": example.model, "args": example.args, "kwargs": example.kwargs}
+        parts |= {"loss": example.loss, "optimizer": DEFAULT_OPTIMIZER, "name": _titled(name, asked)}
+    if asked.optimizer is not None:
+        parts["optimizer"] = asked.optimizer
+    return _captured(parts, asked)
 
 
-def _captured(asked: Asked, **parts: Any) -> Graph:
+def _captured(parts: dict[str, Any], asked: Asked) -> Graph:
     """The model was built for this, so that it may be cast."""
-    if asked.precision == "bf16":
-        parts = parts | _in_16_bits(parts)
-    return capture(
-        parts.pop("model"), parts.pop("args", ()), parts.pop("kwargs", None), **parts, **asked.options
-    )
+    rest = parts | _in_16_bits(parts) if asked.precision == "bf16" else dict(parts)
+    model, args, kwargs = rest.pop("model"), rest.pop("args", ()), rest.pop("kwargs", None)
+    if not asked.recompute:
+        return capture(model, args, kwargs, **rest, **asked.options)
+    from loadmaster.graph.torch_capture.recompute import recomputing
+
+    with recomputing(model, target=asked.target):  # other paths see nothing twice
+        return capture(model, args, kwargs, **rest, **(asked.options | {"path": "traced"}))
 
 
 def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,8 +141,8 @@ def _titled(name: str, asked: Asked) -> str:
     return f"{name}, batch {asked.batch or DEFAULT_BATCH}, seq {asked.seq or DEFAULT_SEQ}"
 
 
-def _own(path: str, function: str, asked: Asked) -> Graph:
-    """The user's own model, from a function of the user's own file."""
+def own_parts(path: str, function: str, asked: Asked) -> dict[str, Any]:
+    """The user's own model and what belongs to it, from a function of the user's own file."""
     given = _called(path, function, asked)
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(_FIELDS))
@@ -147,17 +150,13 @@ def _own(path: str, function: str, asked: Asked) -> Graph:
             raise InputError(
                 f"{path}:{function} gives {unknown or 'no model'}; known are {', '.join(_FIELDS)}"
             )
-        parts = dict(given)
-    elif isinstance(given, tuple) and 1 <= len(given) <= 3:
-        parts = dict(zip(_FIELDS, given, strict=False))
-    else:
-        raise InputError(
-            f"{path}:{function} gives {type(given).__name__}; it must give (model, args),"
-            " (model, args, kwargs) or a dict with 'model' and 'args'"
-        )
-    if asked.optimizer is not None:
-        parts["optimizer"] = asked.optimizer
-    return _captured(asked, **parts)
+        return dict(given)
+    if isinstance(given, tuple) and 1 <= len(given) <= 3:
+        return dict(zip(_FIELDS, given, strict=False))
+    raise InputError(
+        f"{path}:{function} gives {type(given).__name__}; it must give (model, args),"
+        " (model, args, kwargs) or a dict with 'model' and 'args'"
+    )
 
 
 def _called(path: str, function: str, asked: Asked) -> Any:
