@@ -8,7 +8,7 @@ from loadmaster.capacity.breakdown import ModuleParts, Parts
 from loadmaster.cli.tables import Bar, columns, fields, one_line
 from loadmaster.core.units import format_bytes, format_seconds
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "workspace")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 
 
 def summary(answer: Fit) -> Table:
@@ -91,12 +91,12 @@ def cluster(answer: Fit) -> Table | None:
 def modules(answer: Fit) -> Table:
     """The tree of modules, what each holds when the whole holds most."""
     shown = _shown_parts([row.parts for row in answer.modules])
-    table = columns("module", *shown, "all", right=(*shown, "all"), whole=("module", *shown, "all"))
+    table = columns("module", *shown, "all", right=(*shown, "all"), whole=(*shown, "all"))
     for row, num in _alike(answer.modules):
         name = row.module.rpartition(".")[2] if row.module else "whole model"
         name += f" ({num} alike)" if num > 1 else ""
         sizes = [format_bytes(size) if size else "-" for size in _sizes(row.parts, shown)]
-        table.add_row(one_line(f"{'  ' * row.depth}{name}"), *sizes, format_bytes(row.parts.total_bytes))
+        table.add_row(one_line(f"{' ' * row.depth}{name}"), *sizes, format_bytes(row.parts.total_bytes))
     return table
 
 
@@ -159,8 +159,8 @@ def notes(answer: Fit) -> list[str]:
 
 
 def _shown_parts(rows: "tuple[Parts, ...] | list[Parts]") -> tuple[str, ...]:
-    """The parts to show; bytes that a source does not tell apart only where there are some."""
-    return (*_PARTS, "resident") if any(row.resident_bytes for row in rows) else _PARTS
+    """The parts of which there is something to show."""
+    return tuple(name for name in _PARTS if any(getattr(row, f"{name}_bytes") for row in rows))
 
 
 def _sizes(parts: Parts, names: tuple[str, ...]) -> list[int]:
