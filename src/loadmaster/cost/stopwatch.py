@@ -21,7 +21,7 @@ from loadmaster.cost.rebuild import casting, input_bytes, normal, rebuild
 from loadmaster.cost.signature import TensorWord, read
 from loadmaster.cost.timing import Timing, time_call
 
-MOST_WEIGHTS = 8  # updated together
+MOST_WEIGHTS = 16  # updated together: the more, the less a disturbance counts
 _MOST_UPDATE_BYTES = 2**28
 _FREE_SHARE = 0.6  # of the free memory that one op may take
 _COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
@@ -134,7 +134,7 @@ def _update(job: Job, device: torch.device, left_s: float) -> Timing:
     word = signature.args[0] if signature is not None and signature.args else None
     if not isinstance(word, TensorWord) or name not in _OPTIMIZERS:
         raise CannotRebuild("its weight cannot be known")
-    num = min(job.count, MOST_WEIGHTS, _MOST_UPDATE_BYTES // max(word.num_bytes, 1))
+    num = min(MOST_WEIGHTS, _MOST_UPDATE_BYTES // max(word.num_bytes, 1))
     one = time_call(_stepping(name, word, 1, device), device, limit_s=left_s / 2)
     if num < 1:  # so large that calling the optimizer is nothing beside it
         return one
