@@ -56,13 +56,14 @@ def test_both_fall_backs_agree_with_the_first_choice(name: str, path: str) -> No
     assert simulated_peak(other) == pytest.approx(simulated_peak(captured(name, None)), rel=0.02)
 
 
-def inference_peak(model: Any, e: Any) -> int:
+def inference_peak(model: Any, e: Any, *, held: Any = ()) -> int:
     counter = StorageCounter()
-    for tensor in tree_leaves((list(e.model.parameters()), list(e.model.buffers()), e.args, e.kwargs)):
-        counter.add(tensor)
+    for tensor in tree_leaves((list(e.model.parameters()), list(e.model.buffers()), e.args, e.kwargs, held)):
+        if isinstance(tensor, torch.Tensor):
+            counter.add(tensor)
     with torch.no_grad(), counter:
-        held = model(*e.args, **e.kwargs)
-    del held
+        out = model(*e.args, **e.kwargs)
+    del out
     return counter.peak_bytes
 
 

@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self._next = 0
         self._num_constants = 0
         self._mirror_of: dict[int, int] = {}  # autograd sequence number -> forward op
+        self.estimating = False  # the backward pass is not autograd's: all that runs in it runs again
         self.last_mirror = NO_MIRROR
         self.flops_at: dict[int, float] = {}  # autograd sequence number -> flops of the forward op
         self._originals: dict[tuple[str, str, str], deque[int]] = {}  # module, kind, signature -> ops
@@ -280,7 +281,7 @@ class Recorder(TorchDispatchMode):
         """Autograd runs without gradients; a forward op that runs again for it does not."""
         if self.phase != Phase.BACKWARD or not torch.is_grad_enabled():
             return False
-        return torch._C._current_autograd_node() is not None
+        return self.estimating or torch._C._current_autograd_node() is not None
 
     def _mirror(self, work: tuple[str, str]) -> int:
         """The forward op that the op about to run belongs to: the same, if it runs again."""

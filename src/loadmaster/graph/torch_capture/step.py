@@ -90,6 +90,7 @@ class Step:
     def estimate(self, loss: torch.Tensor) -> None:
         """The gradients of the loss, by rules."""
         self.recorder.begin_backward(loss)
+        self.recorder.estimating = True
         before = dict(self._leaf)
         Estimate(self.recorder, self._leaf).backward(loss)
         for leaf, grad in self._leaf.items():
