@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
-from loadmaster.graph.torch_capture import checkpoints
+from loadmaster.graph.torch_capture import unexported
 from loadmaster.graph.torch_capture.fake import FakeModel
 from loadmaster.graph.torch_capture.ledger import Op
 from loadmaster.graph.torch_capture.recorder import Recorder
@@ -24,10 +24,10 @@ _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert
 
 
 def export(fake: FakeModel) -> torch.export.ExportedProgram:
-    """The model as a graph; raises what torch.export raises, and Recomputes."""
+    """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
-    with fake.mode, quiet[0], quiet[1], checkpoints.refused():
+    with fake.mode, quiet[0], quiet[1], unexported.refused(train=fake.model.training):
         return torch.export.export(fake.model, fake.args, fake.kwargs, strict=False)
 
 

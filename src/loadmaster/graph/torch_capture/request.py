@@ -10,7 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
-from loadmaster.graph.torch_capture import checkpoints
+from loadmaster.graph.torch_capture import unexported
 from loadmaster.graph.torch_capture.again import Again, marked
 from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
 from loadmaster.graph.torch_capture.exported import export, run_exported
@@ -157,7 +157,7 @@ class Request:
     def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
-        recomputing = checkpoints.told_apart() if path == "estimated" else contextlib.nullcontext()
+        recomputing = unexported.told_apart() if path == "estimated" else contextlib.nullcontext()
         with mode, torch.set_grad_enabled(self.train), recomputing:
             moved: dict[int, int] = {}
             with recorder, Kernels(self.target), Reads(recorder.answers):

@@ -1,0 +1,70 @@
+"""Unexported: what a training step does and `torch.export` keeps no trace of; such a model is traced.
+
+    torch.utils.checkpoint    activations are thrown away and computed again; both of its ways
+    torch.autograd.Function   a gradient of the user's own: the exported graph would take autograd's
+    Tensor.register_hook      a gradient changed on its way; backward hooks of modules are such functions
+
+Autograd's nodes of the older, reentrant way of checkpointing say nothing of what is computed again, so where
+the backward pass is estimated the newer way is taken instead (`told_apart`); both compute the same.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpoints
+
+
+class Unexported(Exception):  # noqa: N818
+    """The exported graph would not train as the model does."""
+
+
+@contextlib.contextmanager
+def refused(*, train: bool) -> Iterator[None]:
+    """All of the above raise; in inference all but checkpoints are harmless."""
+    again = _raises("torch.utils.checkpoint")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_instead(checkpoints, "_checkpoint_without_reentrant_generator", again))
+        stack.enter_context(_instead(checkpoints, "CheckpointFunction", _applied(again)))
+        if train:
+            own: Any = classmethod(_raises("a torch.autograd.Function"))
+            stack.enter_context(_instead(torch.autograd.Function, "apply", own))
+            stack.enter_context(_instead(torch.Tensor, "register_hook", _raises("Tensor.register_hook")))
+        yield
+
+
+@contextlib.contextmanager
+def told_apart() -> Iterator[None]:
+    """The reentrant way of checkpointing becomes the other."""
+
+    def newer(function: Any, keeps_rng: bool, *args: Any) -> Any:
+        return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keeps_rng)
+
+    with _instead(checkpoints, "CheckpointFunction", _applied(newer)):
+        yield
+
+
+def _raises(what: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Unexported(f"the model uses {what}; capture it with path='traced'")
+
+    return refuse
+
+
+def _applied(function: Any) -> type:
+    return type("CheckpointFunction", (), {"apply": staticmethod(function)})
+
+
+@contextlib.contextmanager
+def _instead(home: Any, name: str, way: Any) -> Iterator[None]:
+    """Another thing of that name, whoever imported it from there, for a while."""
+    if not hasattr(home, name):
+        yield
+        return
+    before = vars(home)[name]
+    try:
+        setattr(home, name, way)
+        yield
+    finally:
+        setattr(home, name, before)
