@@ -98,6 +98,7 @@ def test_a_gradient_of_the_users_own_is_what_is_captured() -> None:
     assert capture(model, (x(4, 8),), train=False).capture.startswith("joint")  # it has no backward
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_is_captured_as_it_was_written() -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     for path in ("joint", "traced"):

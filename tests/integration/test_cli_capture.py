@@ -1,0 +1,23 @@
+"""The command line on captured models."""
+
+import json
+
+import pytest
+
+from tests.integration.command_line import Say
+
+pytest.importorskip("torch", reason="capture needs the extra [torch]")
+
+
+def test_show_says_how_a_model_was_captured_and_what_share_was_attributed(say: Say) -> None:
+    pytest.importorskip("transformers", reason="hf: models need the extra [hf]")
+    code, out, _ = say("show", "hf:vit-base", "--batch", "1", columns=200)
+    assert code == 0
+    assert "joint; 100.0 % of backward attributed" in out
+    code, out, _ = say("show", "hf:vit-base", "--batch", "1", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert any(
+        isinstance(part, dict) and part.get("capture") == "joint; 100.0 % of backward attributed"
+        for part in (said, *said.values())
+    )
