@@ -9,8 +9,10 @@ torch = pytest.importorskip("torch", reason="capture needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 from loadmaster import api  # noqa: E402
+from loadmaster.core.check import why_not_runnable  # noqa: E402
 from loadmaster.core.errors import GraphError, InputError, UnknownNameError  # noqa: E402
 from loadmaster.core.graph import NO_GROUP, Graph, Phase  # noqa: E402
+from loadmaster.core.plan import Plan  # noqa: E402
 from loadmaster.cost.memory import weight_and_update_ops  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
@@ -98,6 +100,20 @@ def test_a_plan_of_an_accumulated_step_takes_its_time_as_often() -> None:
         graph = capture(mlp(), INPUT, accumulation=n, optimizer=None)
         times.append(api.plan(graph, "1xA100-80GB", budget=0.2).score_s)
     assert times[2] - times[1] == pytest.approx(6 * (times[1] - times[0]), rel=0.2)
+
+
+def test_micro_steps_in_their_own_order_can_be_run_and_others_cannot() -> None:
+    graph = capture(mlp(), INPUT, accumulation=3)
+    problem = api.problem(graph, "2xA100-80GB")
+    order = np.arange(graph.num_ops, dtype=np.float64)
+    together = np.zeros(graph.num_ops, dtype=np.int32)
+    never = np.zeros(graph.num_ops, dtype=np.bool_)
+    assert why_not_runnable(problem, Plan(together, order, never, None)) == []
+    back = np.flatnonzero(graph.phase == Phase.BACKWARD)
+    turned = order.copy()
+    turned[back] = order[back][::-1]
+    found = why_not_runnable(problem, Plan(together, turned, never, None))
+    assert found == ["backward ops do not run in the reverse order of their forward ops"]
 
 
 def test_a_scaled_loss_is_unscaled_and_checked_before_any_update() -> None:

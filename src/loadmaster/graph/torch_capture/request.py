@@ -212,8 +212,8 @@ class Request:
 def leave_transforms() -> None:
     """A failure inside of vmap or grad leaves torch inside of it."""
     functorch = torch._C._functorch
-    while functorch.get_dynamic_layer_stack_depth():
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(functorch.get_dynamic_layer_stack_depth() - 1)
+    if hasattr(functorch, "pop_dynamic_layer_stack_and_undo_to_depth"):
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
 
 
 def shortened(problem: BaseException) -> str:
