@@ -393,22 +393,3 @@ def _() -> Odd:
 @odd("an input with a gradient")
 def _() -> Odd:
     return Odd(nn.Linear(8, 4), (x(4, 8).requires_grad_(),))
-
-
-@odd("lists of parameters")
-def _() -> Odd:
-    weights = nn.ParameterList([nn.Parameter(x(8, 8)) for _ in range(2)])
-    return Odd(
-        With(lambda m, v: v @ m.w[0] @ m.w[1] * m.d["a"], w=weights, d=nn.ParameterDict({"a": x(8)})),
-        (x(4, 8),),
-    )
-
-
-@odd("autocast inside")
-def _() -> Odd:
-    def run(m: Any, v: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = m.a(v)
-        return y.float()
-
-    return Odd(With(run, a=nn.Linear(8, 8)), (x(4, 8),))
