@@ -78,6 +78,8 @@ def problem(
     target: str | None = None,
     capture_path: str | None = None,
     assume: float | None = None,
+    accumulation: int | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
     costs: str = "roofline",
     measure_budget: Budget | float | str = DEFAULT_BUDGET_S,
     database: str | os.PathLike[str] | None = None,
@@ -88,7 +90,7 @@ def problem(
 
     What is None is the source's own, else the default. `pin` maps an op or module to a device;
     `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the devices),
-    `capture_path` and `assume` are for a model that is captured (docs/capture.md).
+    `capture_path`, `assume`, `accumulation` and `ranges` are for a model that is captured (docs/capture.md).
     `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
     seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
     """
@@ -101,7 +103,15 @@ def problem(
         target = "cpu" if named.on_host[named.kind].all() else "cuda"
     exact = "bf16-mixed" if captured and precision == "mixed" else precision
     step = Asked(
-        batch, seq, optimizer, exact if captured else "fp32", target=target, path=capture_path, assume=assume
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        precision=exact if captured else "fp32",
+        target=target,
+        path=capture_path,
+        assume=assume,
+        accumulation=accumulation,
+        ranges=ranges,
     )
     workload = read_source(source, format=format, max_bytes=max_bytes, asked=step)
     graph, cluster, given = workload.graph, workload.cluster, workload.costs

@@ -33,6 +33,8 @@ def command(
     target: o.Target = None,
     capture: o.Capture = None,
     assume: o.Assume = None,
+    accumulation: o.Accumulation = None,
+    range: o.Ranges = None,
     pin: o.Pin = None,
     reserve: o.Reserve = "0",
     format: o.Format = None,
@@ -68,6 +70,8 @@ def command(
         target=target,
         capture=capture,
         assume=assume,
+        accumulation=accumulation,
+        range=range,
         measure=measure,
         database=database,
     )

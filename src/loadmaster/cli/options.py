@@ -98,6 +98,18 @@ Capture = Annotated[
         "--capture", metavar="PATH", help="How a model is captured: joint, traced or estimated (the first)."
     ),
 ]
+Accumulation = Annotated[
+    int | None,
+    typer.Option("--accumulation", metavar="N", help="Passes of a captured model before its update (1)."),
+]
+Ranges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--range",
+        metavar="NAME=LOW:HIGH",
+        help="Sizes a captured model must run the same ops for: batch=2:64, seq=2:1024. May be repeated.",
+    ),
+]
 Assume = Annotated[
     float | None,
     typer.Option(

@@ -33,6 +33,8 @@ def ask(
     target: str | None = None,
     capture: str | None = None,
     assume: float | None = None,
+    accumulation: int | None = None,
+    range: list[str] | None = None,
     measure: str | None = None,
     database: str | None = None,
 ) -> "Problem":
@@ -40,7 +42,7 @@ def ask(
     if database is not None and measure is None:
         raise InputError("--database names measured costs, which only --measure uses; add it")
     pinned, reserve_bytes, limit = pins(pin), size("--reserve", reserve), size("--max-bytes", max_bytes)
-    notes: list[str] = []
+    spans, notes = ranges(range), list[str]()
     with progress(f"reading {source}") as say:
         from loadmaster import api
 
@@ -63,6 +65,8 @@ def ask(
             target=target,
             capture_path=capture,
             assume=assume,
+            accumulation=accumulation,
+            ranges=spans,
             database=database,
             tell=notes.append,
             progress=say,
@@ -107,6 +111,18 @@ def pins(texts: list[str] | None) -> dict[str, str]:
         if found.setdefault(name, device) != device:
             raise InputError(f"--pin puts {name!r} on {found[name]!r} and on {device!r}; pin it once")
     return found
+
+
+def ranges(texts: list[str] | None) -> dict[str, tuple[int, int]] | None:
+    """Low and high of each name given by `--range`."""
+    found: dict[str, tuple[int, int]] = {}
+    for text in texts or []:
+        name, equals, span = text.partition("=")
+        low, colon, high = span.partition(":")
+        if not (equals and colon and low.isdecimal() and high.isdecimal() and len(span) < 20):
+            raise InputError(f"--range {text!r}: write NAME=LOW:HIGH, e.g. --range batch=2:64")
+        found[name] = (int(low), int(high))
+    return found or None
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -37,13 +37,15 @@ def command(
     target: o.Target = None,
     capture: o.Capture = None,
     assume: o.Assume = None,
+    accumulation: o.Accumulation = None,
+    range: o.Ranges = None,
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
     """Show a graph's size and shape, a saved plan, or (with --devices) a cluster."""
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.question import size
+    from loadmaster.cli.question import ranges, size
     from loadmaster.core.errors import InputError
 
     if source is None and devices is None:
@@ -54,7 +56,17 @@ def command(
         if source is not None:
             from loadmaster.graph.models import Asked
 
-            asked = Asked(batch, seq, optimizer, precision, target=target, path=capture, assume=assume)
+            asked = Asked(
+                batch,
+                seq,
+                optimizer,
+                precision,
+                target=target,
+                path=capture,
+                assume=assume,
+                accumulation=accumulation,
+                ranges=ranges(range),
+            )
             parts += _describe(source, format, limit, ops, asked)
         if devices is not None:
             from loadmaster.cli.descriptions import describe_cluster

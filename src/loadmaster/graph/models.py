@@ -28,7 +28,7 @@ MODEL = re.compile(r"(hf|zoo):(.*)|(.+\.py):(\w+)", re.DOTALL)
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
-_FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "train")
+_FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "train", "accumulation", "autocast", "grad_scaler")
 _MOST = 2**20
 
 
@@ -47,9 +47,9 @@ class Asked:
     target: str | None = None  # kind of device: 'cpu' or 'cuda'
     path: str | None = None
     assume: float | None = None
-    recompute: bool = (
-        False  # blocks that are alike keep their inputs only, and run again in the backward pass
-    )
+    accumulation: int | None = None  # passes in a step
+    ranges: Mapping[str, tuple[int, int]] | None = None  # of batch and seq over which the ops are the same
+    recompute: bool = False  # blocks that are alike keep their inputs only and run again
 
     def __post_init__(self) -> None:
         """Whole numbers from 1 on, a known precision."""
@@ -69,8 +69,10 @@ class Asked:
 
         casts = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
         found: dict[str, Any] = {"target": self.target, "path": self.path}
-        found["autocast"] = casts.get(self.precision)
-        return found if self.assume is None else found | {"assume": self.assume}
+        if self.precision in casts:
+            found |= {"autocast": casts[self.precision], "grad_scaler": self.precision == "fp16-mixed"}
+        more = {"assume": self.assume, "accumulation": self.accumulation, "ranges": self.ranges}
+        return found | {name: value for name, value in more.items() if value is not None}
 
 
 def names_model(source: str) -> bool:
@@ -100,11 +102,11 @@ def _captured(parts: dict[str, Any], asked: Asked) -> Graph:
     rest = parts | _in_16_bits(parts) if asked.precision == "bf16" else dict(parts)
     model, args, kwargs = rest.pop("model"), rest.pop("args", ()), rest.pop("kwargs", None)
     if not asked.recompute:
-        return capture(model, args, kwargs, **rest, **asked.options)
+        return capture(model, args, kwargs, **(rest | asked.options))
     from loadmaster.graph.torch_capture.recompute import recomputing
 
     with recomputing(model, target=asked.target):  # other paths see nothing twice
-        return capture(model, args, kwargs, **rest, **(asked.options | {"path": "traced"}))
+        return capture(model, args, kwargs, **(rest | asked.options | {"path": "traced"}))
 
 
 def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def is_model(source: object) -> bool:
 
 def _require_none(asked: Asked, source: object, *, sized: bool = False) -> None:
     """Refuse what only a model can be asked; `sized` sources have a batch and a seq."""
-    names = ("target", "path", "assume") if sized else ("batch", "seq", "target", "path", "assume")
+    names: tuple[str, ...] = ("target", "path", "assume", "accumulation", "ranges")
+    names = names if sized else ("batch", "seq", *names)
     for name in names:
         value = getattr(asked, name)
         if value is not None:
