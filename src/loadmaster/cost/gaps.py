@@ -17,11 +17,11 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import GAPS, Keys, keys_of
 from loadmaster.cost.stopwatch import torch_version
-from loadmaster.cost.timing import clocks, since
+from loadmaster.cost.timing import clocks, since, undisturbed
 from loadmaster.graph.capture import capture
 
 FORWARD, BACKWARD = GAPS
-_WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 4, (2, 8), 15
+_WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 12, (2, 8), 20
 _WARM_UP_STEPS = 4
 _WAIT_CYCLES = 100_000_000  # some 50 ms, while the host issues
 
@@ -91,7 +91,8 @@ def _host_s(device: torch.device) -> tuple[float, float]:
         if step >= _WARM_UP_STEPS:
             forward.append(forward_s)
             backward.append(since(middle))
-    return statistics.median(forward), statistics.median(backward)
+    usual = undisturbed if device.type == "cuda" else statistics.median
+    return usual(forward), usual(backward)
 
 
 def _keep_busy(device: torch.device) -> None:
