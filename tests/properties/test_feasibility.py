@@ -86,7 +86,7 @@ def test_the_certificate_of_copies_is_often_the_only_one() -> None:
     """Guards the properties above: problems where it speaks, and where it must not."""
     seen = {"spoke": 0, "fits": 0}
 
-    @settings(max_examples=100, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=250, deadline=None, database=None, derandomize=True)
     @given(kept_problems(max_ops=6, max_devices=3))
     def look(problem: Problem) -> None:
         seen["spoke"] += SPREAD in lower_bound(problem).infeasible

@@ -230,7 +230,8 @@ class _Reader:
         """As `capture` writes it, so that measured costs are found by it."""
         words = [target]
         for entry in node.inputs:
-            word = self._word(entry.arg, program, inner)
+            asks_cudnn = entry.name in ("cudnn_enabled", "cudnn_enable")  # of the machine that exported it
+            word = "True" if asks_cudnn else self._word(entry.arg, program, inner)
             words.append(f"{entry.name}={word}" if entry.kind == 2 else word)
         return " ".join(words)
 
