@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.pages import feasibility, placement, quality, spine
+from benchmarks.pages import feasibility, placement, quality, spine, steps
 from benchmarks.pages.figures import Figures, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +22,7 @@ def page(result: Figures, sources: str) -> str:
 `python -m benchmarks.page FILE ...` writes this page from such files, `python -m benchmarks.compare OLD NEW` sets two side by side.
 Speed is judged here, never by a stopwatch in a test.
 
-All figures below: {m["date"]}, {m["processor"]}, {m["cores"]} cores, one thread, Python {m["python"]}, numpy {m["versions"]["numpy"]}, numba
+All figures below, but for those that name another: {m["date"]}, {m["processor"]}, {m["cores"]} cores, one thread, Python {m["python"]}, numpy {m["versions"]["numpy"]}, numba
 {m["versions"]["numba"]}, scipy {m["versions"]["scipy"]} ({sources}). The machine was a shared one whose speed changed by a factor of two within
 minutes; ratios are taken between measurements that follow each other within a second.
 """
@@ -33,6 +33,9 @@ minutes; ratios are taken between measurements that follow each other within a s
         quality.section(result),
         feasibility.section(result),
         spine.transformers(result),
+        steps.capture(result),
+        steps.cpu(result),
+        steps.gpu(result),
     )
     return wrapped("\n".join((head, *sections)))
 

@@ -9,12 +9,13 @@ _WIDTH = 140
 
 
 class Figures:
-    """One result file, or several of one machine; a suite that a later file has too replaces the earlier."""
+    """One result file, or several; a suite that a later file has too replaces the earlier."""
 
     def __init__(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Each document is what `benchmarks.run` wrote."""
-        self.machine = documents[-1]["machine"]
+        """Each document is what `benchmarks.run` wrote; the first says what machine the page is about."""
+        self.machine = documents[0]["machine"]
         last = {row["suite"]: at for at, document in enumerate(documents) for row in document["figures"]}
+        self.machine_of = {suite: documents[at]["machine"] for suite, at in last.items()}
         self.by_name = {
             (row["suite"], row["name"]): row
             for at, document in enumerate(documents)

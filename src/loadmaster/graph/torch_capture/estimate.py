@@ -169,7 +169,7 @@ class Estimate:
             f"{self._name(mirror)}.backward", "add", "", Phase.BACKWARD, mirror=mirror, bytes_moved=3 * size
         )
         reads = sorted({old, new})
-        return ledger.add_into(op, reads, old) if in_place else ledger.add(op, reads, [size])[0]
+        return ledger.add_into(op, reads, old, tied=False) if in_place else ledger.add(op, reads, [size])[0]
 
     def _base(self, tensor: torch.Tensor) -> int | None:
         number = self.recorder.key(tensor)[0]

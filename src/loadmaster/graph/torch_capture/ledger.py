@@ -171,12 +171,12 @@ class Ledger:
         if of in self._looks:
             self._looks.setdefault(key, self._looks[of])
 
-    def write(self, key: Key, num_bytes: int) -> None:
-        """The open op changes what `key` looks at, in place."""
+    def write(self, key: Key, num_bytes: int, *, tied: bool = True) -> None:
+        """The open op changes what `key` looks at, in place: where that was made, if `tied`."""
         self.read(key, num_bytes)
         record = self._storages[key[0]]
         record.last_write = self._look(key, num_bytes)
-        if self.current not in (NO_OP, record.op):
+        if tied and self.current not in (NO_OP, record.op):
             self.together(self.current, record.op)
 
     def free(self, storage: int) -> None:
@@ -232,13 +232,14 @@ class Ledger:
         self.close()
         return made
 
-    def add_into(self, op: Op, reads: list[int], target: int) -> int:
+    def add_into(self, op: Op, reads: list[int], target: int, *, tied: bool = True) -> int:
         """An op that nobody ran, and that writes a tensor in place; gives what it leaves behind."""
         self.add(op, reads, [])
         index, base = len(self.ops) - 1, self.tensors[target].base
         whole = target if base == OWN_STORAGE else base
         self.tensors.append(Tensor(index, self.tensors[target].num_bytes, whole, True))
-        self.together(index, self.tensors[target].op)
+        if tied:
+            self.together(index, self.tensors[target].op)
         return len(self.tensors) - 1
 
     def base(self, storage: int) -> int:

@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         if in_place:
             self._adopt(out, self._number(before[0]))
         written = [out] if in_place else _written(func, args, kwargs)
-        self._note(_Call(func, args, kwargs, out, before, _tensors(out), written))
+        self._note(_Call(func, args, kwargs, out, before, _tensors(out), written, in_place))
         return out
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
         for tensor in call.before:
             ledger.read(self.key(tensor), tensor_bytes(tensor))
         for tensor in call.written:
-            ledger.write(self.key(tensor), tensor_bytes(tensor))
+            ledger.write(self.key(tensor), tensor_bytes(tensor), tied=not call.gathers)
         for tensor in fresh:
             number, num_bytes = self._number(tensor), tensor_bytes(tensor)
             if ledger.knows(number):  # two outputs on one storage
@@ -355,6 +355,7 @@ class _Call:
     before: list[torch.Tensor]
     after: list[torch.Tensor]
     written: list[torch.Tensor]
+    gathers: bool = False  # two gradients, where they are needed: on the memory of the first, or of its copy
 
 
 _TRAINING = 5  # the argument of batch norm that says so
