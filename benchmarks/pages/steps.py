@@ -102,7 +102,7 @@ issue exceeds the GPU's to compute, the step waits for launches, and is predicte
 
 {_ops(result)} The host of that machine is a virtual one whose speed changes by a third within minutes: in four runs the errors of steps that wait for
 launches (bf16-mixed of GPT-2 and BERT, batch 1) went from -35 % to +31 % before launch times were taken as lower quartiles and measured beside
-others, and this run is one draw from that machine. Steps bound by the GPU stayed within 5 %, peaks within 3 %.
+others, and this run is one draw from that machine. Steps bound by the GPU stayed within 7 %, peaks within 3 %.
 """
 
 

@@ -298,12 +298,15 @@ def test_the_time_of_an_op_is_that_of_its_row_and_what_lies_between_ops(path: Pa
     rows = [
         CostRow(text, chip(), version, date, 1e-3 * (at + 1), 0.2, 9) for at, text in enumerate(keys.text)
     ]
-    rows += [CostRow(key, chip(), version, date, gap) for key, gap in zip(GAPS, (0.5, 0.25), strict=True)]
+    rows += [
+        CostRow(key, chip(), version, date, gap) for key, gap in zip(GAPS, (0.5, 0.25, 0.4), strict=True)
+    ]
     with open_database(path) as database:
         database.put(rows)
         found = measured_costs(graph, HERE, database, budget_s=60)
     assert found.kinds[0].num_new == 0
-    gap = {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.25, Phase.UPDATE: 0.0}
+    num_updates = int((graph.phase == Phase.UPDATE).sum())
+    gap = {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.25, Phase.UPDATE: 0.4 / num_updates}
     for op in np.flatnonzero(keys.of_op != NO_KEY):
         expected = 1e-3 * (keys.of_op[op] + 1) + gap[Phase(int(graph.phase[op]))]
         assert found.costs.compute_s[op, 0] == pytest.approx(expected)

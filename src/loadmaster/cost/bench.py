@@ -7,8 +7,8 @@ from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph
 from loadmaster.core.run import silent
 from loadmaster.cost.database import CostDatabase, CostRow
-from loadmaster.cost.gaps import BACKWARD, FORWARD, gap_rows, reference
-from loadmaster.cost.keys import Keys, keys_of
+from loadmaster.cost.gaps import gap_rows, reference
+from loadmaster.cost.keys import GAPS, Keys, keys_of
 from loadmaster.cost.stopwatch import DeviceLost, Job, Say, measured, torch_version
 
 _SAVE_EVERY = 20  # rows: an interrupt loses no more
@@ -28,11 +28,11 @@ def completed(
 ) -> tuple[dict[str, CostRow], int, float]:
     """Rows of the keys that are known or can be measured in time, how many are new, and the seconds spent."""
     began = time.perf_counter()
-    known = database.get([*keys.text, FORWARD, BACKWARD], here.chip, torch_version())
+    known = database.get([*keys.text, *GAPS], here.chip, torch_version())
     jobs = jobs_of(graph, keys, plain_s, known)
     if not jobs or budget_s <= 0:
         return known, 0, 0.0
-    if FORWARD not in known:
+    if any(key not in known for key in GAPS):
         known |= _gaps(here, database, min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s), say)
     left_s = budget_s - (time.perf_counter() - began)
     new = _measure(jobs, here, database, left_s, say)

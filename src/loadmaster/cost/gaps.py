@@ -2,7 +2,8 @@
 
 A small model of ordinary modules is trained for a few steps; what a step takes, less the measured times of
 its ops, is shared out over its ops, forward and backward apart. On a GPU it is the host's time to issue that
-is compared. Kept like any other measurement, under two keys of their own.
+is compared. What calling an optimizer takes, however few its weights, is shared out over the updates of a
+step. Kept like any other measurement, under keys of their own.
 """
 
 import statistics
@@ -16,11 +17,11 @@ from torch import nn
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import GAPS, Keys, keys_of
-from loadmaster.cost.stopwatch import torch_version
+from loadmaster.cost.stopwatch import call_of_update, torch_version
 from loadmaster.cost.timing import clocks, since, undisturbed
 from loadmaster.graph.capture import capture
 
-FORWARD, BACKWARD = GAPS
+FORWARD, BACKWARD, UPDATE = GAPS
 _WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 12, (2, 8), 20
 _WARM_UP_STEPS = 4
 _WAIT_CYCLES = 100_000_000  # some 50 ms, while the host issues
@@ -55,14 +56,15 @@ def reference() -> Graph:
 
 def gap_rows(
     graph: Graph, rows: Mapping[str, CostRow], torch_name: str, chip: str
-) -> tuple[CostRow, CostRow]:
-    """What is lost per op, forward and backward, given the measured rows of the reference's keys."""
+) -> tuple[CostRow, CostRow, CostRow]:
+    """What is lost per op, given the measured rows of the reference's keys, and per step."""
     device, keys = torch.device(torch_name), keys_of(graph)
     both = _host_s(device)
     version, date = torch_version(), today()
     return (
         CostRow(FORWARD, chip, version, date, _gap(both[0], Phase.FORWARD, graph, keys, rows), 0.0, _STEPS),
         CostRow(BACKWARD, chip, version, date, _gap(both[1], Phase.BACKWARD, graph, keys, rows), 0.0, _STEPS),
+        CostRow(UPDATE, chip, version, date, call_of_update(device), 0.0, _STEPS),
     )
 
 

@@ -19,7 +19,7 @@ from loadmaster.cost.signature import Signature, read
 
 GRAD = " @grad"
 UPDATE = "update "
-GAPS = ("gap forward", "gap backward")  # see `gaps`: what lies between two ops
+GAPS = ("gap forward", "gap backward", "gap update")  # see `gaps`: what lies between ops, and a step once
 NO_KEY = -1
 _STATES = ((0, "sgd"), (1, "momentum"), (2, "adamw"))  # bytes kept beside a weight, in weights
 _STEP_BYTES = 16  # a step count beside them

@@ -206,9 +206,10 @@ def _fitted(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: Floats)
 
 
 def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
-    """[N] what Python and autograd add to each op; an optimizer's step has its own in it."""
-    forward, backward = ((known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS)
-    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward}
+    """[N] what Python and autograd add to each op, and calling the optimizer to its updates together."""
+    forward, backward, update = ((known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS)
+    num_updates = max(1, int((graph.phase == Phase.UPDATE).sum()))
+    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.UPDATE: update / num_updates}
     return np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
 
 

@@ -146,6 +146,14 @@ def _update(job: Job, device: torch.device, left_s: float) -> Timing:
     return Timing(seconds, max(one.spread, more.spread), one.count + more.count, issue_s)
 
 
+def call_of_update(device: torch.device) -> float:
+    """What a step of AdamW takes beyond its weights: the host's time, which on a GPU is that to launch."""
+    word = TensorWord("float32", (16,), (1,))
+    one, more = (time_call(_stepping("adamw", word, num, device), device) for num in (1, 1 + MOST_WEIGHTS))
+    few, many = ((t.issue_s if device.type == "cuda" else t.seconds) for t in (one, more))
+    return max(0.0, few - (many - few) / MOST_WEIGHTS)
+
+
 def _stepping(name: str, word: TensorWord, num: int, device: torch.device) -> Callable[[], Any]:
     """A step of an optimizer on that many weights, which have gradients."""
     dtype = getattr(torch, word.dtype)
