@@ -100,7 +100,8 @@ def _region(node: torch.fx.Node, args: Any) -> tuple[torch.fx.GraphModule, Any, 
         context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
         return args[4], context, args[5:]
     if name in ("wrap", "invoke_subgraph") and isinstance(args[0], torch.fx.GraphModule):
-        return args[0], contextlib.nullcontext(), args[1:]
+        named = name == "invoke_subgraph"  # the graph's name comes before its inputs
+        return args[0], contextlib.nullcontext(), args[2 if named else 1 :]
     return None
 
 
