@@ -32,10 +32,10 @@ def completed(
     jobs = jobs_of(graph, keys, plain_s, known)
     if not jobs or budget_s <= 0:
         return known, 0, 0.0
-    if any(key not in known for key in GAPS):
-        known |= _gaps(here, database, min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s), say)
-    left_s = budget_s - (time.perf_counter() - began)
-    new = _measure(jobs, here, database, left_s, say)
+    gaps_s = 0.0 if all(key in known for key in GAPS) else min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s)
+    new = _measure(jobs, here, database, budget_s - gaps_s, say)
+    if gaps_s:
+        known |= _gaps(here, database, gaps_s, say)
     usable = sum(row.seconds is not None for row in new.values())
     return known | new, usable, time.perf_counter() - began
 

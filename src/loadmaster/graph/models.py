@@ -173,7 +173,7 @@ def _called(path: str, function: str, asked: Asked) -> Any:
         )
     try:
         return build(**sizes)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise InputError(f"{path}:{function} raised {_shortened(problem)}") from problem
 
 

@@ -28,6 +28,7 @@ _SCALARS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.item}
 _TRUTHS = {_aten.equal, _aten.allclose}
 LOOP = 64
 MOST_REAL_BYTES = 8 * 2**30
+MOST_MADE_BYTES = 4 * 2**30  # by all ops of the real run
 Read = tuple[str, Any]
 
 
@@ -132,7 +133,10 @@ def reads_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     args, kwargs = copy.deepcopy((args, kwargs))  # a cache that grows is the user's
     functions = Reads(Answers(), log.reads)
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), functions, log:
-        shared(*args, **kwargs)
+        try:
+            shared(*args, **kwargs)
+        except _TooLarge:
+            return []
     return log.reads
 
 
@@ -146,17 +150,26 @@ def with_same_weights(model: nn.Module) -> nn.Module:
         return rebuilt(model, weights | buffers)
 
 
+class _TooLarge(BaseException):
+    """The real run would take too much memory."""
+
+
 class _ReadLog(TorchDispatchMode):
-    """Notes what a real run reads out of its tensors."""
+    """Notes what a real run reads out of its tensors, as long as it makes no more than MOST_MADE_BYTES."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[Read] = []
+        self._made_bytes = 0
         self._answers = Answers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and note what it reads."""
         out = func(*args, **(kwargs or {}))
+        if not (func.is_view or func._schema.is_mutable):
+            self._made_bytes += sum(tensor.nbytes for tensor in tensors_in(out))
+        if self._made_bytes > MOST_MADE_BYTES:
+            raise _TooLarge
         if self._answers.wants(func, args):
             shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
             self.reads.append((str(func), shapes if func.overloadpacket in CHOICES else out))
