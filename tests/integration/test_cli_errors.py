@@ -340,7 +340,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_completed_keeps_the_old_file(tmp_path: Path) -> None:
     """The disk is full: no file may grow beyond a kilobyte, so that the scratch file fails halfway."""
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="limits of files are set on Unix only")
     command = ["plan", "gen:chain:40", "--algorithm", "round_robin", "--out", "plan.json"]
     assert loadmaster(*command, cwd=tmp_path).returncode == 0
     check_refused(

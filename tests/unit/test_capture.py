@@ -324,7 +324,9 @@ def test_autocast_computes_in_the_smaller_type_and_says_so() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_the_work_is_that_of_torchs_joint_graph(name: str) -> None:
-    aot = pytest.importorskip("torch._functorch.aot_autograd")
+    aot = pytest.importorskip(
+        "torch._functorch.aot_autograd", reason="the witness is a private part of torch"
+    )
     if not hasattr(aot, "aot_export_joint_with_descriptors"):
         pytest.skip("this version of PyTorch has no such graph")
     e = example(name)
