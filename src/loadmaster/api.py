@@ -23,7 +23,7 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph, units
 from loadmaster.core.io import MAX_BYTES, load, save
-from loadmaster.core.placement import Placement
+from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Costs, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
@@ -35,7 +35,7 @@ from loadmaster.cost.memory import PRECISIONS, with_optimizer
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.models import Asked
 from loadmaster.graph.source import is_model, read_source
-from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
+from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
 
 if TYPE_CHECKING:
     from loadmaster.capacity.answer import Fit
@@ -45,6 +45,7 @@ Source = str | os.PathLike[str] | Graph | Workload
 Devices = str | os.PathLike[str] | Cluster
 E = TypeVar("E", bound=StrEnum)
 COSTS = ("roofline", "measured")
+_SOLVERS = {Objective.STEP: "cpsat_latency", Objective.THROUGHPUT: "cpsat_throughput"}  # whose bounds hold
 
 __all__ = [
     "check_plan",
@@ -234,11 +235,27 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
 
 
-def lower_bound(problem: Problem) -> Bound:
-    """What no plan of this problem can beat, and the argument's name."""
-    from loadmaster.simulator import bounds
+def lower_bound(problem: Problem, budget: Budget | float | str | None = None) -> Bound:
+    """What no plan of this problem can beat, and the argument's name.
 
-    return bounds.lower_bound(problem)
+    The best of all arguments; with a budget also what the exact solver proves within it.
+    """
+    from loadmaster.simulator import bounds
+    from loadmaster.simulator.step_programme import relaxed_step
+
+    best = bounds.lower_bound(problem)
+    if problem.objective == Objective.STEP and not best.infeasible:
+        programme = Bound(relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
+        best = max(best, programme, key=lambda bound: bound.seconds)
+    if budget is None or best.infeasible:
+        return best
+    limit, solver = parse_budget(budget), placer(_SOLVERS[problem.objective])
+    if why_not(solver, problem):
+        return best
+    answer = plan(problem, algorithm=solver, budget=limit)
+    if answer.status == Status.INFEASIBLE:
+        return Bound(0.0, "none", answer.proof)
+    return best if answer.bound_s <= best.seconds else Bound(answer.bound_s, answer.bound_name)
 
 
 def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:

@@ -199,14 +199,14 @@ def test_some_pairs_are_refused_and_most_are_served() -> None:
 class TestInfeasible:
     """What is said when nothing fits: the lacking bytes, and the certificate."""
 
-    @pytest.mark.parametrize("algorithm", available())
+    @pytest.mark.parametrize("algorithm", [a for a in available() if not reason(a, "too large")])
     def test_an_op_larger_than_every_device(self, algorithm: str) -> None:
         placement = answered(algorithm, "too large")
         assert placement.status == Status.INFEASIBLE
         assert "30 B on one device, the largest allowed has 25 B; free 5 B more" in placement.proof
         assert int(placement.shortfall_bytes.sum()) >= 5
 
-    @pytest.mark.parametrize("algorithm", available())
+    @pytest.mark.parametrize("algorithm", [a for a in available() if not reason(a, "too much")])
     def test_more_than_all_devices_hold(self, algorithm: str) -> None:
         placement = answered(algorithm, "too much")
         assert placement.status == Status.INFEASIBLE

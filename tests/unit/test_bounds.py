@@ -32,9 +32,17 @@ INF = float("inf")
 class TestStepBounds:
     def test_a_chain_is_bound_by_its_fastest_times(self) -> None:
         problem = problem_of(chain(3), unequal_cluster(), [[1, 9], [8, 2], [3, 3]])
-        bound = lower_bound(problem)
+        bound = lower_bound(
+            replace(problem, links=Links.PARALLEL, costs=replace(problem.costs, transfer_s=[0, 0]))
+        )
         assert bound.name == "critical path"
         assert bound.seconds == pytest.approx(1 + 2 + 3)
+
+    def test_who_changes_the_device_pays_for_the_transfer(self) -> None:
+        """1 s here, then a byte at 1 byte/s, then 2 s and 3 s there."""
+        bound = lower_bound(problem_of(chain(3, 1), unequal_cluster(), [[1, 9], [8, 2], [3, 3]]))
+        assert bound.name == "path with transfers"
+        assert bound.seconds == pytest.approx(1 + 1 + 2 + 3)
 
     def test_of_two_branches_the_longer_counts(self) -> None:
         problem = problem_of(diamond(), star_cluster(4), [1, 5, 2, 1])
@@ -89,11 +97,11 @@ class TestStepBounds:
 
     def test_a_pin_forces_the_slow_device(self) -> None:
         problem = problem_of(chain(2), unequal_cluster(), [[1, 9], [1, 9]], pinned=[-1, 1])
-        assert lower_bound(problem).seconds == pytest.approx(1 + 9)
+        assert lower_bound(problem).seconds == pytest.approx(1 + 2 + 9)  # two bytes cross
 
     def test_an_op_counts_where_it_can_run(self) -> None:
         problem = problem_of(chain(2), unequal_cluster(), [[INF, 9], [1, 9]])
-        assert lower_bound(problem).seconds == pytest.approx(9 + 1)
+        assert lower_bound(problem).seconds == pytest.approx(9 + 2 + 1)  # two bytes cross
 
     def test_logical_devices_of_one_chip_share_its_time(self) -> None:
         routes = {(i, j): [0] for i in range(3) for j in range(3) if i != j}

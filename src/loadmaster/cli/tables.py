@@ -89,6 +89,8 @@ def summary(placement: Placement) -> Table:
     rows["lower bound"] = bound_text(placement)
     if placement.gap is not None:
         rows["gap"] = f"at most {gap_text(placement.gap)} above the best possible"
+    elif placement.fits:
+        rows["gap"] = "unknown: nothing is proven but 0 s"
     measured = measured_part(placement)
     if measured is not None:
         rows["measured"] = f"{format_percent(measured)} of the predicted compute time"

@@ -20,7 +20,7 @@ _TIGHT = 0.55  # of the memory: some plans have to be repaired
 
 
 def warm_up(progress: Callable[[str, float], None] = silent) -> None:
-    """Have every algorithm answer two tiny problems, unless they did so on this machine before."""
+    """Have every algorithm answer tiny problems, unless they did so on this machine before."""
     if is_warm("placers"):
         return
     progress(_MESSAGE, 0.0)
@@ -28,7 +28,10 @@ def warm_up(progress: Callable[[str, float], None] = silent) -> None:
     cluster = problem.cluster
     less = (_TIGHT * cluster.memory_bytes).astype(np.int64)
     grouped(problem, max_ops=1)
-    for question in (problem, replace(problem, cluster=replace(cluster, memory_bytes=less))):
+    tight = replace(problem, cluster=replace(cluster, memory_bytes=less))
+    pipelined = replace(problem, objective=Objective.THROUGHPUT, links=Links.HALF_DUPLEX)
+    chained = replace(pipelined, split=Split.CHAIN)
+    for question in (problem, tight, pipelined, chained):
         simulator = prepare(question)
         simulator.warm_up(progress)
         for name in own():

@@ -3,11 +3,13 @@
 Every bound comes from the original graph or a relaxation of it, so it holds for every plan:
 
 * critical path: the longest chain of ops, each at its fastest allowed device, transfers free;
+* path with transfers: the same, but who changes the device pays for the transfer (`travel.py`);
 * largest unit: ops that must share a device run there one after the other;
 * work: all units spread at will over all engines, split into fractions, transfers free;
 * memory: the same, but no class of devices may hold more than its memory at the end of the step.
 
-Work and memory are one linear programme, solved in `relaxation.py`.
+Work and memory are one linear programme, solved in `relaxation.py`. `step_programme.py` holds a larger one,
+which takes seconds: paths, work, transfers and memory together. `docs/bounds.md` proves them all.
 """
 
 import itertools
@@ -21,6 +23,7 @@ from loadmaster.core.run import Bound
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.measures import longest_path
 from loadmaster.simulator.relaxation import Classes, fractional_s
+from loadmaster.simulator.travel import travel
 
 _MANY_SETS = 10
 
@@ -38,6 +41,7 @@ def lower_bound(problem: Problem) -> Bound:
     if problem.objective == Objective.STEP:
         found.append(("critical path", float(longest_path(problem.graph, fastest).max())))
         found.append(("issue", float(problem.costs.issue_s.sum())))
+        found.append(("path with transfers", travel(problem).bound_s))
     for name, with_memory in (("work", False), ("memory", True)):
         if _at_most_s(classes, with_memory=with_memory) > max(seconds for _, seconds in found):
             found.append((name, fractional_s(classes, with_memory=with_memory)))

@@ -117,7 +117,7 @@ def _least_transfer_s(problem: Problem, source: Ints, target: Ints) -> tuple[Flo
     kind = kind[unit]
     maker = graph.tensor_op[graph.use_tensor]
     case = np.where(unit[maker] == unit[graph.use_op], -1, kind[maker] * len(rows) + kind[graph.use_op])
-    seconds, table = np.full(len(case), np.inf), _pair_table(problem.cluster, problem.links)
+    seconds, table = np.full(len(case), np.inf), pair_table(problem.cluster, problem.links)
     size, given = graph.tensor_bytes[graph.use_tensor], problem.costs.transfer_s[graph.use_tensor]
     for code in np.unique(case[case >= 0]).tolist():
         first, then = rows[code // len(rows)], rows[code % len(rows)]
@@ -140,7 +140,7 @@ def _kinds(allowed: Bools) -> tuple[Bools, Longs]:
     return rows, kind.reshape(-1).astype(np.int64)
 
 
-def _pair_table(cluster: Cluster, links: Links) -> Floats:
+def pair_table(cluster: Cluster, links: Links) -> Floats:
     """[D, D, 3] latency, seconds per byte and number of hops (for given times) of a transfer."""
     latency_s, s_per_byte = route_latency_s(cluster), 1.0 / route_bytes_per_s(cluster)
     if links != Links.HOST:

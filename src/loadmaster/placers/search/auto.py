@@ -3,7 +3,8 @@
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
 ones first, without repair; where none of them fits `memory_first`, then constructors that repair; the oracle
 where the problem is tiny; last, local search from `m_etf`'s plan with a quarter of the budget, unless it is
-far behind, and from the best plan with the rest. It ends early when the best plan is within `good_enough` of
+far behind, and from the best plan with the rest; before that CP-SAT for a better bound, or after it, where
+the graph is small, for a better plan too. It ends early when the best plan is within `good_enough` of
 the lower bound. It reports every member: who won, and why the others lost.
 """
 
@@ -13,35 +14,46 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.placement import Member, Placement, Status
-from loadmaster.core.problem import Problem
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
+from loadmaster.placers.exact._latency.solver import EXTRA, is_installed
 from loadmaster.placers.registry import Placer, own, placer, why_not
 
 _FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
 _LAST = ("m_sct",)  # not worth it when the plan is good enough
-_NOT_CONSTRUCTORS = ("auto", "refine", "brute_force", "memory_first")
-_QUARTER, _MOST_OF_IT = 0.25, 0.6
+_PIPELINED = ("linear_dp", "ideal_dp", "local_search", "cpsat_throughput")  # for throughput alone
+_NOT_CONSTRUCTORS = ("auto", "refine", "brute_force", "memory_first", "cpsat_latency", *_PIPELINED)
+_QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
+_FOR_PROOF = 0.4  # of the budget, where local search still has much to do
 _UNMENDED = ("single_device", "memory_first")  # the first stays what it is, the second has done its best
 _HOPELESS = 1.5  # a start this much slower than the best plan is not refined
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """`good_enough`: a gap at which the search stops; `tiny_ops`: the largest problem for brute force."""
+    """`good_enough`: a gap at which the search stops; `tiny_ops`: the largest problem for brute force;
+    `small_ops`: where local search is soon done, and CP-SAT has the rest of the budget.
+    """
 
     good_enough: float = 0.01
     tiny_ops: int = 6
+    small_ops: int = 250
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Run the members in turn until the budget, the bound or the list ends."""
         portfolio = _Portfolio(problem, run, self.good_enough)
         for name in _constructors():
             portfolio.construct(name)
+        if problem.objective == Objective.THROUGHPUT:
+            portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
         portfolio.make_fit()
         if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
             portfolio.search("brute_force", placer("brute_force"))
+        if problem.objective == Objective.THROUGHPUT:
+            _pipelined(portfolio)
         self._refine(portfolio)
         return portfolio.answer()
 
@@ -53,11 +65,47 @@ class Auto:
         near = listed is not None and (listed.score_s or np.inf) <= _HOPELESS * best.score_s
         if near and listed is not best:
             portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
+        small = _solvable(portfolio.problem) and portfolio.problem.graph.num_ops <= self.small_ops
+        if not small:
+            _certify(portfolio, share=_FOR_PROOF)
         best = portfolio.best
         assert best is not None
         assert best.plan is not None
         start = "m_etf" if best is listed else best.plan  # by name it is the same search as on its own
-        portfolio.search(f"refine({best.algorithm})", placer("refine", start=start))
+        share = _FOR_PROOF if small else 1.0
+        portfolio.search(f"refine({best.algorithm})", placer("refine", start=start), share=share)
+        if small:
+            _certify(portfolio)
+
+
+def _pipelined(portfolio: "_Portfolio") -> None:
+    """The best chain there is; or splits of any shape: local search, then CP-SAT for plan and bound."""
+    if portfolio.problem.split != Split.FREE:
+        portfolio.search("ideal_dp", placer("ideal_dp"), share=_MOST, to_the_end=True)
+    else:
+        portfolio.search("local_search", placer("local_search", start=portfolio.plan), share=_QUARTER)
+    if is_installed():
+        algorithm = placer("cpsat_throughput", start=portfolio.plan)
+        portfolio.search("cpsat_throughput", algorithm, share=_MOST, to_the_end=True)
+    else:
+        portfolio.skip("cpsat_throughput", f"the solver is not installed; {EXTRA}")
+
+
+def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
+    """CP-SAT from the best plan: better plans and bounds of small graphs, a better bound of larger ones."""
+    best = portfolio.best
+    if best is None or best.plan is None or portfolio.problem.objective != Objective.STEP:
+        return
+    if is_installed():
+        algorithm = placer("cpsat_latency", start=best.plan, coarse_ops=0)
+        portfolio.search("cpsat_latency", algorithm, share=share)
+    else:
+        portfolio.skip("cpsat_latency", f"the solver is not installed; {EXTRA}")
+
+
+def _solvable(problem: Problem) -> bool:
+    """Whether CP-SAT can be asked."""
+    return problem.objective == Objective.STEP and is_installed()
 
 
 def _constructors() -> list[str]:
@@ -103,12 +151,25 @@ class _Portfolio:
         """What a member answered, if it was asked."""
         return next((result for known, result in self.results if known == name), None)
 
-    def search(self, name: str, algorithm: Placer, *, share: float = 1.0) -> None:
-        """Have a search answer with a share of the whole budget, or most of what is left of it."""
-        reason = self._proven() or self._enough() or ("the budget is spent" if self.meter.spent else "")
+    def skip(self, name: str, reason: str) -> None:
+        """Say why a member was not asked."""
+        self.skipped.append(Member(name, None, None, 0.0, f"not tried: {reason}"))
+
+    @property
+    def plan(self) -> Plan | None:
+        """The best plan, if one fits."""
+        return None if self.best is None else self.best.plan
+
+    def search(self, name: str, algorithm: Placer, *, share: float = 1.0, to_the_end: bool = False) -> None:
+        """Have a search answer with a share of the whole budget, or most of what is left of it.
+
+        `to_the_end`: even where the plan is good enough, for the proof.
+        """
+        reason = self._proven() or ("" if to_the_end else self._enough())
+        reason = reason or ("the budget is spent" if self.meter.spent else "")
         member, before = self.meter.member(), self.meter.count
         if share < 1.0:
-            whole, left = _share(self.run.budget, share), _share(member.budget, _MOST_OF_IT)
+            whole, left = _share(self.run.budget, share), _share(member.budget, max(share, _MOST_OF_IT))
             member = replace(member, budget=min(whole, left, key=_size))
         self._run(name, algorithm, reason, member)
         if not reason and member.budget.count is not None:
@@ -117,7 +178,7 @@ class _Portfolio:
     def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
         reason = why_not(algorithm, self.problem) or reason
         if reason:
-            self.skipped.append(Member(name, None, None, 0.0, f"not tried: {reason}"))
+            self.skip(name, reason)
             return
         self.run.progress(name, 0.0)
         result = algorithm(self.problem, replace(member, bound=self.bound))

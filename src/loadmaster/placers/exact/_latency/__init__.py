@@ -1,0 +1,1 @@
+"""The parts of `cpsat_latency`: ticks, model, solver, relaxation, published model."""

@@ -1,0 +1,196 @@
+"""The best chain of stages there is, by dynamic programming over ideals, with its proof.
+
+Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5:
+a chain of stages is a chain of ideals, sets of classes closed under predecessors. We keep no pairs of ideals,
+carry transfers along a walk, ask in threshold form whether anything beats the best cut of an order
+(`linear_dp`), and leave out what the devices before and after an ideal cannot carry (`_maxload/`). Time: one
+step for each pair of nested ideals whose difference one device can take; memory: some hundred bytes an ideal.
+
+Several types of devices are counted exactly while there are at most 4,096 counts and they fit in memory;
+beyond, devices are taken in a few fixed sequences (as named, fastest first, largest first, and backwards),
+which is a heuristic, and the answer says so. Beyond `max_ideals`, `max_bytes` or the budget the answer is
+that of `linear_dp`, and says so. Where the load of a device depends on more than its own set (links other
+than `host` and `parallel`, devices that share an engine), the split is an estimate's, which is then scored.
+
+It serves every split, a chain being convex and free; it proves the best chain only.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from loadmaster.core.errors import InputError
+from loadmaster.core.graph import held_bytes
+from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective, Problem, Split
+from loadmaster.core.run import Bound, Run
+from loadmaster.core.units import format_bytes
+from loadmaster.placers.answer import best_repaired
+from loadmaster.placers.exact._maxload.answering import chain_builder, limit, with_bound, with_note
+from loadmaster.placers.exact._maxload.chains import (
+    MOST_STATES,
+    Ideals,
+    best_chain,
+    devices_needed,
+    exact_states_fit,
+    ideals_of,
+)
+from loadmaster.placers.exact._maxload.closing import free_bound
+from loadmaster.placers.exact._maxload.lines import Stages, best_line
+from loadmaster.placers.exact._maxload.model import MaxLoad, allowed_types, free_model
+from loadmaster.placers.exact._maxload.prices import prices
+from loadmaster.placers.registry import Placer
+
+_ROUNDS = 10  # of shuffling after each pass of the programme
+_FALLBACK_ROUNDS = 300
+_BELOW = 6e-10  # what a pass leaves open, and rounding
+_LEAST_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class IdealDp:
+    """`max_ideals` and `max_bytes` of memory: beyond them the answer is that of `linear_dp`."""
+
+    max_ideals: int = 1_000_000
+    max_bytes: int = 2**30
+    objectives: ClassVar[tuple[Objective, ...]] = (Objective.THROUGHPUT,)
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which nothing can be done."""
+        for name, least in (("max_ideals", 1), ("max_bytes", _LEAST_BYTES)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"ideal_dp: {name} is {value!r}; give a whole number >= {least}")
+
+    def __call__(self, problem: Problem, run: Run) -> Placement:
+        """Solve the model, then state what was found and what it proves."""
+        search = _Search(self, problem, run)
+        build, cargo = chain_builder(problem, search.solve)
+        placement = best_repaired(problem, run, cargo, [build], algorithm="ideal_dp")
+        bound = search.bound
+        if placement.score_s is not None and bound.seconds == 0.0 and not limit(run)(0):
+            bound = free_bound(free_model(problem), placement.score_s, probes=0)
+        return with_note(with_bound(placement, bound), "ideal_dp", search.note)
+
+
+@dataclass(slots=True)
+class _Search:
+    """What is proven and to be said so far; the first model solved is the problem's own."""
+
+    limits: IdealDp
+    problem: Problem
+    run: Run
+    bound: Bound = field(default_factory=lambda: Bound(0.0, "none"))
+    note: str = ""
+
+    def solve(self, model: MaxLoad) -> Stages | None:
+        """The best chain of a model."""
+        spent = limit(self.run)
+        price = prices(model)
+        rng = np.random.default_rng(self.run.rng.integers(2**63))
+
+        def improve(begin: Stages | None, rounds: int = _ROUNDS) -> Stages | None:
+            return best_line(
+                model, rng, rounds=rounds, bound_s=price.bound_s, spent=lambda: spent(0), start=begin
+            )
+
+        if not allowed_types(model).any(axis=1).all():
+            self._stuck(model)
+            return None
+        start = improve(None, 0)
+        if start is not None and start.value_s <= price.bound_s * (1 + 1e-12):
+            self._raise(model, start.value_s, "work")
+            return start
+        most = self._most_ideals()
+        ideals = ideals_of(model, most=most, max_bytes=self.limits.max_bytes)
+        if ideals is None:
+            return self._give_up(start and improve(start, _FALLBACK_ROUNDS), most)
+        self.run.progress(f"ideal_dp: {ideals.num:,} ideals", 0.0)
+        exact = exact_states_fit(model, ideals, max_bytes=self.limits.max_bytes)
+        found = best_chain(
+            model, ideals, price, start, exact=exact, spent=spent, improve=lambda s: improve(s) or s
+        )
+        self._note(model, exact, found.proven)
+        if found.proven and found.stages is not None:
+            self._raise(model, found.stages.value_s, f"best chain, {ideals.num:,} ideals")
+        elif found.proven:
+            self._refuse(model, ideals)
+        return found.stages
+
+    def _most_ideals(self) -> int:
+        """Ideals that are worth finding within the time there is."""
+        seconds = self.run.budget.seconds
+        return (
+            self.limits.max_ideals
+            if seconds is None
+            else min(self.limits.max_ideals, 10_000 + int(200_000 * seconds))
+        )
+
+    def _give_up(self, start: Stages | None, most: int) -> Stages | None:
+        self.note = (
+            f"more than {most:,} ideals, or more than fit in {format_bytes(self.limits.max_bytes)}: the best"
+            " cut of several orders instead; raise max_ideals, max_bytes or the budget for a proof"
+        )
+        self.run.progress(f"ideal_dp: {self.note}", 0.0)
+        return start
+
+    def _note(self, model: MaxLoad, exact: bool, proven: bool) -> None:
+        if not exact:
+            self.note = (
+                f"devices of {model.num_types} types have more than {MOST_STATES:,} counts, or more than fit"
+                f" in {format_bytes(self.limits.max_bytes)}: taken in a few fixed sequences, so not proven"
+            )
+        elif not proven:
+            self.note = "the budget ended before the proof; give it more, e.g. --budget 60s"
+        elif model.restricted and self.problem.split == Split.CHAIN:
+            self.note = f"the best of its kind: {model.restricted}"
+
+    def _speaks_for_all(self, model: MaxLoad) -> bool:
+        own = self._own_memory(model)
+        return own and self.problem.split == Split.CHAIN and model.bounding and not model.restricted
+
+    def _own_memory(self, model: MaxLoad) -> bool:
+        """Whether the model asks for no more bytes and has no less room than the problem."""
+        held, own = np.zeros(model.num_classes, dtype=np.int64), held_bytes(self.problem.graph)
+        np.add.at(held, model.of_op, own)
+        usable = np.minimum(self.problem.cluster.usable_bytes, int(model.num_bytes.sum()))
+        room = {d: int(model.room[t]) for t, alike in enumerate(model.devices) for d in alike}
+        roomy = all(room[d] >= int(usable[d]) for d in room)
+        return bool((model.num_bytes <= held).all()) and roomy
+
+    def _raise(self, model: MaxLoad, value_s: float, name: str) -> None:
+        if self._speaks_for_all(model) and value_s * (1 - _BELOW) > self.bound.seconds:
+            self.bound = Bound(value_s * (1 - _BELOW), name)
+
+    def _stuck(self, model: MaxLoad) -> None:
+        """A class that no device may hold: which, and what it lacks."""
+        if not self._speaks_for_all(model):
+            return
+        names, devices = self.problem.graph.op_name, self.problem.cluster.num_devices
+        v = int(np.flatnonzero(~allowed_types(model).any(axis=1))[0])
+        ops = np.flatnonzero(model.of_op == v)
+        few = ", ".join(repr(names[op]) for op in ops[:3]) + (f" and {len(ops) - 3} more" * (len(ops) > 3))
+        need, most = int(model.num_bytes[v]), int(model.room[np.isfinite(model.seconds[v])].max(initial=0))
+        lack = f"they need {format_bytes(need)}, the largest allowed device has {format_bytes(most)}"
+        lack = lack if np.isfinite(model.seconds[v]).any() else f"none of {devices} devices may run them all"
+        reason = (
+            f"ops {few} must share a stage of a chain, but {lack}; use a free split, other pins or devices"
+        )
+        self.bound = Bound(0.0, "none", infeasible=reason)
+
+    def _refuse(self, model: MaxLoad, ideals: Ideals) -> None:
+        """No chain has room: how many devices would do."""
+        if not self._speaks_for_all(model):
+            return
+        common = max(model.devices, key=len)
+        name = self.problem.cluster.device_name[common[0]]
+        need = devices_needed(model, ideals, spent=limit(self.run))
+        more = f"; {need} devices like {name} instead of {len(common)} would do" if need else ""
+        reason = (
+            f"no chain of stages has room for all ops on {self.problem.cluster.num_devices} devices{more}"
+        )
+        self.bound = Bound(0.0, "none", infeasible=reason)
+
+
+PLACER: type[Placer] = IdealDp
