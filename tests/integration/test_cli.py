@@ -179,8 +179,10 @@ def test_a_format_can_be_forced_and_a_file_compressed(say: Say) -> None:
 def test_compare_sets_all_algorithms_side_by_side_best_first(say: Say) -> None:
     names = {row["name"] for row in ask(say, "algorithms")["algorithms"]}
     assert {"auto", "single_device", "round_robin", "fastest_device", "chain_balance", "brute_force"} <= names
+    for_pipelines = {"cpsat_throughput", "ideal_dp", "linear_dp", "local_search"}
     said = ask(say, "compare", "gen:chain:8", "--budget", "50x")
-    assert {row["name"] for row in said["results"]} == names
+    assert {row["name"] for row in said["results"]} == names - for_pipelines
+    assert all(row["status"] for row in said["results"])
     times = [row["step_s"] for row in said["results"] if row.get("step_s") is not None]
     assert times == sorted(times)
     code, out, _ = say("compare", "gen:chain:20", "--budget", "50x")
@@ -192,6 +194,15 @@ def test_compare_sets_all_algorithms_side_by_side_best_first(say: Say) -> None:
 def test_compare_runs_the_chosen_algorithms_once_each(say: Say) -> None:
     command = ("compare", "gen:chain:8", "--algorithms", "round_robin, chain_balance,round_robin")
     assert sorted(row["name"] for row in ask(say, *command)["results"]) == ["chain_balance", "round_robin"]
+
+
+def test_compare_for_pipelines_leaves_out_what_is_made_for_steps_unless_it_is_named(say: Say) -> None:
+    command = ("compare", "gen:chain:8", "--objective", "throughput", "--budget", "50x")
+    names = {row["name"] for row in ask(say, *command)["results"]}
+    assert {"auto", "chain_balance", "ideal_dp", "linear_dp"} <= names
+    assert "cpsat_latency" not in names
+    (named,) = ask(say, *command, "--algorithms", "cpsat_latency", code=1)["results"]
+    assert "serves step, not throughput" in named["reason"]
 
 
 def test_compare_ends_with_1_where_nothing_fits(say: Say) -> None:

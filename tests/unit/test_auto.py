@@ -118,7 +118,9 @@ class TestStopping:
         problem = published("fork_join", 40)
         quick, long = planned(problem, good_enough=10.0), planned(problem)
         for name, member in members(quick).items():
-            assert (member.status is None) == (name.startswith("refine") or name in ("m_sct", "memory_first", "cpsat_latency"))
+            assert (member.status is None) == (
+                name.startswith("refine") or name in ("m_sct", "memory_first", "cpsat_latency")
+            )
         assert "within" in members(quick)["m_sct"].reason
         assert members(long)["m_sct"].status is not None
         assert quick.score_s is not None

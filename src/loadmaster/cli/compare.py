@@ -18,7 +18,12 @@ def command(
     devices: o.Devices = None,
     algorithms: Annotated[
         str | None,
-        typer.Option("--algorithms", "-a", metavar="NAMES", help="Comma-separated names. Default: all."),
+        typer.Option(
+            "--algorithms",
+            "-a",
+            metavar="NAMES",
+            help="Comma-separated names. Default: all that serve the objective.",
+        ),
     ] = None,
     budget: o.BudgetText = "10s",
     seed: o.Seed = 0,
@@ -94,13 +99,13 @@ def command(
         raise typer.Exit(1)
 
 
-def chosen_names(text: str | None) -> list[str]:
-    """The algorithms asked for, all of them if none are named; unknown ones are refused before any work."""
+def chosen_names(text: str | None) -> list[str] | None:
+    """The algorithms asked for, None if none are named; unknown ones are refused before any work."""
     from loadmaster.core.errors import InputError
-    from loadmaster.placers.registry import available, placer
+    from loadmaster.placers.registry import placer
 
     if text is None:
-        return list(available())
+        return None
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise InputError(
@@ -112,23 +117,28 @@ def chosen_names(text: str | None) -> list[str]:
 
 
 def run_all(
-    problem: "Problem", names: list[str], *, budget: str, seed: int
+    problem: "Problem", names: list[str] | None, *, budget: str, seed: int
 ) -> "list[tuple[str, Placement | str]]":
-    """Every algorithm's placement, or why it does not apply; best first."""
+    """Every algorithm's placement, or why it does not apply; best first.
+
+    None: all of them, but for those that are made for another objective.
+    """
     from loadmaster import api
     from loadmaster.cli.console import progress
     from loadmaster.core.errors import InputError
     from loadmaster.core.placement import Placement
-    from loadmaster.placers.registry import placer, why_not
+    from loadmaster.placers.registry import available, objectives_of, placer, why_not
 
     rows: list[tuple[str, Placement | str]] = []
     with progress("comparing") as say:
-        for name in names:
+        for name in available() if names is None else names:
             say(name, 0.0)
             try:  # a third party's broken package spoils its own row only
                 algorithm = placer(name)
             except InputError as trouble:
                 rows.append((name, str(trouble)))
+                continue
+            if names is None and problem.objective not in objectives_of(algorithm):
                 continue
             reason = why_not(algorithm, problem)
             rows.append(

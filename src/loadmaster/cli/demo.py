@@ -31,7 +31,7 @@ def command(
     """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms."""
     from loadmaster import api
     from loadmaster.cli import answers
-    from loadmaster.cli.compare import chosen_names, run_all
+    from loadmaster.cli.compare import run_all
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.cli.question import pins, size
     from loadmaster.core.placement import Placement
@@ -43,7 +43,7 @@ def command(
     say.print(f"GPT-2-small, batch 8 x 1024, AdamW, one training step ({SOURCE}) on {DEVICES}")
     say.print()
     problem = api.problem(SOURCE, DEVICES, pin=pins(pin), reserve_bytes=size("--reserve", reserve))
-    rows = run_all(problem, chosen_names(None), budget=budget, seed=0)
+    rows = run_all(problem, None, budget=budget, seed=0)
     best = next(result for _, result in rows if isinstance(result, Placement))
     plan = best.plan or best.least_overflow_plan
     assert plan is not None

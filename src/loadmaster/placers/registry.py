@@ -6,6 +6,7 @@ group `loadmaster.placers` that names a class which is a `Placer`.
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -26,7 +27,7 @@ class Placer(Protocol):
     """An algorithm: a frozen dataclass whose fields are its parameters.
 
     It may say which `objectives`, `splits` and how many ops (`max_ops`) it serves, as class
-    attributes; all by default.
+    attributes; all by default. And which package it `needs`, with the extra that brings it.
     """
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
@@ -116,7 +117,23 @@ def why_not(algorithm: Placer, problem: Problem) -> str:
     splits: tuple[Split, ...] = getattr(algorithm, "splits", tuple(Split))
     if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
         return f"{name_of(algorithm)} makes {' or '.join(splits)} splits, not {problem.split}"
-    return ""
+    return lacking(algorithm)
+
+
+def lacking(algorithm: Placer) -> str:
+    """The package that an algorithm needs and that is not installed, '' if none."""
+    package, extra = getattr(algorithm, "needs", ("", ""))
+    if not package or is_installed(package):
+        return ""
+    return f"{name_of(algorithm)} needs {package}, which is not installed: pip install 'loadmaster[{extra}]'"
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # something that was imported under its name, or keeps it out
+        return False
 
 
 def require_served(algorithm: Placer, problem: Problem) -> None:

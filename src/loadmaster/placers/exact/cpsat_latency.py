@@ -21,7 +21,7 @@ from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.placers.answer import Meter, Tally, broken_rules
 from loadmaster.placers.exact._latency.search import search
-from loadmaster.placers.exact._latency.solver import require_solver
+from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.simulator.engine import is_unordered
@@ -46,6 +46,7 @@ class CpsatLatency:
     coarse_ops: int = 120
     max_ops: ClassVar[int] = 20_000
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.STEP,)
+    needs: ClassVar[tuple[str, str]] = NEEDS
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Heuristics, programme, model; the best plan and the best bound."""

@@ -18,7 +18,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.exact._latency.solver import require_solver
+from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
 from loadmaster.placers.exact._maxload.answering import limit, with_bound, with_note
 from loadmaster.placers.exact._maxload.climb import Assigned, assigned, climbed
 from loadmaster.placers.exact._maxload.closing import Clock, closed, free_bound, too_large
@@ -40,6 +40,7 @@ class CpsatThroughput:
 
     start: Plan | None = None
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.THROUGHPUT,)
+    needs: ClassVar[tuple[str, str]] = NEEDS
     splits: ClassVar[tuple[Split, ...]] = (Split.FREE, Split.CHAIN)
 
     def __call__(self, problem: Problem, run: Run) -> Placement:

@@ -19,7 +19,6 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
-from loadmaster.placers.exact._latency.solver import EXTRA, is_installed
 from loadmaster.placers.registry import Placer, own, placer, why_not
 
 _FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
@@ -84,11 +83,8 @@ def _pipelined(portfolio: "_Portfolio") -> None:
         portfolio.search("ideal_dp", placer("ideal_dp"), share=_MOST, to_the_end=True)
     else:
         portfolio.search("local_search", placer("local_search", start=portfolio.plan), share=_QUARTER)
-    if is_installed():
-        algorithm = placer("cpsat_throughput", start=portfolio.plan)
-        portfolio.search("cpsat_throughput", algorithm, share=_MOST, to_the_end=True)
-    else:
-        portfolio.skip("cpsat_throughput", f"the solver is not installed; {EXTRA}")
+    algorithm = placer("cpsat_throughput", start=portfolio.plan)
+    portfolio.search("cpsat_throughput", algorithm, share=_MOST, to_the_end=True)
 
 
 def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
@@ -96,16 +92,12 @@ def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
     best = portfolio.best
     if best is None or best.plan is None or portfolio.problem.objective != Objective.STEP:
         return
-    if is_installed():
-        algorithm = placer("cpsat_latency", start=best.plan, coarse_ops=0)
-        portfolio.search("cpsat_latency", algorithm, share=share)
-    else:
-        portfolio.skip("cpsat_latency", f"the solver is not installed; {EXTRA}")
+    portfolio.search("cpsat_latency", placer("cpsat_latency", start=best.plan, coarse_ops=0), share=share)
 
 
 def _solvable(problem: Problem) -> bool:
     """Whether CP-SAT can be asked."""
-    return problem.objective == Objective.STEP and is_installed()
+    return not why_not(placer("cpsat_latency"), problem)
 
 
 def _constructors() -> list[str]:

@@ -1,6 +1,5 @@
 """CP-SAT as this package asks it: fixed workers, deterministic time, a stated memory limit."""
 
-import importlib.util
 from typing import Any
 
 from loadmaster.core.errors import InputError
@@ -9,12 +8,7 @@ from loadmaster.core.run import Budget
 WORKERS = 2
 MEMORY_MB = 4000  # a search that needs more stops, with the best it has
 _DETERMINISTIC_PER_COUNT = 2e-3  # of CP-SAT's deterministic seconds for one scored plan
-EXTRA = "pip install 'loadmaster[exact]'"
-
-
-def is_installed() -> bool:
-    """Whether ortools is there."""
-    return importlib.util.find_spec("ortools") is not None
+NEEDS = ("ortools", "exact")  # the package, and the extra that brings it
 
 
 def require_solver(what: str) -> Any:
@@ -22,7 +16,9 @@ def require_solver(what: str) -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise InputError(f"{what} needs the solver CP-SAT, which is not installed; {EXTRA}") from None
+        raise InputError(
+            f"{what} needs the solver CP-SAT, which cannot be imported; pip install 'loadmaster[exact]'"
+        ) from None
     return cp_model
 
 

@@ -1,0 +1,94 @@
+"""Without the extra [exact] everything but the solver works, and what needs it says what is missing.
+
+Each test is a process of its own in which ortools cannot be imported.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Without(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "ortools":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
+MAIN = "from loadmaster.cli.app import main; main()"
+
+
+def without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCKED + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def answered(*arguments: str) -> dict[str, Any]:
+    done = without(MAIN, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "objective"), [("cpsat_latency", "step"), ("cpsat_throughput", "throughput")]
+)
+def test_asking_for_the_solver_names_the_extra_in_one_message(algorithm: str, objective: str) -> None:
+    command = ("plan", "gen:chain:12", "--algorithm", algorithm, "--objective", objective)
+    done = without(MAIN, *command)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("not installed") == 1
+    assert "loadmaster[exact]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("objective", "solver"), [("step", "cpsat_latency"), ("throughput", "cpsat_throughput")]
+)
+def test_auto_plans_without_the_solver_and_says_so(objective: str, solver: str) -> None:
+    command = ("plan", "gen:layered:40", "-d", "2xT4", "--objective", objective, "--split", "free")
+    said = answered(*command, "--budget", "200x")
+    assert said["status"] in ("feasible", "optimal")
+    assert said["bound_s"] > 0
+    skipped = next(row for row in said["members"] if row["name"] == solver)
+    if "proven" not in skipped["reason"]:
+        assert "loadmaster[exact]" in skipped["reason"]
+
+
+def test_compare_says_what_the_solver_lacks_and_goes_on() -> None:
+    command = ("compare", "gen:chain:8", "-d", "2xT4", "-a", "cpsat_latency,heft", "--budget", "20x")
+    rows = {row["name"]: row for row in answered(*command)["results"]}
+    assert "loadmaster[exact]" in rows["cpsat_latency"]["reason"]
+    assert rows["heft"]["step_s"] > 0
+
+
+def test_the_warm_up_asks_every_algorithm_but_those() -> None:
+    code = """
+import loadmaster.simulator.jit as jit
+jit.is_warm, jit.mark_warm = lambda part: False, lambda part: None  # as on a machine that is new
+from loadmaster.placers.warm import warm_up
+warm_up()
+print("warm")
+"""
+    done = without(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "warm\n"
+
+
+def test_a_bound_under_a_budget_is_that_of_the_programmes() -> None:
+    code = """
+import loadmaster as lm
+problem = lm.problem("gen:layered:30", "2xT4")
+assert lm.lower_bound(problem, "50x") == lm.lower_bound(problem)
+print(lm.lower_bound(problem).seconds > 0)
+"""
+    done = without(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
