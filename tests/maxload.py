@@ -78,14 +78,29 @@ def broken(problem: Problem, device: Any) -> str:
 
 
 def device_graph(problem: Problem, where: list[int]) -> Any:
-    """Which device feeds which, by forward edges."""
-    graph, found = problem.graph, nx.DiGraph()
+    """Which device stands before which."""
+    found = nx.DiGraph()
+    for first, then in stage_pairs(problem):
+        if where[first] != where[then]:
+            found.add_edge(where[first], where[then])
+    return found
+
+
+def stage_pairs(problem: Problem) -> list[tuple[int, int]]:
+    """Ops of which the second is in no earlier stage: forward edges; and backward edges, turned, with an end
+    whose class has no forward op (exact.md, section 4.3).
+    """
+    graph, pairs = problem.graph, []
+    key = [("g", int(g)) if g != NO_GROUP else ("o", op) for op, g in enumerate(graph.group.tolist())]
+    phase = [Phase(int(p)) for p in graph.phase]
+    with_forward = {key[op] for op in range(graph.num_ops) if phase[op] == Phase.FORWARD}
     for tensor, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
         maker = int(graph.tensor_op[tensor])
-        forward = graph.phase[maker] == Phase.FORWARD and graph.phase[op] == Phase.FORWARD
-        if forward and where[maker] != where[op]:
-            found.add_edge(where[maker], where[op])
-    return found
+        if phase[maker] == phase[op] == Phase.FORWARD:
+            pairs.append((maker, op))
+        elif phase[maker] == phase[op] == Phase.BACKWARD and not {key[maker], key[op]} <= with_forward:
+            pairs.append((op, maker))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class Best:
     allowed: int
 
 
-def every_split(problem: Problem) -> Best:
-    """All splits at once, as columns; small problems only."""
+def every_split(problem: Problem, *, forward_only: bool = False) -> Best:
+    """All splits at once, as columns; small problems only. `forward_only`: chains of forward ops alone."""
     graph, cluster = problem.graph, problem.cluster
     num, devices = graph.num_ops, cluster.num_devices
     keys = [("g", int(g)) if g != NO_GROUP else ("o", op) for op, g in enumerate(graph.group.tolist())]
@@ -125,30 +140,35 @@ def every_split(problem: Problem) -> Best:
             writes += hop * (home & ~used.all(axis=1))
         busiest = np.maximum(busiest, joined(problem.load, compute, reads, writes))
     if problem.split == Split.CHAIN:
-        allowed &= _acyclic(problem, where)
+        allowed &= _acyclic(problem, where, forward_only=forward_only)
     value = float(busiest[allowed].min()) if allowed.any() else INF
     return Best(value, int(allowed.sum()))
 
 
-def _acyclic(problem: Problem, where: Any) -> Any:
-    graph, devices = problem.graph, problem.cluster.num_devices
+def _acyclic(problem: Problem, where: Any, *, forward_only: bool) -> Any:
+    devices = problem.cluster.num_devices
     feeds = np.zeros((len(where), devices, devices), dtype=bool)
     rows = np.arange(len(where))
-    for tensor, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
-        maker = int(graph.tensor_op[tensor])
-        if graph.phase[maker] == Phase.FORWARD and graph.phase[op] == Phase.FORWARD:
-            feeds[rows, where[:, maker], where[:, op]] = True
+    for first, then in stage_pairs(problem):
+        if forward_only and problem.graph.phase[first] != Phase.FORWARD:
+            continue
+        feeds[rows, where[:, first], where[:, then]] = True
     feeds[:, range(devices), range(devices)] = False
     for _ in range(devices):
         feeds |= (feeds[:, :, :, None] & feeds[:, None, :, :]).any(axis=2)
     return ~feeds[:, range(devices), range(devices)].any(axis=1)
 
 
-def random_problem(seed: int, *, split: Split = Split.CHAIN, training: bool = False) -> Problem:
-    """A few ops on two to four devices, equal or not, memory ample, tight or too little."""
+def random_problem(
+    seed: int, *, split: Split = Split.CHAIN, training: bool = False, orphans: bool = False
+) -> Problem:
+    """A few ops on two to four devices, equal or not, memory ample, tight or too little.
+
+    `orphans`: some backward ops are classes of their own.
+    """
     die = random.Random(seed)
     builder = GraphBuilder(f"random {seed}")
-    num = die.randint(2, 6)
+    num = die.randint(2, 4 if orphans else 6)
     sizes = [die.choice((0, 0, 1, 2, 3)) for _ in range(num)]
     grouped = die.random() < 0.3
     group = [die.randint(0, num) if grouped and die.random() < 0.5 else op + 10 for op in range(num)]
@@ -159,7 +179,8 @@ def random_problem(seed: int, *, split: Split = Split.CHAIN, training: bool = Fa
     ops = num
     if training:
         for op in reversed(range(num)):
-            builder.op(f"b{op}", group=group[op], phase=Phase.BACKWARD, resident_bytes=die.randint(0, 1))
+            own = 100 + op if orphans and die.random() < 0.6 else group[op]
+            builder.op(f"b{op}", group=own, phase=Phase.BACKWARD, resident_bytes=die.randint(0, 1))
         turned = [(num + num - 1 - j, num + num - 1 - i) for i, j in edges]
         saved = [(i, num + num - 1 - i) for i in range(num) if die.random() < 0.3]
         _tensors(builder, die, turned + saved, 2 * num)

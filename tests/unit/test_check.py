@@ -9,6 +9,7 @@ import pytest
 from loadmaster import api
 from loadmaster.core.check import check_plan
 from loadmaster.core.errors import PlanError
+from loadmaster.core.graph import NO_GROUP, Phase
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.simulator.engine import Dispatch, prepare
 from tests.builders import chain, graph_of, host_cluster, loose_ops, plan_on, problem_of, star_cluster
@@ -131,6 +132,40 @@ def test_chain() -> None:
     )
     rule, message = broken(problem, [0, 1, 0])
     assert (rule, message) == ("chain", "devices ref0, ref1 feed each other in a circle; a chain may not")
+
+
+class TestBackwardOpsOfAChain:
+    """f0 -> f1, then backward b1 -> x -> b0; b0 shares the class of f0, b1 that of f1, x may be alone."""
+
+    def problem(self, *, group_of_x: int = NO_GROUP, split: Split = Split.CHAIN) -> Problem:
+        graph = graph_of(
+            {"group": 0, "makes": [0]},
+            {"group": 1, "uses": [0], "makes": [0]},
+            {"group": 1, "phase": Phase.BACKWARD, "uses": [1], "makes": [0]},
+            {"group": group_of_x, "phase": Phase.BACKWARD, "uses": [2], "makes": [0]},
+            {"group": 0, "phase": Phase.BACKWARD, "uses": [3]},
+        )
+        return problem_of(
+            graph, star_cluster(3), 1.0, objective=Objective.THROUGHPUT, split=split, links=Links.PARALLEL
+        )
+
+    def test_a_class_of_backward_ops_alone_stands_between_its_neighbours(self) -> None:
+        """The backward pass goes from the last stage to the first."""
+        allowed = [x for x in range(3) if not check_plan(self.problem(), plan_on([0, 2, 2, x, 0]))]
+        assert allowed == [0, 1, 2]
+        together = self.problem(group_of_x=NO_GROUP)
+        assert check_plan(together, plan_on([0, 0, 0, 0, 0])) == []
+        rule, message = broken(together, [0, 0, 0, 1, 0])
+        assert (rule, message) == ("chain", "devices ref0, ref1 feed each other in a circle; a chain may not")
+
+    def test_a_backward_op_with_a_forward_op_in_its_class_just_follows(self) -> None:
+        """x shares the class of f1, so b0 and b1 decide nothing; the forward order holds."""
+        assert check_plan(self.problem(group_of_x=1), plan_on([0, 1, 1, 1, 0])) == []
+        assert check_plan(self.problem(group_of_x=0), plan_on([0, 1, 1, 0, 0])) == []
+
+    def test_other_splits_have_no_such_order(self) -> None:
+        for split in (Split.CONVEX, Split.FREE):
+            assert check_plan(self.problem(split=split), plan_on([0, 0, 0, 1, 0])) == []
 
 
 def test_convex() -> None:

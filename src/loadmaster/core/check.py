@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints
-from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Phase, edges, held_bytes
+from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held_bytes, units
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
 from loadmaster.core.units import format_bytes
@@ -161,14 +161,33 @@ def unreached(num: int, source: Ints, target: Ints) -> Bools:
     return np.asarray(waiting) > 0
 
 
-def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
-    """Chain or convex, on forward edges only (a backward op rides with its class)."""
-    graph, names, device = problem.graph, problem.cluster.device_name, plan.device
+def stage_order(graph: Graph) -> tuple[Ints, Ints]:
+    """Pairs of ops (u, v) of which v may not stand in an earlier stage of a chain than u.
+
+    Forward edges. A backward op rides with its class, except where a class has no forward op: the backward
+    pass goes through the stages from last to first, so such a class is ordered by its backward edges, turned.
+    """
     source, target = edges(graph)
     forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
-    source, target = source[forward], target[forward]
+    backward = (graph.phase[source] == Phase.BACKWARD) & (graph.phase[target] == Phase.BACKWARD)
+    if not backward.any():
+        return source[forward], target[forward]
+    unit, num = units(graph)
+    follows = np.zeros(num, dtype=np.bool_)
+    follows[unit[graph.phase == Phase.FORWARD]] = True
+    turned = backward & ~(follows[unit[source]] & follows[unit[target]])
+    return (
+        np.concatenate([source[forward], target[turned]]),
+        np.concatenate([target[forward], source[turned]]),
+    )
+
+
+def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
+    """Chain, or convex (on forward edges only)."""
+    graph, names, device = problem.graph, problem.cluster.device_name, plan.device
     if problem.split == Split.CHAIN:
         num = problem.cluster.num_devices
+        source, target = stage_order(graph)
         crossing = device[source] != device[target]
         pair = np.unique(device[source][crossing].astype(np.int64) * num + device[target][crossing])
         looped = np.flatnonzero(unreached(num, pair // num, pair % num))
@@ -176,6 +195,9 @@ def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
             text = ", ".join(names[d] for d in looped)
             return [Violation("chain", f"devices {text} feed each other in a circle; a chain may not")]
         return []
+    source, target = edges(graph)
+    forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
+    source, target = source[forward], target[forward]
     for d in range(problem.cluster.num_devices):
         op = _returns(graph.num_ops, source, target, device == d)
         if op >= 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct, offsets
+from loadmaster.core.check import stage_order
 from loadmaster.core.graph import Graph, Phase, edges, held_bytes, home_bytes, units
 from loadmaster.core.problem import FREE, Problem, allowed_devices
 
@@ -34,7 +35,8 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     """Units in the order of their first forward op.
 
     With `acyclic`, units that feed each other in a circle are fused, where a device may run them all, and
-    the order is topological on forward edges, so that every cut of the order is a chain.
+    the order is topological on forward edges (and on those that order classes without forward ops), so
+    that every cut of the order is a chain.
     """
     graph, of_op = problem.graph, _with_riders(problem)
     if acyclic:
@@ -71,8 +73,8 @@ def _with_riders(problem: Problem) -> Ints:
 
 
 def _fused(problem: Problem, of_op: Ints) -> Ints:
-    """Units joined until forward edges between them have no circle, but for those no device may run."""
-    source, target = _forward_edges(problem, of_op)
+    """Units joined until the order of stages has no circle, but for those no device may run."""
+    source, target = _stage_edges(problem, of_op)
     num = int(of_op.max()) + 1
     if (source < target).all():
         return of_op
@@ -91,20 +93,17 @@ def _placeable(problem: Problem, unit: Ints, num: int) -> Bools:
 
 
 def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
-    """Units renumbered by first forward op, or along forward edges; the others beside their neighbours."""
+    """Units renumbered by first forward op, the others beside their neighbours; then as stages may follow."""
     graph = problem.graph
     first = np.full(int(of_op.max()) + 1, graph.num_ops, dtype=np.int64)
     forward = np.flatnonzero(graph.phase == Phase.FORWARD)
     np.minimum.at(first, of_op[forward], forward)
     of_op, first = _renumbered(of_op, first)
-    if topological:
-        rank = _topological(problem, of_op)
-        of_op, first = rank[of_op], first[np.argsort(rank)]
     lost = first == graph.num_ops
-    if not lost.any():
-        return of_op
-    place = np.where(lost, graph.num_ops, np.arange(len(first)))
-    return _renumbered(of_op, _beside_neighbours(graph, of_op, place))[0]
+    if lost.any():
+        place = np.where(lost, graph.num_ops, np.arange(len(first)))
+        of_op, _ = _renumbered(of_op, _beside_neighbours(graph, of_op, place))
+    return _topological(problem, of_op)[of_op] if topological else of_op
 
 
 def _renumbered(of_op: Ints, key: Longs) -> tuple[Ints, Longs]:
@@ -137,8 +136,8 @@ def _beside_neighbours(graph: Graph, of_op: Ints, place: Longs) -> Longs:
 
 
 def _topological(problem: Problem, of_op: Ints) -> Ints:
-    """[units] their rank along forward edges, the lowest number first."""
-    source, target = _forward_edges(problem, of_op)
+    """[units] their rank in an order of stages, the lowest number first."""
+    source, target = _stage_edges(problem, of_op)
     num = int(of_op.max()) + 1
     if (source < target).all():
         return np.arange(num, dtype=np.int32)
@@ -158,12 +157,10 @@ def _topological(problem: Problem, of_op: Ints) -> Ints:
     return rank
 
 
-def _forward_edges(problem: Problem, of_op: Ints) -> tuple[Ints, Ints]:
-    """Distinct forward edges between different units."""
-    graph = problem.graph
-    source, target = edges(graph)
-    forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
+def _stage_edges(problem: Problem, of_op: Ints) -> tuple[Ints, Ints]:
+    """Distinct pairs of different units of which the second may not stand in an earlier stage."""
+    source, target = stage_order(problem.graph)
     num = int(of_op.max()) + 1
-    pair = distinct(of_op[source[forward]].astype(np.int64) * num + of_op[target[forward]])
+    pair = distinct(of_op[source].astype(np.int64) * num + of_op[target])
     pair = pair[pair // num != pair % num]
     return (pair // num).astype(np.int32), (pair % num).astype(np.int32)

@@ -1,14 +1,13 @@
 """From ops to the classes of a chain: what must, or may as well, share a stage (exact.md section 4).
 
 1. Ops of one group are a class; parameters ride with their first reader.
-2. A class of backward ops alone has no place in the forward order; it stands between its neighbours, the
-   backward order reversed.
+2. A class of backward ops alone stands between its neighbours, the backward order turned, as the rules say.
 3. Classes that feed each other in a circle share a stage: strongly connected components are fused.
 4. A class that takes no time, has nothing to do with backward ops and exactly one neighbour joins it. Its
    bytes and its time are left out of the model, so that the optimum is not above the problem's.
 
-Step 2 and riding parameters leave chains out that the rules allow: `MaxLoad.restricted` says so, and such
-a model's optimum is no bound.
+Riding parameters leave chains out that the rules allow: `MaxLoad.restricted` says so, and such a model's
+optimum is no bound.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints, distinct
+from loadmaster.core.check import stage_order
 from loadmaster.core.graph import Phase, edges
 from loadmaster.core.problem import Problem, allowed_devices
 from loadmaster.placers.cargo import Cargo
@@ -37,7 +37,8 @@ def chain_model(problem: Problem, *, merge: bool = True) -> Chain:
     """The classes of a problem in which every chain of stages is a chain of ideals."""
     cargo, riding = riding_units(problem)
     unit, num = cargo.of_op, cargo.num_units
-    source, target, orphaned = _order(problem, unit, num)
+    before, after = stage_order(problem.graph)
+    source, target = _between(unit[before], unit[after], num)
     component = _components(source, target, num)
     ends = _between(component[source], component[target], int(component.max()) + 1)
     into, absorbed = _absorbed(problem, component[unit], *ends)
@@ -45,26 +46,10 @@ def chain_model(problem: Problem, *, merge: bool = True) -> Chain:
     model = model_of(problem, class_of_unit[unit], int(class_of_unit.max()) + 1)
     if merge and absorbed.any():
         model = _less(problem, model, absorbed[component[unit]])
-    reason = "classes of backward ops alone are kept between their neighbours" if orphaned else ""
-    reason = "parameters are kept with their first reader" if riding else reason
+    reason = "parameters are kept with their first reader" if riding else ""
     order = _between(class_of_unit[source], class_of_unit[target], model.num_classes)
     model = replace(model, source=order[0], target=order[1], restricted=reason)
     return Chain(model, cargo, class_of_unit)
-
-
-def _order(problem: Problem, unit: Ints, num: int) -> tuple[Ints, Ints, bool]:
-    """Order between units: forward edges, and reversed backward edges of units without forward ops."""
-    graph = problem.graph
-    source, target = edges(graph)
-    forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
-    backward = (graph.phase[source] == Phase.BACKWARD) & (graph.phase[target] == Phase.BACKWARD)
-    has_forward = np.zeros(num, dtype=np.bool_)
-    has_forward[unit[graph.phase == Phase.FORWARD]] = True
-    orphan = ~(has_forward[unit[source]] & has_forward[unit[target]])
-    back = backward & orphan & (unit[source] != unit[target])
-    one = np.concatenate([unit[source[forward]], unit[target[back]]])
-    other = np.concatenate([unit[target[forward]], unit[source[back]]])
-    return (*_between(one, other, num), bool(back.any()))
 
 
 def _between(source: Ints, target: Ints, num: int) -> tuple[Ints, Ints]:
