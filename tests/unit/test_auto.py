@@ -30,7 +30,7 @@ from tests.regressions.test_published_defects import published
 CONSTRUCTORS = ("single_device", "m_topo", "m_etf", "m_sct", "heft", "cpop", "chain_balance", "round_robin")
 
 
-def planned(problem: Problem, budget: str = "400x", **parameters: object) -> Placement:
+def planned(problem: Problem, budget: str = "200x", **parameters: object) -> Placement:
     return api.plan(problem, algorithm=placer("auto", **parameters), budget=budget)
 
 
@@ -85,9 +85,9 @@ class TestNeverWorse:
         placement = planned(problem)
         assert placement.score_s is not None
         for name in CONSTRUCTORS:
-            other = api.plan(problem, algorithm=name, budget="400x")
+            other = api.plan(problem, algorithm=name, budget="200x")
             assert other.score_s is None or placement.score_s <= other.score_s, name
-        quarter = api.plan(problem, algorithm="refine", budget="100x")
+        quarter = api.plan(problem, algorithm="refine", budget="50x")
         assert quarter.score_s is not None
         assert placement.score_s <= quarter.score_s
 
@@ -177,11 +177,11 @@ class TestMembers:
         problem = published("layered", 40)
         constructed = min(
             found.score_s
-            for found in (api.plan(problem, algorithm=name, budget="400x") for name in CONSTRUCTORS)
+            for found in (api.plan(problem, algorithm=name, budget="200x") for name in CONSTRUCTORS)
             if found.score_s is not None
         )
-        for seed in range(3):
-            found = api.plan(problem, algorithm="auto", budget="400x", seed=seed)
+        for seed in range(2):
+            found = api.plan(problem, algorithm="auto", budget="200x", seed=seed)
             assert found.score_s is not None
             assert found.score_s <= constructed
 

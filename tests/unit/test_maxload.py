@@ -11,6 +11,7 @@ from loadmaster.core.errors import InputError, LoadmasterError
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Budget, Run
+from loadmaster.graph.formats import msr
 from loadmaster.placers.exact._maxload.chains import ideals_of
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import free_model
@@ -20,7 +21,7 @@ from loadmaster.simulator.bounds import lower_bound
 from loadmaster.simulator.engine import prepare
 from tests.builders import chain, cluster_of, loose_ops, problem_of, star_cluster
 from tests.maxload import INF, broken, every_split, max_load, random_problem
-from tests.unit.public_graphs import THROUGHPUT, problem_from, throughput_input
+from tests.unit.public_graphs import THROUGHPUT, problem_from, shared, throughput_input
 
 IDEALS = {  # classes and ideals of each graph after preprocessing
     "LayerGraphs/bert24_inference": (28, 30),
@@ -35,6 +36,14 @@ IDEALS = {  # classes and ideals of each graph after preprocessing
     "OperatorGraphs/bert_l-6_training": (243, 3_776),
     "OperatorGraphs/resnet50_inference": (176, 241),
     "OperatorGraphs/resnet50_training": (193, 258),
+}
+EIGHT_CPUS = {  # best chains of the latency inputs, eight CPUs each (of Inception: the authors' cut)
+    "LayerGraphs/bert24_inference": 22.035125,
+    "LayerGraphs/gnmt_inference": 44.896515625,
+    "LayerGraphs/inceptionv3_inference": 162.82,
+    "OperatorGraphs/bert_l-3_inference": 189.1421908645,
+    "OperatorGraphs/bert_l-12_inference": 97.2637459340,
+    "OperatorGraphs/resnet50_inference": 107.7782625458,
 }
 FREE_FAST = {  # proven within a second
     "OperatorGraphs/bert_l-3_training": 54.207399,
@@ -86,6 +95,16 @@ class TestPublished:
         assert verified(problem, placement) == pytest.approx(THROUGHPUT[name].chain, rel=1e-9)
         assert placement.status == Status.OPTIMAL
         assert placement.bound_name == f"best chain, {IDEALS[name][1]:,} ideals"
+
+    @pytest.mark.parametrize("name", EIGHT_CPUS)
+    def test_the_best_chain_over_eight_cpus_too_has_the_published_load(self, name: str) -> None:
+        work = msr.read(shared("latency-inputs", f"{name}.json"), name)
+        assert work.cluster is not None
+        assert np.count_nonzero(work.cluster.on_host[work.cluster.kind]) == 8
+        problem = pipelined(problem_from(work), links=Links.HOST)
+        placement = asked(problem, "ideal_dp")
+        assert verified(problem, placement) == pytest.approx(EIGHT_CPUS[name], rel=1e-9)
+        assert placement.status == Status.OPTIMAL
 
     @pytest.mark.parametrize("name", IDEALS)
     def test_classes_and_ideals_are_as_many_as_published(self, name: str) -> None:

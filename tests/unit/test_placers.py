@@ -209,7 +209,8 @@ class TestAuto:
     def test_it_says_who_won_and_why_the_others_lost(self) -> None:
         placement = planned(pipeline(Split.FREE), "auto")
         reasons = {member.name: member.reason for member in placement.members}
-        assert {name.partition("(")[0] for name in reasons} == set(available()) - {"auto", "brute_force"}
+        elsewhere = {"brute_force", "ideal_dp", "cpsat_latency"}  # tiny problems, chains, steps
+        assert {name.partition("(")[0] for name in reasons} == set(available()) - {"auto", *elsewhere}
         assert list(reasons.values()).count("best") == 1
         assert reasons["chain_balance"] in ("best", "as good")
         assert reasons["round_robin"] == "46.5 s slower"  # 60 s against 13.5 s
