@@ -41,6 +41,7 @@ def answered(algorithm: str, name: str) -> Placement:
     return api.plan(problem_named(name), algorithm=algorithm, budget=BUDGET)
 
 
+@functools.cache
 def served() -> list[tuple[str, str]]:
     pairs = [(algorithm, name) for algorithm in available() for name in PROBLEMS]
     return [(algorithm, name) for algorithm, name in pairs if not reason(algorithm, name)]
@@ -169,7 +170,7 @@ def test_the_same_plan_under_another_hash_seed() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(pairs)],
-        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
         capture_output=True,
         text=True,
         check=True,
