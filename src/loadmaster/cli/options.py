@@ -8,7 +8,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A graph: a file (own JSON, msr, pipedream, node-link, ONNX, .pt2, OpenVINO IR) or"
+        help="A graph: a file (own JSON, msr, piper, pipedream, node-link, ONNX, .pt2, OpenVINO IR) or"
         " gen:FAMILY:OPS[:SEED], e.g. gen:transformer:1500; or a PyTorch model: hf:NAME, zoo:NAME,"
         " file.py:function.",
     ),
@@ -55,6 +55,14 @@ SplitName = Annotated[
     str | None,
     typer.Option(
         "--split", metavar="NAME", help="What a throughput plan must look like: chain, convex or free."
+    ),
+]
+PipelineName = Annotated[
+    str | None,
+    typer.Option(
+        "--pipeline",
+        metavar="SCHEDULE:N",
+        help="Stages with room for N micro-batches of training in flight: 1f1b:8 or gpipe:8.",
     ),
 ]
 LoadName = Annotated[
@@ -132,7 +140,8 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="NAME",
-        help="Read the file as own, msr, pipedream, nodelink, onnx, pt2 or openvino. Default: recognised.",
+        help="Read the file as own, msr, piper, pipedream, nodelink, onnx, pt2 or openvino. Default:"
+        " recognised.",
     ),
 ]
 Measure = Annotated[

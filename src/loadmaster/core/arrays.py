@@ -117,11 +117,11 @@ def require_range(array: NDArray[Any], low: int, high: int, label: str, error: t
         raise error(f"{label}: {array.flat[where]} at position {where}; needs {low}..{high - 1}")
 
 
-def content_digest(noun: Any) -> str:
-    """SHA-256 over every field but `name`, in field order."""
+def content_digest(noun: Any, *, leave_out: tuple[str, ...] = ()) -> str:
+    """SHA-256 over every field but `name` and those to `leave_out`, in field order."""
     sha = hashlib.sha256(type(noun).__name__.encode())
     for field in dataclasses.fields(noun):
-        if field.name != "name":
+        if field.name not in ("name", *leave_out):
             sha.update(f"\0{field.name}\0".encode())
             _feed(sha, getattr(noun, field.name))
     return sha.hexdigest()

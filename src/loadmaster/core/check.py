@@ -6,7 +6,8 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held_bytes, units
-from loadmaster.core.plan import Plan
+from loadmaster.core.pipelining import mirrored, standing_bytes
+from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
 from loadmaster.core.units import format_bytes
 
@@ -15,14 +16,15 @@ from loadmaster.core.units import format_bytes
 class Violation:
     """One rule a plan breaks."""
 
-    rule: str  # length device pinned group support recompute order memory chain convex
+    rule: str  # length device pinned group support pipeline recompute order memory chain convex
     message: str
 
 
 def check_plan(problem: Problem, plan: Plan) -> list[Violation]:
     """The rules `plan` breaks, worst first; an empty list means it may be simulated and run.
 
-    Memory is judged by what is held at the end of the step; the simulator judges the peak.
+    Memory is judged by what is held at the end of the step, in a pipeline with what its micro-batches in
+    flight keep; the simulator judges the peak.
     """
     graph, cluster = problem.graph, problem.cluster
     if len(plan.device) != graph.num_ops:
@@ -34,10 +36,7 @@ def check_plan(problem: Problem, plan: Plan) -> list[Violation]:
             f"op {graph.op_name[op]!r} is on device {plan.device[op]}, the cluster has {cluster.num_devices}"
         )
         return [Violation("device", text)]
-    found = _placement_rules(problem, plan)
-    if plan.recompute.any():
-        name = graph.op_name[int(plan.recompute.argmax())]
-        found.append(Violation("recompute", f"op {name!r} is to be recomputed, which is not simulated yet"))
+    found = [*_pipeline_rules(problem, plan), *_placement_rules(problem, plan)]
     cycle = order_cycle(problem, plan)
     if cycle:
         found.append(Violation("order", cycle))
@@ -71,6 +70,62 @@ def why_not_runnable(problem: Problem, plan: Plan) -> list[str]:
     return found
 
 
+def _pipeline_rules(problem: Problem, plan: Plan) -> list[Violation]:
+    """The pipeline is the one asked for, its stages are devices in a row, recomputed whole or not at all."""
+    graph, pipeline, schedule = problem.graph, plan.pipeline, problem.schedule
+    if pipeline is None or schedule is None:
+        if (pipeline is None) != (schedule is None):
+            asked, given = problem.pipeline or "no pipeline", "a" if pipeline is not None else "no"
+            return [Violation("pipeline", f"the problem asks for {asked}, the plan has {given} pipeline")]
+        if plan.recompute.any():
+            name = graph.op_name[int(plan.recompute.argmax())]
+            text = f"op {name!r} is to be recomputed, which only the stages of a pipeline are"
+            return [Violation("recompute", text)]
+        return []
+    broken = _stage_rules(problem, plan, pipeline)
+    given = f"{pipeline.schedule}:{pipeline.num_microbatches}"
+    needs = schedule.in_flight(len(pipeline.replicas))
+    if given != problem.pipeline:
+        broken = f"the problem asks for {problem.pipeline}, the plan is {given}"
+    elif not broken and (pipeline.in_flight != needs).any():
+        holds = f"stages hold {pipeline.in_flight.tolist()} micro-batches"
+        broken = f"{holds}, under {given} they hold {needs.tolist()}"
+    found = [Violation("pipeline", broken)] if broken else []
+    return found + _recompute_rules(graph, plan, pipeline)
+
+
+def _recompute_rules(graph: Graph, plan: Plan, pipeline: Pipeline) -> list[Violation]:
+    stages, again = len(pipeline.replicas), mirrored(graph)
+    asked = np.bincount(pipeline.stage[plan.recompute], minlength=stages)
+    legal = np.bincount(pipeline.stage[plan.recompute & again], minlength=stages)
+    whole = np.bincount(pipeline.stage[again], minlength=stages)
+    for s in np.flatnonzero((asked > 0) & ((legal != asked) | (legal != whole))):
+        text = f"of stage {s} {asked[s]} ops are recomputed, {whole[s]} have a backward op that mirrors them"
+        return [Violation("recompute", f"{text}; a stage is recomputed whole or not at all")]
+    return []
+
+
+def _stage_rules(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
+    """What is wrong with the stages of a plan, '' if nothing."""
+    graph, device, stage = problem.graph, plan.device, pipeline.stage
+    num = len(pipeline.replicas)
+    if (pipeline.replicas != 1).any():
+        s = int((pipeline.replicas != 1).argmax())
+        return f"stage {s} has {pipeline.replicas[s]} replicas; only single devices are planned so far"
+    pairs, used = len(np.unique(device.astype(np.int64) * num + stage)), len(np.unique(device))
+    if not pairs == used == num:
+        return (
+            f"{num} stages on {used} devices; every stage has a device of its own, and every device a stage"
+        )
+    source, target = stage_order(graph)
+    back = np.flatnonzero(stage[source] > stage[target])
+    if len(back):
+        one, other = source[back[0]], target[back[0]]
+        names = f"op {graph.op_name[one]!r} of stage {stage[one]} comes before {graph.op_name[other]!r}"
+        return f"{names} of stage {stage[other]}; stages stand in the order of the forward pass"
+    return ""
+
+
 def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
     graph, cluster, device = problem.graph, problem.cluster, plan.device
     found = []
@@ -98,6 +153,8 @@ def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
         text = f"op {graph.op_name[op]!r} cannot run on {cluster.device_name[device[op]]}"
         found.append(Violation("support", text))
     held = np.bincount(device, held_bytes(graph).astype(np.float64), minlength=cluster.num_devices)
+    if plan.pipeline is not None:
+        held = standing_bytes(graph, plan, cluster.num_devices).astype(np.float64)
     for d in np.flatnonzero(held > cluster.usable_bytes):
         have = format_bytes(cluster.usable_bytes[d])
         text = f"{cluster.device_name[d]} holds {format_bytes(held[d])} of {have}"

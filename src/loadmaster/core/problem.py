@@ -16,8 +16,9 @@ from loadmaster.core.arrays import (
     require_range,
 )
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import CostError, ProblemError
-from loadmaster.core.graph import Graph, units
+from loadmaster.core.errors import CostError, InputError, ProblemError
+from loadmaster.core.graph import Graph, Phase, units
+from loadmaster.core.pipelining import Schedule, parse_schedule
 
 BY_ROUTE = -1.0  # a transfer time that follows from bytes and links
 FREE = -1  # an op that is not pinned
@@ -112,6 +113,7 @@ class Problem:
     split: Split
     load: Load
     pinned: Ints  # [N] device, or FREE
+    pipeline: str = ""  # the schedule that stages must have room for, e.g. '1f1b:8'; '' = none is asked
 
     def __post_init__(self) -> None:
         """Check that the parts belong together."""
@@ -139,6 +141,30 @@ class Problem:
         if self.links == Links.HOST and not hosted and (self.costs.transfer_s == BY_ROUTE).any():
             raise ProblemError("links 'host' go through a host-side device; add one, e.g. cpu-64GB")
         self._check_somewhere_to_run(num_devices)
+        if self.pipeline:
+            self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        try:
+            object.__setattr__(self, "pipeline", str(parse_schedule(self.pipeline)))
+        except InputError as problem:
+            raise ProblemError(f"Problem.pipeline: {problem}") from None
+        asked = f"pipeline {self.pipeline!r}"
+        if self.objective != Objective.THROUGHPUT or self.split != Split.CHAIN:
+            raise ProblemError(
+                f"{asked} is a chain of stages for throughput, not for objective {self.objective.value!r} and"
+                f" split {self.split.value!r}; ask for throughput and chain, or leave the pipeline out"
+            )
+        if not (self.graph.phase == Phase.BACKWARD).any():
+            raise ProblemError(
+                f"{asked} is a schedule of training, and graph {self.graph.name!r} has no backward op;"
+                " leave the pipeline out"
+            )
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule asked for, None where none is."""
+        return parse_schedule(self.pipeline) if self.pipeline else None
 
     def _check_somewhere_to_run(self, num_devices: int) -> None:
         runs = np.isfinite(self.device_compute_s)
@@ -168,7 +194,9 @@ class Problem:
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
-        return content_digest(self)
+        return content_digest(
+            self, leave_out=() if self.pipeline else ("pipeline",)
+        )  # files without stay valid
 
 
 _WORDS: dict[str, type[StrEnum]] = {
@@ -213,3 +241,4 @@ class Workload:
     split: Split | None = None
     load: Load | None = None
     pinned: Ints | None = None  # [N]
+    pipeline: str = ""

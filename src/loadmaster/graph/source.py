@@ -14,7 +14,7 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
 from loadmaster.graph.models import Asked, model_graph, names_model
 
-FORMATS: tuple[str, ...] = ("own", "msr", "pipedream", "nodelink", "onnx", "pt2", "openvino")
+FORMATS: tuple[str, ...] = ("own", "msr", "piper", "pipedream", "nodelink", "onnx", "pt2", "openvino")
 _SUFFIXES = {".onnx": "onnx", ".pt2": "pt2", ".xml": "openvino"}  # of files that are known by name too
 TRANSFORMER = "transformer"
 _EXAMPLE = "for example gen:fork_join:10k or gen:fork_join:10000:7"
@@ -125,11 +125,12 @@ def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Wor
 
 def _formats(asked: Asked) -> dict[str, _Format]:
     """The formats by name, in the order in which they are tried."""
-    from loadmaster.graph.formats import msr, nodelink, onnx, openvino, own, pipedream, pt2
+    from loadmaster.graph.formats import msr, nodelink, onnx, openvino, own, pipedream, piper, pt2
 
     return {
         "own": _Format(own.recognises, own.read),
         "msr": _Format(msr.recognises, msr.read),
+        "piper": _Format(piper.recognises, piper.read),
         "pipedream": _Format(pipedream.recognises, pipedream.read),
         "nodelink": _Format(nodelink.recognises, nodelink.read),
         "onnx": _Format(onnx.recognises, partial(onnx.read, batch=asked.batch, seq=asked.seq)),

@@ -117,6 +117,8 @@ def why_not(algorithm: Placer, problem: Problem) -> str:
     splits: tuple[Split, ...] = getattr(algorithm, "splits", tuple(Split))
     if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
         return f"{name_of(algorithm)} makes {' or '.join(splits)} splits, not {problem.split}"
+    if problem.pipeline and not getattr(algorithm, "pipelines", False):
+        return f"{name_of(algorithm)} makes no pipelines, and {problem.pipeline} is asked for"
     return lacking(algorithm)
 
 

@@ -23,6 +23,7 @@ from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.simulator.event_kernel import run_events
 from loadmaster.simulator.jit import is_warm, mark_warm
 from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, IN_ORDER, PARALLEL, READY, SHARED, Fixed
+from loadmaster.simulator.pipelines import accumulating, pipelined_peak
 from loadmaster.simulator.throughput import steady_state
 
 T = TypeVar("T", bound=np.generic)
@@ -110,10 +111,11 @@ class Simulator:
         return self._scored(plan, self.run(plan))
 
     def _scored(self, plan: Plan, outcome: Outcome) -> Score:
-        over = np.maximum(outcome.peak_bytes - self.problem.cluster.usable_bytes, 0)
+        peak = pipelined_peak(self.problem, plan, outcome.peak_bytes)
+        over = np.maximum(peak - self.problem.cluster.usable_bytes, 0)
         throughput = self.problem.objective == Objective.THROUGHPUT
         seconds = steady_state(self.problem, plan).time_s if throughput else outcome.step_s
-        return Score(int(over.sum()), seconds, tuple(outcome.peak_bytes.tolist()))
+        return Score(int(over.sum()), seconds, tuple(peak.tolist()))
 
     def timeline(self, plan: Plan, *, dispatch: Dispatch | None = None) -> Timeline:
         """Run a plan and draw it."""
@@ -136,7 +138,7 @@ class Simulator:
             microbatch=np.zeros(sum(counts), dtype=np.int32),
             start_s=_joined(outcome.op_start[order], *_split(outcome.transfer_start, moves, written)),
             end_s=_joined(outcome.op_end[order], *_split(outcome.transfer_end, moves, written)),
-            peak_bytes=outcome.peak_bytes,
+            peak_bytes=pipelined_peak(self.problem, plan, outcome.peak_bytes),
         )
 
 
@@ -159,7 +161,8 @@ def is_unordered(plan: Plan) -> bool:
 
 def prepare(problem: Problem, *, links: Links | None = None) -> Simulator:
     """Everything about a problem that no plan changes, as arrays for the compiled loop."""
-    graph, cluster, costs = problem.graph, problem.cluster, problem.costs
+    cluster, costs = problem.cluster, problem.costs
+    graph = accumulating(problem.graph) if problem.pipeline else problem.graph
     if links is not None and links != problem.links:
         problem = replace(problem, links=links)
     out_tensor = np.argsort(graph.tensor_op, kind="stable").astype(np.int32)
@@ -200,7 +203,14 @@ def simulate(
     problem: Problem, plan: Plan, *, dispatch: Dispatch | None = None, links: Links | None = None
 ) -> Timeline:
     """The timeline of a plan; a plan that breaks a rule is refused with that rule."""
-    rules = ["length", "device", "support", "recompute", *(["order"] if dispatch != Dispatch.READY else [])]
+    rules = [
+        "length",
+        "device",
+        "support",
+        "pipeline",
+        "recompute",
+        *(["order"] if dispatch != Dispatch.READY else []),
+    ]
     fatal = [v for v in check_plan(problem, plan) if v.rule in rules]
     if fatal:
         raise PlanError(fatal[0].message)

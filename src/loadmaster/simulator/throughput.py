@@ -4,6 +4,7 @@ Under `Links.HOST` this is problem T of Tarnawski et al., NeurIPS 2020: every tr
 host memory; an accelerator pays for each outside tensor it reads, once, and for each of its tensors
 that anybody else reads, once; host-side devices pay for compute only. How the three add up is
 `Problem.load`. Under the other link models devices and links are separate resources.
+Ops that are recomputed run twice.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ def steady_state(problem: Problem, plan: Plan) -> Loads:
     graph, cluster, device = problem.graph, problem.cluster, plan.device
     num = cluster.num_devices
     compute = np.zeros(num)
-    np.add.at(compute, device, problem.costs.compute_s[np.arange(graph.num_ops), cluster.kind[device]])
+    once_s = problem.costs.compute_s[np.arange(graph.num_ops), cluster.kind[device]]
+    np.add.at(compute, device, np.where(plan.recompute, 2.0 * once_s, once_s))
     tensor, target = _sent(problem, device)
     source = device[graph.tensor_op[tensor]]
     reads, writes, links = np.zeros(num), np.zeros(num), np.zeros(cluster.num_links)

@@ -35,6 +35,7 @@ def read(data: bytes, name: str) -> Workload:
             split=noun.split,
             load=noun.load,
             pinned=noun.pinned,
+            pipeline=noun.pipeline,
         )
     if isinstance(noun, Graph):
         return Workload(noun)

@@ -40,6 +40,7 @@ from loadmaster.placers.exact._maxload.closing import free_bound
 from loadmaster.placers.exact._maxload.lines import Stages, best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad, allowed_types, free_model
 from loadmaster.placers.exact._maxload.prices import prices
+from loadmaster.placers.pipeline import Effort, pipelined
 from loadmaster.placers.registry import Placer
 
 _ROUNDS = 10  # of shuffling after each pass of the programme
@@ -55,6 +56,7 @@ class IdealDp:
     max_ideals: int = 1_000_000
     max_bytes: int = 2**30
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.THROUGHPUT,)
+    pipelines: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing can be done."""
@@ -65,6 +67,9 @@ class IdealDp:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Solve the model, then state what was found and what it proves."""
+        if problem.pipeline:
+            effort = Effort(16, _ROUNDS, max_ideals=self.max_ideals, max_bytes=self.max_bytes)
+            return pipelined(problem, run, effort, algorithm="ideal_dp")
         search = _Search(self, problem, run)
         build, cargo = chain_builder(problem, search.solve)
         placement = best_repaired(problem, run, cargo, [build], algorithm="ideal_dp")

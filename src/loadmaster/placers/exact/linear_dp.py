@@ -21,6 +21,7 @@ from loadmaster.placers.exact._maxload.answering import chain_builder, limit
 from loadmaster.placers.exact._maxload.lines import Stages, best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad
 from loadmaster.placers.exact._maxload.prices import prices
+from loadmaster.placers.pipeline import Effort, pipelined
 from loadmaster.placers.registry import Placer
 
 _FEW = 500  # classes: of twice as many the stages are shuffled half as often
@@ -32,9 +33,12 @@ class LinearDp:
 
     rounds: int = 40
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.THROUGHPUT,)
+    pipelines: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Cut, shuffle, cut again."""
+        if problem.pipeline:
+            return pipelined(problem, run, Effort(orders=16, rounds=self.rounds), algorithm="linear_dp")
         spent = limit(run)
 
         def solve(model: MaxLoad) -> Stages | None:

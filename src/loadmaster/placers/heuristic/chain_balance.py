@@ -11,6 +11,7 @@ with their groups. O(D log U) a probe, with transfers O(D U); at most 32 candida
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from loadmaster.core.run import Run
 from loadmaster.placers.answer import Builder, best_repaired
 from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._nets import Nets, nets_of
+from loadmaster.placers.pipeline import Effort, pipelined
 from loadmaster.placers.registry import Placer
 
 _PROBES = 40
@@ -32,9 +34,12 @@ class ChainBalance:
     """`max_candidates` device orders and lengths are tried."""
 
     max_candidates: int = 32
+    pipelines: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Try device orders, the natural one over all devices first."""
+        if problem.pipeline:
+            return pipelined(problem, run, Effort(orders=1, rounds=0), algorithm="chain_balance")
         cargo = load_cargo(problem, acyclic=True)
         nets = nets_of(problem, cargo.of_op)
         strict = problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE

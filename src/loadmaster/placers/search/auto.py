@@ -10,6 +10,7 @@ the lower bound. It reports every member: who won, and why the others lost.
 
 import time
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -40,10 +41,13 @@ class Auto:
     good_enough: float = 0.01
     tiny_ops: int = 6
     small_ops: int = 250
+    pipelines: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Run the members in turn until the budget, the bound or the list ends."""
         portfolio = _Portfolio(problem, run, self.good_enough)
+        if problem.pipeline:
+            return _staged(portfolio)
         for name in _constructors():
             portfolio.construct(name)
         if problem.objective == Objective.THROUGHPUT:
@@ -75,6 +79,14 @@ class Auto:
         portfolio.search(f"refine({best.algorithm})", placer("refine", start=start), share=share)
         if small:
             _certify(portfolio)
+
+
+def _staged(portfolio: "_Portfolio") -> Placement:
+    """Stages with room for their micro-batches: along one order, along many, over all ideals."""
+    portfolio.construct("chain_balance")
+    portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
+    portfolio.search("ideal_dp", placer("ideal_dp"), share=_MOST, to_the_end=True)
+    return portfolio.answer()
 
 
 def _pipelined(portfolio: "_Portfolio") -> None:

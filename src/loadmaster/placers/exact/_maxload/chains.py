@@ -163,7 +163,7 @@ def _sequenced(model: MaxLoad, sequence: tuple[int, ...]) -> _Table:
     return _Table(order, in_sequence(sequence, model.num_types), count)
 
 
-def _tracks(arrays: Packed, load: Load) -> tuple[Ints, Floats, Floats]:
+def tracks(arrays: Packed, load: Load) -> tuple[Ints, Floats, Floats]:
     """What is carried along a walk: reads and writes of a port in one number, or in two where they differ."""
     if load != Load.MAX3:
         return arrays.column, arrays.read_s, arrays.write_s
@@ -180,7 +180,7 @@ class _Passes:
     def __init__(self, model: MaxLoad, ideals: Ideals, price: Prices | None, table: _Table) -> None:
         self.model, self.ideals, self.price, self.table = model, ideals, price, table
         arrays = packed(model)
-        self.track, read_s, write_s = _tracks(arrays, model.load)
+        self.track, read_s, write_s = tracks(arrays, model.load)
         ptr, word, mask = user_words(model.nets)
         homes, users = (arrays.home_ptr, arrays.home_net), (arrays.user_ptr, arrays.user_net)
         # Unsigned: an index that may be negative costs a comparison each time.

@@ -88,6 +88,20 @@ class MaxLoad:
             nets=nets,
         )
 
+    def with_room(self, problem: Problem, num_bytes: Longs, room: Longs) -> "MaxLoad":
+        """As `with_memory`, where more than bytes [C] takes room [D]: all of it makes a difference."""
+        column = {d: t for t, alike in enumerate(self.devices) for d in alike}
+        type_of = np.array([column[d] for d in range(problem.cluster.num_devices)])
+        apart = np.full(1, 2**62, dtype=np.int64)
+        devices = _types(self.seconds[:, type_of], self.nets, type_of, apart, room)
+        first = [alike[0] for alike in devices]
+        pick = type_of[first]
+        nets = replace(self.nets, read_s=self.nets.read_s[pick], write_s=self.nets.write_s[pick])
+        seconds = np.ascontiguousarray(self.seconds[:, pick])
+        return replace(
+            self, seconds=seconds, num_bytes=num_bytes, devices=devices, room=room[first], nets=nets
+        )
+
 
 def free_model(problem: Problem) -> MaxLoad:
     """The units of a problem; nothing is left out, so that its optimum is the problem's."""

@@ -1,0 +1,159 @@
+"""Pipelines of micro-batches: how many of them a stage holds at once, and the bytes they take there.
+
+The graph is one micro-batch. Between its forward and its backward pass, stage s of S holds as many as the
+schedule says: under `1f1b` S - s (the last stage one), under `gpipe` all of them. Of each it keeps its
+*stash*: what its backward ops need of the forward pass. A stage that is *recomputed* keeps only what comes
+into it, and one full set while it runs again (Tarnawski et al., "Piper: Multidimensional Planner for DNN
+Parallelization", NeurIPS 2021: memory A y + B of y micro-batches).
+
+A storage is counted whole, once, on every device where it is needed; a view stands for what it looks into.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Ints, Longs, distinct
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.graph import NO_MIRROR, Graph, Phase, home_bytes
+from loadmaster.core.plan import Plan
+
+SCHEDULES = ("1f1b", "gpipe")
+_MOST_MICROBATCHES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """In which order micro-batches run forward and backward through stages."""
+
+    name: str  # of SCHEDULES
+    num_microbatches: int
+
+    def held(self, num_behind: int) -> int:
+        """Micro-batches that a stage holds which has so many stages behind it."""
+        if self.name == "gpipe":
+            return self.num_microbatches
+        return min(num_behind + 1, self.num_microbatches)
+
+    def in_flight(self, num_stages: int) -> Ints:
+        """[S] micro-batches that each stage holds."""
+        return np.array([self.held(num_stages - 1 - s) for s in range(num_stages)], dtype=np.int32)
+
+    def __str__(self) -> str:
+        """As it is asked for: '1f1b:8'."""
+        return f"{self.name}:{self.num_microbatches}"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """A schedule and its number of micro-batches from '1f1b:8' or 'gpipe:8'."""
+    if not isinstance(text, str):
+        raise InputError(f"pipeline is {text!r}; write schedule and micro-batches, e.g. '1f1b:8'")
+    name, _, count = text.partition(":")
+    if name not in SCHEDULES:
+        raise UnknownNameError("pipeline schedule", name, SCHEDULES)
+    if not re.fullmatch(r"[0-9]{1,7}", count, re.ASCII) or not 1 <= int(count) <= _MOST_MICROBATCHES:
+        raise InputError(
+            f"pipeline {text!r} has {count!r} micro-batches; give 1 to {_MOST_MICROBATCHES:,}, e.g. {name}:8"
+        )
+    return Schedule(name, int(count))
+
+
+def mirrored(graph: Graph) -> Bools:
+    """[N] forward ops that a backward op mirrors: those that a recomputed stage runs again."""
+    found = np.zeros(graph.num_ops, dtype=np.bool_)
+    found[graph.mirror[graph.mirror != NO_MIRROR]] = True
+    found[graph.phase != Phase.FORWARD] = False
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stash:
+    """Bytes on D devices."""
+
+    each: Longs  # [D] of every micro-batch in flight
+    once: Longs  # [D] beside what ops hold: what is made again, copies of weights and of gradients
+    again: Longs  # [D] of `each`, what is kept for recomputation alone
+
+
+def stash_of(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> Stash:
+    """What micro-batches keep on each device when op n is on `device[n]`."""
+    root, num = graph.tensor_storage, num_devices
+    counted = root[graph.use_tensor] >= 0
+    base, user = root[graph.use_tensor][counted], graph.use_op[counted]
+    maker, where = graph.tensor_op[base], device[user]
+    later = np.isin(graph.phase, (Phase.BACKWARD, Phase.UPDATE))
+    kept = kept_storages(graph)
+    forward = graph.phase[maker] == Phase.FORWARD
+    homes = np.flatnonzero(kept & (graph.phase[graph.tensor_op] == Phase.FORWARD)).astype(np.int32)
+    needs = forward & (later[user] | kept[base])
+    saved = distinct(
+        np.concatenate(
+            [_pairs(base[needs], where[needs], num), _pairs(homes, device[graph.tensor_op[homes]], num)]
+        )
+    )
+    rerun = forward & recompute[user]
+    pair = distinct(np.concatenate([saved, _pairs(base[rerun], where[rerun], num)]))
+    tensor, at = pair // num, pair % num
+    op = graph.tensor_op[tensor]
+    made = recompute[op] & (device[op] == at) & ~kept[tensor]
+    is_saved = np.isin(pair, saved)
+    away = where != device[maker]
+    away &= ((graph.phase[maker] == Phase.PARAM) | (later[maker] & kept[base])) & later[user]
+    copies = distinct(_pairs(base[away], where[away], num))
+    size = graph.tensor_bytes
+    return Stash(
+        each=_summed(at[~made], size[tensor[~made]], num),
+        once=_summed(at[made & is_saved], size[tensor[made & is_saved]], num)
+        + _summed(copies % num, size[copies // num], num),
+        again=_summed(at[~made & ~is_saved], size[tensor[~made & ~is_saved]], num),
+    )
+
+
+def kept_storages(graph: Graph) -> Bools:
+    """[T] storages that live to the end of the step, a view's base where the view does."""
+    kept = np.zeros(graph.num_tensors, dtype=np.bool_)
+    root = graph.tensor_storage[graph.keep]
+    kept[root[root >= 0]] = True
+    return kept
+
+
+def settled_bytes(graph: Graph) -> Longs:
+    """[N] bytes that an op holds whatever is in flight: resident, and what its backward ops keep."""
+    held = graph.resident_bytes.copy()
+    grown = grown_storages(graph)
+    np.add.at(held, graph.tensor_op[grown], home_bytes(graph)[grown])
+    return held
+
+
+def grown_storages(graph: Graph) -> Bools:
+    """[T] kept storages of the backward pass: gradients, which add up over micro-batches."""
+    later = np.isin(graph.phase[graph.tensor_op], (Phase.BACKWARD, Phase.UPDATE))
+    return kept_storages(graph) & later
+
+
+def _pairs(tensor: Ints, device: Ints, num: int) -> Longs:
+    return tensor.astype(np.int64) * num + device
+
+
+def _summed(at: Longs, size: Longs, num: int) -> Longs:
+    total = np.zeros(num, dtype=np.int64)
+    np.add.at(total, at, size)
+    return total
+
+
+def in_flight_at(plan: Plan, num_devices: int) -> Longs:
+    """[D] micro-batches that each device holds, 1 without a pipeline."""
+    held = np.ones(num_devices, dtype=np.int64)
+    if plan.pipeline is not None:
+        held[plan.device] = plan.pipeline.in_flight[plan.pipeline.stage]
+    return held
+
+
+def standing_bytes(graph: Graph, plan: Plan, num_devices: int) -> Longs:
+    """[D] bytes that stand on each device of a pipeline: what ops hold, and the stash."""
+    held = np.zeros(num_devices, dtype=np.int64)
+    np.add.at(held, plan.device, settled_bytes(graph))
+    stash = stash_of(graph, plan.device, plan.recompute, num_devices)
+    total: Longs = held + in_flight_at(plan, num_devices) * stash.each + stash.once
+    return total

@@ -1,0 +1,224 @@
+"""Stages that have room for their micro-batches in flight: the best over all ideals, or along orders.
+
+An order is a chain of ideals, so that one compiled loop (`flights.py`) serves both.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from loadmaster.core.arrays import Ints, Longs
+from loadmaster.core.pipelining import Schedule, settled_bytes
+from loadmaster.core.problem import Problem
+from loadmaster.placers.exact._maxload.chains import Ideals, ideals_of, tracks
+from loadmaster.placers.exact._maxload.flights import flights
+from loadmaster.placers.exact._maxload.holds import Holds, holds_of
+from loadmaster.placers.exact._maxload.ideals import totals
+from loadmaster.placers.exact._maxload.lines import orders, sequences, topological
+from loadmaster.placers.exact._maxload.model import MaxLoad, model_of
+from loadmaster.placers.exact._maxload.packed import (
+    LOAD_CODE,
+    States,
+    counted,
+    in_sequence,
+    num_states,
+    packed,
+    user_words,
+)
+
+_MOST_STATES = 1024
+_MOST_PLACES = 600  # of a longer order, rows of neighbours stay together
+_FUEL = 2_000_000  # stages looked at between two looks at the clock
+_BETTER = 1e-12
+Spent = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Stages in the order of the forward pass, and the busiest load."""
+
+    stage: Ints  # [C]
+    device: tuple[int, ...]  # [S]
+    again: tuple[bool, ...]  # [S] recomputed
+    value_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A problem's classes with what they keep for micro-batches, and room [D] for all of it."""
+
+    problem: Problem
+    schedule: Schedule
+    model: MaxLoad
+    holds: Holds
+    room: Longs  # [D]
+
+
+def flight_of(problem: Problem, model: MaxLoad, room: Longs) -> Flight:
+    """A model made ready; `room` is what devices may use."""
+    assert problem.schedule is not None
+    num_bytes = np.zeros(model.num_classes, dtype=np.int64)
+    np.add.at(num_bytes, model.of_op, settled_bytes(problem.graph))
+    roomy = model.with_room(problem, num_bytes, room)
+    return Flight(problem, problem.schedule, roomy, holds_of(problem, roomy), room)
+
+
+def best_order(
+    flight: Flight, rng: np.random.Generator, *, most: int, rounds: int, bound_s: float, spent: Spent
+) -> Staged | None:
+    """The best cut of `most` orders, and of as many reorderings inside its stages as `rounds` says."""
+    best: Staged | None = None
+    for at, order in enumerate(orders(flight.model)):
+        if at >= most or (at and spent()) or _reaches(best, bound_s):
+            break
+        best = cut(flight, order, _under(best)) or best
+    for at in range(rounds if best is not None else 0):
+        assert best is not None
+        if spent() or _reaches(best, bound_s):
+            break
+        key = rng.random(flight.model.num_classes)
+        order = topological(flight.model, best.stage, key, newest=at % 2 == 0)
+        best = cut(flight, order, _under(best)) or best
+    return best
+
+
+def _reaches(best: Staged | None, bound_s: float) -> bool:
+    return best is not None and best.value_s <= bound_s * (1 + _BETTER)
+
+
+def _under(best: Staged | None) -> float:
+    return np.inf if best is None else best.value_s * (1 - _BETTER)
+
+
+def cut(flight: Flight, order: Ints, limit_s: float) -> Staged | None:
+    """The best stages along an order of classes, None where none are under the limit."""
+    num = len(order)
+    if num > _MOST_PLACES:
+        block = np.empty(num, dtype=np.int32)
+        block[order] = (np.arange(num, dtype=np.int64) * _MOST_PLACES // num).astype(np.int32)
+        coarse = model_of(flight.problem, block[flight.model.of_op], _MOST_PLACES)
+        found = cut(
+            flight_of(flight.problem, coarse, flight.room), np.arange(_MOST_PLACES, dtype=np.int32), limit_s
+        )
+        return None if found is None else replace(found, stage=found.stage[block])
+    line = replace(flight.model, source=order[:-1], target=order[1:])
+    ideals = turned_ideals(line, most=num + 1, max_bytes=2**34)
+    assert ideals is not None
+    return best_staged(flight, ideals, limit_s, spent=lambda: False)[0]
+
+
+def turned_ideals(model: MaxLoad, *, most: int, max_bytes: int) -> Ideals | None:
+    """The ideals of the order turned round: what may come behind a stage."""
+    return ideals_of(replace(model, source=model.target, target=model.source), most=most, max_bytes=max_bytes)
+
+
+def tables(flight: Flight) -> Iterator[States]:
+    """Every count of every type, or where those are too many a few sequences of devices, the last first."""
+    count = flight.model.count.tolist()
+    if num_states(count) <= _MOST_STATES:
+        yield counted(count)
+        return
+    for sequence in sequences(flight.model):
+        yield in_sequence(sequence[::-1], flight.model.num_types)
+
+
+def num_states_of(flight: Flight) -> int:
+    """States per ideal."""
+    return next(tables(flight)).num
+
+
+def best_staged(
+    flight: Flight, ideals: Ideals, limit_s: float, *, spent: Spent
+) -> tuple[Staged | None, bool]:
+    """The best stages over ideals under a limit, and whether it is proven that none are better."""
+    best, proven = None, True
+    for states in tables(flight):
+        found, ended = _Pass(flight, ideals, states).run(limit_s, spent)
+        proven &= ended and states.exact
+        if found is not None:
+            best, limit_s = found, _under(found)
+    return best, proven
+
+
+class _Pass:
+    """One table of states over all ideals."""
+
+    def __init__(self, flight: Flight, ideals: Ideals, states: States) -> None:
+        self.flight, self.ideals, self.states = flight, ideals, states
+
+    def run(self, limit_s: float, spent: Spent) -> tuple[Staged | None, bool]:
+        """The best stages within the limit, and whether the pass came to its end."""
+        num, states = self.ideals.num, self.states
+        best = np.full((num, states.num), np.inf)
+        best[0, 0] = 0.0
+        came_from = np.zeros((num, states.num), dtype=np.int32)
+        came_by = np.zeros((num, states.num), dtype=np.int32)
+        fixed = self._fixed()
+        memory = (
+            *(best, came_from, came_by),
+            np.full(num, -1, dtype=np.int32),
+            np.zeros((num, fixed[-1])),
+            np.zeros((num, 4), dtype=np.int64),
+            np.empty(num + 1, dtype=np.uint32),
+        )
+        given: tuple[Any, ...] = (*fixed[:-1], *memory)
+        at = 0
+        while at < num and not (at and spent()):
+            at, _ = flights(*(at, _FUEL, limit_s), *given)
+        state = int(best[-1].argmin())
+        if at < num or best[-1, state] > limit_s or best[-1, state] == np.inf:
+            return None, at >= num
+        return self._traced(came_from, came_by, state, float(best[-1, state])), True
+
+    def _fixed(self) -> tuple[Any, ...]:
+        """What the kernel reads, and the number of tracks."""
+        model, holds, ideals, states = self.flight.model, self.flight.holds, self.ideals, self.states
+        arrays = packed(model)
+        track, read_s, write_s = tracks(arrays, model.load)
+        ptr, word, mask = user_words(model.nets)
+        homes, users = (arrays.home_ptr, arrays.home_net), (arrays.user_ptr, arrays.user_net)
+        nets = [part.astype(np.uint32) for part in (*homes, *users, model.nets.home, ptr, word)]
+        barred = ~np.isfinite(model.seconds)
+        links = ideals.ptr, ideals.up, ideals.more
+        seconds, of_barred, num_bytes, _ = totals(
+            *links,
+            np.where(barred, 0.0, model.seconds),
+            barred.astype(np.int32),
+            model.num_bytes,
+            np.zeros(model.num_classes),
+        )
+        again = totals(
+            *links, holds.again_s, barred.astype(np.int32), model.num_bytes, np.zeros(model.num_classes)
+        )[0]
+        behind = states.used.sum(axis=0).tolist()
+        in_flight = np.array([self.flight.schedule.held(count) for count in behind], dtype=np.int64)
+        return (
+            *(ideals.rows, ideals.ptr.astype(np.uint64)),
+            *(ideals.up.astype(np.uint32), ideals.more.astype(np.uint32)),
+            *(seconds, again, of_barred, num_bytes, model.room),
+            *(track.astype(np.uint32), LOAD_CODE[model.load]),
+            *(*nets, mask, read_s, write_s),
+            *(holds.code, holds.home, holds.num_bytes, holds.ptr, holds.word, holds.saved, holds.needed),
+            *(holds.of_class, holds.net),
+            *(in_flight, states.stride, states.step_ptr, states.step),
+            len(read_s),
+        )
+
+    def _traced(self, came_from: Ints, came_by: Ints, state: int, value_s: float) -> Staged:
+        """The stages that lead to the whole: the last one found is the first of the pipeline."""
+        rows, model = self.ideals.rows, self.flight.model
+        pools = [list(alike)[::-1] for alike in model.devices]
+        at, place = self.ideals.num - 1, 0
+        stage = np.zeros(model.num_classes, dtype=np.int32)
+        devices, again = [], []
+        while at > 0:
+            by, before = int(came_by[at, state]), int(came_from[at, state])
+            bits = np.unpackbits((rows[at] & ~rows[before]).view(np.uint8), bitorder="little")
+            stage[np.flatnonzero(bits[: model.num_classes])] = place
+            devices.append(pools[by // 2].pop())
+            again.append(bool(by % 2))
+            state -= int(self.states.stride[by // 2])
+            at, place = before, place + 1
+        return Staged(stage, tuple(devices), tuple(again), value_s)
