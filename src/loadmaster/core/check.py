@@ -113,7 +113,7 @@ def _stage_rules(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
         s = int((pipeline.replicas != 1).argmax())
         return f"stage {s} has {pipeline.replicas[s]} replicas; only single devices are planned so far"
     pairs, used = len(np.unique(device.astype(np.int64) * num + stage)), len(np.unique(device))
-    if not pairs == used == num:
+    if not pairs == used == len(np.unique(stage)) == num:
         return (
             f"{num} stages on {used} devices; every stage has a device of its own, and every device a stage"
         )

@@ -86,7 +86,7 @@ class _Layer(msgspec.Struct):
 
 def recognises(data: bytes) -> bool:
     """Whether this is a JSON object with the keys of a piper graph."""
-    return {"maxMemoryPerDevice", "maxDevices"} <= top_keys(data)
+    return bool(top_keys(data) & {"maxMemoryPerDevice", "maxDevices"})
 
 
 def read(data: bytes, name: str) -> Workload:
