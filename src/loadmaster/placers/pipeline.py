@@ -4,7 +4,8 @@ What `chain_balance` (one order), `linear_dp` (many orders) and `ideal_dp` (ever
 a problem asks for a schedule. A stage's memory depends on how many stages come behind it, so the programme
 goes from the last stage to the first (Piper, NeurIPS 2021); a stage is recomputed whole, and only if it has
 no room otherwise: that is never faster. Bytes are those of `core/pipelining.py`; where the simulator's peak,
-which knows temporary tensors too, is more than a device has, the stages are cut again with less room.
+which knows temporary tensors too, is more than a device has, the stages are cut again with room left for
+those, then with less and less room.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from loadmaster.placers.exact._maxload.staged import (
     num_states_of,
     turned_ideals,
 )
+from loadmaster.placers.standing import op_running_bytes
 from loadmaster.simulator.throughput import steady_state
 
 _ATTEMPTS = 8
@@ -54,15 +56,15 @@ def pipelined(problem: Problem, run: Run, effort: Effort, *, algorithm: str) -> 
     """The best pipeline found for a problem that asks for a schedule."""
     search = _Search(problem, run, effort)
     tally, usable = Tally(problem, run), problem.cluster.usable_bytes
-    room = usable.copy()
-    for _ in range(_ATTEMPTS):
-        staged = search.solve(room)
+    room = usable
+    for attempt in range(_ATTEMPTS):
+        staged = search.solve(room, temporary=attempt > 0)
         if staged is None:
             break
         peak = np.array(tally.offer(pipelined_plan(problem, search.model, staged)).peak_bytes, dtype=np.int64)
         if tally.spent or (peak <= usable).all():
             break
-        room = _less(problem, room, peak - usable)
+        room = _less(problem, room, peak - usable) if attempt else room
     if tally.scored == 0:
         tally.offer(search.anyhow())
     answer = tally.answer(algorithm=algorithm)
@@ -110,11 +112,12 @@ class _Search:
         self.problem, self.run, self.effort = problem, run, effort
         self.model = chain_model(problem, merge=False).model
         self.bound, self.note = Bound(0.0, "none"), ""
+        self.nothing: Longs = np.zeros(problem.graph.num_ops, dtype=np.int64)
 
-    def solve(self, room: Longs) -> Staged | None:
-        """The best stages within room [D]."""
-        flight, spent = flight_of(self.problem, self.model, room), limit(self.run)
-        own = bool((room >= self.problem.cluster.usable_bytes).all())
+    def solve(self, room: Longs, *, temporary: bool) -> Staged | None:
+        """The best stages within room [D], with room left for `temporary` tensors or without."""
+        running = op_running_bytes(self.problem.graph, workspace=True) if temporary else self.nothing
+        flight, spent = flight_of(self.problem, self.model, room, running), limit(self.run)
         bound_s = prices(flight.model).bound_s
         rng = np.random.default_rng(self.run.rng.integers(2**63))
         start = best_order(
@@ -127,7 +130,7 @@ class _Search:
         )
         if self.effort.max_ideals == 0:
             return start
-        return self._over_ideals(flight, start, own=own)
+        return self._over_ideals(flight, start, own=not temporary)
 
     def _over_ideals(self, flight: Flight, start: Staged | None, *, own: bool) -> Staged | None:
         seconds, spent = self.run.budget.seconds, limit(self.run)
@@ -167,7 +170,7 @@ class _Search:
     def anyhow(self) -> Plan:
         """Where nothing fits: the stages of a cluster with all the room in the world."""
         room = np.full(self.problem.cluster.num_devices, _ANY_ROOM, dtype=np.int64)
-        flight = flight_of(self.problem, self.model, room)
+        flight = flight_of(self.problem, self.model, room, self.nothing)
         rng = np.random.default_rng(0)
         staged = best_order(flight, rng, most=1, rounds=0, bound_s=0.0, spent=lambda: False)
         if staged is not None:

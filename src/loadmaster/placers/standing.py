@@ -91,7 +91,13 @@ def standing_bytes(standing: Standing, device: Ints, num_devices: int) -> Longs:
 
 def running_bytes(problem: Problem, cargo: Cargo, *, workspace: bool) -> Longs:
     """[U] the most that one op of a unit needs while it runs: tensors that do not stay, and workspace."""
-    graph = problem.graph
+    most = np.zeros(cargo.num_units, dtype=np.int64)
+    np.maximum.at(most, cargo.of_op, op_running_bytes(problem.graph, workspace=workspace))
+    return most
+
+
+def op_running_bytes(graph: Graph, *, workspace: bool) -> Longs:
+    """[N] what an op needs while it runs: tensors that do not stay, and workspace."""
     gone = ~graph.keep & (graph.tensor_storage == np.arange(graph.num_tensors))
     gone &= graph.phase[graph.tensor_op] != Phase.PARAM
     gone[graph.use_tensor[_saved(graph)]] = False
@@ -99,6 +105,4 @@ def running_bytes(problem: Problem, cargo: Cargo, *, workspace: bool) -> Longs:
     np.add.at(need, graph.tensor_op[gone], graph.tensor_bytes[gone])
     reads = gone[graph.use_tensor]
     np.add.at(need, graph.use_op[reads], graph.tensor_bytes[graph.use_tensor[reads]])
-    most = np.zeros(cargo.num_units, dtype=np.int64)
-    np.maximum.at(most, cargo.of_op, need)
-    return most
+    return need

@@ -5,7 +5,8 @@ many stages that is says how many micro-batches the stage holds. `best[I, s]` is
 covers I with the devices of state s, a count of every type, none of them idle. From every ideal all larger
 ones are walked, as in `sweep.py`; beside transfers the bytes of holds (`holds.py`) are carried along. A stage
 that has no room plain is recomputed, if it then has. A branch ends where seconds, or bytes for one
-micro-batch, which only grow, are too many for every type.
+micro-batch, which only grow, are too many for every type. Above what stands, a stage may be asked to have
+room for the most that one of its classes needs while it runs.
 """
 
 from typing import Any
@@ -54,6 +55,7 @@ def flights(
     hold_needed: Any,
     hold_of: Any,
     hold_net: Any,
+    running: Any,  # [C] bytes that a class needs while it runs
     in_flight: Any,  # [states] micro-batches of a stage before those of a state
     stride: Any,
     step_ptr: Any,
@@ -63,7 +65,7 @@ def flights(
     came_by: Any,  # twice the type, and one if recomputed
     stamp: Any,
     moved: Any,
-    held: Any,  # [I, 4] bytes of each micro-batch plain and recomputed; once when recomputed; once anyway
+    held: Any,  # [I, 5] bytes of each micro-batch plain and recomputed; once recomputed; once; running
     stack: Any,
 ) -> Any:
     """Go on from ideal `begin`; the next ideal to do and the stages looked at."""
@@ -81,7 +83,7 @@ def flights(
             continue
         for q in range(tracks):
             moved[base, q] = 0.0
-        for q in range(4):
+        for q in range(5):
             held[base, q] = 0
         stack[0], height = base, 1
         while height > 0:
@@ -94,8 +96,9 @@ def flights(
                 stamp[outer] = base
                 looked += 1
                 v = more[link]
-                for q in range(4):
+                for q in range(5):
                     held[outer, q] = held[inner, q]
+                held[outer, 4] = max(held[outer, 4], running[v])
                 for i in range(hold_of[v], hold_of[v + 1]):
                     e = hold_net[i]
                     size, code, h = hold_bytes[e], hold_code[e], hold_home[e]
@@ -134,7 +137,7 @@ def flights(
                 for t in range(types):
                     fits[t] = (
                         of_seconds[outer, t] - of_seconds[base, t] <= limit_s
-                        and size + held[outer, 0] <= room[t]
+                        and size + held[outer, 0] + held[outer, 4] <= room[t]
                         and of_barred[outer, t] == of_barred[base, t]
                     )
                     any_fits = any_fits or fits[t]
@@ -199,7 +202,7 @@ def flights(
                         plain, again = max(plain, wire), max(again, wire)
                     if plain > limit_s:
                         continue
-                    free = room[t] - size - held[outer, 3]
+                    free = room[t] - size - held[outer, 3] - held[outer, 4]
                     for i in range(step_ptr[t], step_ptr[t + 1]):
                         s = step[i]
                         if best[base, s] > limit_s:

@@ -54,15 +54,19 @@ class Flight:
     model: MaxLoad
     holds: Holds
     room: Longs  # [D]
+    op_running: Longs  # [N] bytes that an op needs while it runs
+    running: Longs  # [C]
 
 
-def flight_of(problem: Problem, model: MaxLoad, room: Longs) -> Flight:
-    """A model made ready; `room` is what devices may use."""
+def flight_of(problem: Problem, model: MaxLoad, room: Longs, op_running: Longs) -> Flight:
+    """A model made ready; `room` is what devices may use, `op_running` what they must have left for ops."""
     assert problem.schedule is not None
     num_bytes = np.zeros(model.num_classes, dtype=np.int64)
     np.add.at(num_bytes, model.of_op, settled_bytes(problem.graph))
     roomy = model.with_room(problem, num_bytes, room)
-    return Flight(problem, problem.schedule, roomy, holds_of(problem, roomy), room)
+    running = np.zeros(model.num_classes, dtype=np.int64)
+    np.maximum.at(running, model.of_op, op_running)
+    return Flight(problem, problem.schedule, roomy, holds_of(problem, roomy), room, op_running, running)
 
 
 def best_order(
@@ -99,9 +103,8 @@ def cut(flight: Flight, order: Ints, limit_s: float) -> Staged | None:
         block = np.empty(num, dtype=np.int32)
         block[order] = (np.arange(num, dtype=np.int64) * _MOST_PLACES // num).astype(np.int32)
         coarse = model_of(flight.problem, block[flight.model.of_op], _MOST_PLACES)
-        found = cut(
-            flight_of(flight.problem, coarse, flight.room), np.arange(_MOST_PLACES, dtype=np.int32), limit_s
-        )
+        rough = flight_of(flight.problem, coarse, flight.room, flight.op_running)
+        found = cut(rough, np.arange(_MOST_PLACES, dtype=np.int32), limit_s)
         return None if found is None else replace(found, stage=found.stage[block])
     line = replace(flight.model, source=order[:-1], target=order[1:])
     ideals = turned_ideals(line, most=num + 1, max_bytes=2**34)
@@ -160,7 +163,7 @@ class _Pass:
             *(best, came_from, came_by),
             np.full(num, -1, dtype=np.int32),
             np.zeros((num, fixed[-1])),
-            np.zeros((num, 4), dtype=np.int64),
+            np.zeros((num, 5), dtype=np.int64),
             np.empty(num + 1, dtype=np.uint32),
         )
         given: tuple[Any, ...] = (*fixed[:-1], *memory)
@@ -201,7 +204,7 @@ class _Pass:
             *(track.astype(np.uint32), LOAD_CODE[model.load]),
             *(*nets, mask, read_s, write_s),
             *(holds.code, holds.home, holds.num_bytes, holds.ptr, holds.word, holds.saved, holds.needed),
-            *(holds.of_class, holds.net),
+            *(holds.of_class, holds.net, self.flight.running),
             *(in_flight, states.stride, states.step_ptr, states.step),
             len(read_s),
         )
