@@ -50,6 +50,39 @@ node4 -- Add -- forward_compute_time=0, backward_compute_time=0, activation_size
 \tnode3 -- node4"""  # noqa: E501
 
 
+def _variant(name: str, seconds: float, each: float, once: float) -> dict[str, Any]:
+    return {
+        "id": name,
+        "timePerSample": seconds,
+        "parameterSize": 1.0,
+        "memoryUsageA": each,
+        "memoryUsageB": once,
+        "syncTimeFw": {},
+        "syncTimeBw": {},
+    }
+
+
+# A piper file: 7 ──► 3, which cannot be recomputed
+PIPER: dict[str, Any] = {
+    "maxDevices": 2,
+    "maxMemoryPerDevice": 1000.5,
+    "bandwidth": 4.0,
+    "mbsInBatch": 8,
+    "nodes": [
+        {"id": 3, "TMPCs": {"1": [_variant("vanilla", 6.0, 30.0, 5)]}},
+        {
+            "id": 7,
+            "name": "embed",
+            "TMPCs": {
+                "1": [_variant("vanilla", 3.0, 100.5, 10.0), _variant("activation recomp", 4.0, 20.0, 91.0)],
+                "2": [],
+            },
+        },
+    ],
+    "edges": [{"sourceId": 7, "destId": 3, "communicationCost": 8}],
+}
+
+
 def changed(document: dict[str, Any], *path: str | int, to: object) -> bytes:
     """The JSON of a document with one value replaced."""
     copy = json.loads(json.dumps(document))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,43 +13,10 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Links, Objective
 from loadmaster.graph.formats import piper
 from loadmaster.graph.source import read_source
-from tests.unit.format_samples import by_name, changed
+from tests.unit.format_samples import PIPER, by_name, changed
 
 FILES = Path(__file__).resolve().parents[2].parent / "shared" / "graphs" / "msr" / "piper-inputs"
 PUBLIC = ("bert32a100", "gnmt", "resnet")
-
-
-def variant(name: str, seconds: float, each: float, once: float) -> dict[str, Any]:
-    return {
-        "id": name,
-        "timePerSample": seconds,
-        "parameterSize": 1.0,
-        "memoryUsageA": each,
-        "memoryUsageB": once,
-        "syncTimeFw": {},
-        "syncTimeBw": {},
-    }
-
-
-# 7 ──► 3, which cannot be recomputed
-PIPER: dict[str, Any] = {
-    "maxDevices": 2,
-    "maxMemoryPerDevice": 1000.5,
-    "bandwidth": 4.0,
-    "mbsInBatch": 8,
-    "nodes": [
-        {"id": 3, "TMPCs": {"1": [variant("vanilla", 6.0, 30.0, 5)]}},
-        {
-            "id": 7,
-            "name": "embed",
-            "TMPCs": {
-                "1": [variant("vanilla", 3.0, 100.5, 10.0), variant("activation recomp", 4.0, 20.0, 91.0)],
-                "2": [],
-            },
-        },
-    ],
-    "edges": [{"sourceId": 7, "destId": 3, "communicationCost": 8}],
-}
 
 
 def test_a_node_is_its_kept_input_its_forward_and_its_backward() -> None:

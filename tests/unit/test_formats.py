@@ -13,8 +13,17 @@ from loadmaster.core.errors import FormatError, GraphError, InputError
 from loadmaster.core.graph import Graph, Phase, edges
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Objective
-from loadmaster.graph.formats import msr, nodelink, own, pipedream
-from tests.unit.format_samples import MSR, PIPEDREAM, by_name, changed, msr_tiny, tensors_of, tiny_problem
+from loadmaster.graph.formats import msr, nodelink, own, pipedream, piper
+from tests.unit.format_samples import (
+    MSR,
+    PIPEDREAM,
+    PIPER,
+    by_name,
+    changed,
+    msr_tiny,
+    tensors_of,
+    tiny_problem,
+)
 
 # --- pipedream ---------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ Module = Any
 DEEP = b"[" * 100_000
 
 
-@pytest.mark.parametrize("module", [msr, nodelink, own, pipedream], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [msr, nodelink, own, pipedream, piper], ids=lambda module: module.__name__)
 @pytest.mark.parametrize(
     "data",
     [
@@ -168,6 +177,7 @@ def test_garbage_is_a_clear_error_in_every_format(module: Module, data: bytes) -
 def test_every_truncation_of_a_file_is_an_error_or_a_shorter_file() -> None:
     whole: list[tuple[Module, bytes]] = [
         (msr, json.dumps(MSR).encode()),
+        (piper, json.dumps(PIPER).encode()),
         (own, own.write(msr_tiny().graph)),
         (nodelink, nodelink.write(msr_tiny().graph)),
     ]
@@ -183,6 +193,7 @@ def test_a_file_is_recognised_by_its_own_format_alone() -> None:
         msr: [json.dumps(MSR).encode(), json.dumps(MSR, indent=2).encode(), json.dumps(MSR).encode()[:300]],
         nodelink: [nodelink.write(graph), nodelink.write(graph)[:300], b'{"edges": [], "nodes": []}'],
         own: [own.write(graph), io.encode(tiny_problem()), own.write(graph)[:100]],
+        piper: [json.dumps(PIPER).encode(), json.dumps(PIPER).encode()[:80]],
         pipedream: [PIPEDREAM.encode(), b"\n\tnode1 -- node2\n"],
     }
     recognisers: list[tuple[Module, Callable[[bytes], bool]]] = [(m, m.recognises) for m in samples]
@@ -224,9 +235,13 @@ def outcome(module: Module, data: bytes) -> str:
     return "read"
 
 
-@pytest.mark.parametrize("module", [msr, nodelink, own], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [msr, nodelink, own, piper], ids=lambda module: module.__name__)
 def test_any_value_in_any_place_is_read_or_refused(module: Module) -> None:
-    writer = {msr: lambda: json.dumps(MSR).encode(), own: lambda: io.encode(tiny_problem())}
+    writer = {
+        msr: lambda: json.dumps(MSR).encode(),
+        piper: lambda: json.dumps(PIPER).encode(),
+        own: lambda: io.encode(tiny_problem()),
+    }
     document = json.loads(writer.get(module, lambda: nodelink.write(msr_tiny().graph))())
     document.pop("digest", None)
     outcomes = Counter(

@@ -127,7 +127,9 @@ PIPER = b'{"maxDevices": 2, "nodes": [], "edges": []}'  # a public format that i
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"[]", b"{}", b"[" * 100_000, b"\x89PNG", PIPER])
 def test_a_file_in_no_known_format_lists_the_formats(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(FormatError, match="none of the formats own, msr, pipedream, nodelink") as caught:
+    with pytest.raises(
+        FormatError, match="none of the formats own, msr, piper, pipedream, nodelink"
+    ) as caught:
         read_source(written(tmp_path, "x", data))
     assert "is empty" in str(caught.value) or repr(data[:32]) in str(caught.value)
 

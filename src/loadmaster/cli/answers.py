@@ -47,6 +47,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "not_runnable": why_not_runnable(problem, placement.plan) if placement.plan is not None else [],
         "links": problem.links.value,
         "split": problem.split.value,
+        "pipeline": _pipeline(placement),
         "members": [
             {
                 "name": m.name,
@@ -58,6 +59,32 @@ def placement_document(placement: Placement) -> dict[str, Any]:
             for m in placement.members
         ],
     }
+
+
+def _pipeline(placement: Placement) -> dict[str, Any] | None:
+    """The stages of a plan, None where it has none."""
+    plan = placement.plan
+    if plan is None or plan.pipeline is None:
+        return None
+    pipeline, names = plan.pipeline, placement.problem.cluster.device_name
+    first = [int(np.flatnonzero(pipeline.stage == s)[0]) for s in range(len(pipeline.replicas))]
+    return {
+        "schedule": pipeline.schedule,
+        "num_microbatches": pipeline.num_microbatches,
+        "devices": [names[plan.device[op]] for op in first],
+        "in_flight": pipeline.in_flight.tolist(),
+        "stage_s": pipeline.stage_s.tolist(),
+        "recomputed": recomputed_stages(placement),
+    }
+
+
+def recomputed_stages(placement: Placement) -> list[int]:
+    """Stages of the plan that run their forward ops again."""
+    plan = placement.plan
+    if plan is None or plan.pipeline is None:
+        return []
+    again: list[int] = np.unique(plan.pipeline.stage[plan.recompute]).tolist()
+    return again
 
 
 def _rate(placement: Placement) -> float | None:

@@ -9,10 +9,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli.answers import measured_part, why_not_fit
+from loadmaster.cli.answers import measured_part, recomputed_stages, why_not_fit
 from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Placement, Status
+from loadmaster.core.plan import Pipeline
 from loadmaster.core.problem import Objective
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
@@ -86,6 +87,8 @@ def summary(placement: Placement) -> Table:
     }
     if placement.score_s is not None:
         rows[time_word(placement.problem.objective)] = format_seconds(placement.score_s)
+    if placement.plan is not None and placement.plan.pipeline is not None:
+        rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline)
     rows["lower bound"] = bound_text(placement)
     if placement.gap is not None:
         rows["gap"] = f"at most {gap_text(placement.gap)} above the best possible"
@@ -97,6 +100,14 @@ def summary(placement: Placement) -> Table:
     rows["plan time"] = format_seconds(placement.wall_s)
     rows["digest"] = placement.digest[:16]
     return fields(rows)
+
+
+def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:
+    """Schedule, micro-batches in flight of each stage, and which stages are recomputed."""
+    flying = " ".join(map(str, pipeline.in_flight.tolist()))
+    again = ", ".join(map(str, recomputed_stages(placement))) or "none"
+    asked = f"{pipeline.schedule}, {pipeline.num_microbatches} micro-batches"
+    return f"{asked}; in flight {flying}; stages recomputed: {again}"
 
 
 def _winner(placement: Placement) -> str:

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split
+from loadmaster.core.graph import Phase
+from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, silent
+from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import brought, fork_join
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import own, placer, why_not
@@ -31,7 +33,7 @@ def warm_up(progress: Callable[[str, float], None] = silent) -> None:
     tight = replace(problem, cluster=replace(cluster, memory_bytes=less))
     pipelined = replace(problem, objective=Objective.THROUGHPUT, links=Links.HALF_DUPLEX)
     chained = replace(pipelined, split=Split.CHAIN)
-    for question in (problem, tight, pipelined, chained):
+    for question in (problem, tight, pipelined, chained, _in_flight()):
         simulator = prepare(question)
         simulator.warm_up(progress)
         for name in own():
@@ -53,7 +55,21 @@ def warm_up(progress: Callable[[str, float], None] = silent) -> None:
 
 
 def _tiny() -> Problem:
-    work = brought(fork_join(_OPS))
+    return _asked(brought(fork_join(_OPS)))
+
+
+def _in_flight() -> Problem:
+    """Two layers of a training step in a pipeline."""
+    builder = GraphBuilder("layers")
+    for at in range(2):
+        forward = builder.op(f"f{at}", group=at, flops=1e9, resident_bytes=1)
+        backward = builder.op(f"b{at}", group=at, flops=1e9, phase=Phase.BACKWARD, mirror=forward)
+        builder.use(builder.tensor(forward, 1), backward)
+    chained = replace(_asked(brought(builder.build())), objective=Objective.THROUGHPUT, split=Split.CHAIN)
+    return replace(chained, pipeline="1f1b:2")
+
+
+def _asked(work: Workload) -> Problem:
     assert work.cluster is not None
     assert work.costs is not None
     return Problem(

@@ -86,7 +86,7 @@ class _Layer(msgspec.Struct):
 
 def recognises(data: bytes) -> bool:
     """Whether this is a JSON object with the keys of a piper graph."""
-    return bool(top_keys(data) & {"maxMemoryPerDevice", "maxDevices"})
+    return "maxMemoryPerDevice" in top_keys(data)
 
 
 def read(data: bytes, name: str) -> Workload:
