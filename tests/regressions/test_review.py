@@ -118,11 +118,11 @@ def test_links_through_a_host_need_a_host() -> None:
         lm.problem("gen:chain:4", "2xT4", links="host")
 
 
-def test_recomputation_is_refused_while_it_is_not_simulated() -> None:
+def test_recomputation_is_refused_outside_a_pipeline() -> None:
     problem = problem_of(chain(3), star_cluster(1), [1.0] * 3)
     plan = replace(plan_on([0, 0, 0]), recompute=np.array([False, True, False]))
     assert [v.rule for v in check_plan(problem, plan)] == ["recompute"]
-    with pytest.raises(PlanError, match="not simulated yet"):
+    with pytest.raises(PlanError, match="only the stages of a pipeline are"):
         lm.simulate(problem, plan)
 
 
