@@ -18,14 +18,14 @@ import numpy as np
 
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core import check
-from loadmaster.core.arrays import Ints
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
-from loadmaster.core.graph import Graph, units
+from loadmaster.core.graph import Graph
 from loadmaster.core.io import MAX_BYTES, load, save
+from loadmaster.core.pins import pins
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import FREE, Costs, Links, Load, Objective, Problem, Split, Workload
+from loadmaster.core.problem import Costs, Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, parse_bytes
@@ -143,7 +143,7 @@ def problem(
         links=_choice(Links, links) or (workload.links if own else Links.SHARED),
         split=_choice(Split, split) or own_split or _default_split(asked),
         load=_choice(Load, load) or workload.load or Load.SUM,
-        pinned=_pins(graph, cluster, pin or {}, workload.pinned if own else None),
+        pinned=pins(graph, cluster, pin or {}, workload.pinned if own else None),
         pipeline=pipeline or (workload.pipeline if pipeline is None and asked == workload.objective else ""),
     )
 
@@ -384,29 +384,3 @@ def _choice(kind: type[E], value: object) -> E | None:
     if value not in known:
         raise UnknownNameError(kind.__name__.lower(), str(value), known)
     return kind(str(value))
-
-
-def _pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str], already: Ints | None) -> Ints:
-    """[N] device of every pinned op; what belongs together is pinned together."""
-    pinned = np.full(graph.num_ops, FREE, dtype=np.int32) if already is None else already.copy()
-    if not isinstance(pin, Mapping):
-        raise InputError(f"pin is {pin!r}; give op or module and device, e.g. {{'lm_head': 'gpu0'}}")
-    unit, _ = units(graph)
-    for name, device in pin.items():
-        if device not in cluster.device_name:
-            raise UnknownNameError("device", device, cluster.device_name)
-        hit = np.array([op == name for op in graph.op_name], dtype=np.bool_)
-        if not hit.any():
-            hit = np.array([m == name or m.startswith(f"{name}.") for m in graph.module], dtype=np.bool_)
-        if not hit.any():
-            known = (*set(graph.module), *graph.op_name)
-            see = "loadmaster show SOURCE --ops 100 lists some"
-            raise UnknownNameError("op or module to pin", name, known[:20000], see=see)
-        where = cluster.device_name.index(device)
-        chosen = np.isin(unit, unit[hit])
-        clash = chosen & (pinned != FREE) & (pinned != where)
-        if clash.any():
-            op, other = graph.op_name[int(np.flatnonzero(clash)[0])], cluster.device_name[pinned[clash][0]]
-            raise ProblemError(f"op {op!r} is pinned to {other} and to {device}; pin it once")
-        pinned[chosen] = where
-    return pinned
