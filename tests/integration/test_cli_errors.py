@@ -101,7 +101,7 @@ def graph_cases() -> list[Case]:
         "truncated JSON (node-link)": (two[:-3], "truncated"),
         "damaged": (OWN.replace("generated", "forged"), "is damaged: its digest says"),
         "not a graph": (io.encode(plan_on([0])), "holds a plan, not a graph"),
-        "no known format": ("hello", "none of the formats own, msr, pipedream, nodelink"),
+        "no known format": ("hello", "none of the formats own, msr, piper, pipedream, nodelink"),
         "empty file": ("", "is empty"),
         "broken bytes (pt2)": (b"PK\x03\x04", "not a whole .pt2 file"),
         "entities (OpenVINO IR)": ("<!DOCTYPE net []><net version='11'/>", "document type declaration"),
