@@ -2,10 +2,11 @@
 
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
 ones first, without repair; where none of them fits `memory_first`, then constructors that repair; the oracle
-where the problem is tiny; last, local search from `m_etf`'s plan with a quarter of the budget, unless it is
-far behind, and from the best plan with the rest; before that CP-SAT for a better bound, or after it, where
-the graph is small, for a better plan too. It ends early when the best plan is within `good_enough` of
-the lower bound. It reports every member: who won, and why the others lost.
+where the problem is tiny; for training steps segments of the forward order; last, local search from
+`m_etf`'s plan with a quarter of the budget, unless it is far behind, and from the best plan with the rest;
+before that CP-SAT for a better bound, or after it, where the graph is small, for a better plan too. It ends
+early when the best plan is within `good_enough` of the lower bound. It reports every member: who won, and why
+the others lost.
 """
 
 import time
@@ -25,8 +26,17 @@ from loadmaster.placers.registry import Placer, own, placer, why_not
 _FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
 _LAST = ("m_sct",)  # not worth it when the plan is good enough
 _PIPELINED = ("linear_dp", "ideal_dp", "local_search", "cpsat_throughput")  # for throughput alone
-_NOT_CONSTRUCTORS = ("auto", "refine", "brute_force", "memory_first", "cpsat_latency", *_PIPELINED)
+_NOT_CONSTRUCTORS = (
+    "auto",
+    "refine",
+    "segments",
+    "brute_force",
+    "memory_first",
+    "cpsat_latency",
+    *_PIPELINED,
+)
 _QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
+_FOR_SEGMENTS = 0.4  # of the budget, for training steps
 _FOR_PROOF = 0.4  # of the budget, where local search still has much to do
 _UNMENDED = ("single_device", "memory_first")  # the first stays what it is, the second has done its best
 _HOPELESS = 1.5  # a start this much slower than the best plan is not refined
@@ -62,23 +72,37 @@ class Auto:
 
     def _refine(self, portfolio: "_Portfolio") -> None:
         """Local search: what a quarter of the budget makes of m_etf's plan is hardly ever missed."""
-        best, listed = portfolio.best, portfolio.result("m_etf")
-        if best is None or best.score_s is None:
+        if portfolio.plan is None:
             return
-        near = listed is not None and (listed.score_s or np.inf) <= _HOPELESS * best.score_s
-        if near and listed is not best:
-            portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
         small = _solvable(portfolio.problem) and portfolio.problem.graph.num_ops <= self.small_ops
-        if not small:
-            _certify(portfolio, share=_FOR_PROOF)
+        if _trains(portfolio.problem):
+            _certify(portfolio, share=0.0 if small else _FOR_PROOF)
+            portfolio.search("segments", placer("segments"), share=_FOR_SEGMENTS)
+        else:
+            _from_lists(portfolio)
+            _certify(portfolio, share=0.0 if small else _FOR_PROOF)
         best = portfolio.best
         assert best is not None
         assert best.plan is not None
-        start = "m_etf" if best is listed else best.plan  # by name it is the same search as on its own
+        start = "m_etf" if best is portfolio.result("m_etf") else best.plan  # by name: the search on its own
         share = _FOR_PROOF if small else 1.0
         portfolio.search(f"refine({best.algorithm})", placer("refine", start=start), share=share)
         if small:
             _certify(portfolio)
+
+
+def _from_lists(portfolio: "_Portfolio") -> None:
+    """Local search from m_etf's plan, unless that is the best or far behind."""
+    best, listed = portfolio.best, portfolio.result("m_etf")
+    if best is None or best.score_s is None or listed is None or listed is best:
+        return
+    if (listed.score_s or np.inf) <= _HOPELESS * best.score_s:
+        portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
+
+
+def _trains(problem: Problem) -> bool:
+    """Whether there are backward ops: then stretches of the forward order pay."""
+    return problem.graph.num_ops > 0 and bool((problem.graph.mirror >= 0).any())
 
 
 def _staged(portfolio: "_Portfolio") -> Placement:
@@ -102,7 +126,7 @@ def _pipelined(portfolio: "_Portfolio") -> None:
 def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
     """CP-SAT from the best plan: better plans and bounds of small graphs, a better bound of larger ones."""
     best = portfolio.best
-    if best is None or best.plan is None or portfolio.problem.objective != Objective.STEP:
+    if best is None or best.plan is None or portfolio.problem.objective != Objective.STEP or share == 0.0:
         return
     portfolio.search("cpsat_latency", placer("cpsat_latency", start=best.plan, coarse_ops=0), share=share)
 
