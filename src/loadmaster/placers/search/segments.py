@@ -64,7 +64,7 @@ class Segments:
         """Move on to what is no worse, until nothing better was found for long."""
         idle = 0
         while idle < self.patience and not search.over:
-            moved = _moved(row, search.tally.run.rng, search.cargo)
+            moved = _moved(row, search.tally.run.rng, *search.cargo.fits.shape)
             rated = search.rated(moved) if moved != row else now
             idle = 0 if rated < now else idle + 1
             if rated <= now:
@@ -133,9 +133,8 @@ def _chain(weight: Floats, share: Floats, order: Ints) -> Row:
     return _tidy([(int(e), int(d)) for e, d in zip(ends, order, strict=True)], len(weight))
 
 
-def _moved(row: Row, rng: np.random.Generator, cargo: Cargo) -> Row:
+def _moved(row: Row, rng: np.random.Generator, num: int, devices: int) -> Row:
     """A neighbour of a row."""
-    num, devices = cargo.fits.shape
     width = max(1, int(_WIDEST * num * 2.0 ** (-_HALVINGS * rng.random())))
     segments, kind, at = list(row), rng.random(), int(rng.integers(len(row)))
     end, device = segments[at]
