@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.pages import feasibility, placement, quality, spine, steps
+from benchmarks.pages import exact, feasibility, placement, quality, spine, steps
 from benchmarks.pages.figures import Figures, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,7 @@ minutes; ratios are taken between measurements that follow each other within a s
         placement.section(result),
         quality.section(result),
         feasibility.section(result),
+        exact.section(result),
         spine.transformers(result),
         steps.capture(result),
         steps.cpu(result),

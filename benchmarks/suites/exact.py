@@ -29,7 +29,7 @@ LEAST_RATIO, SLOW_S = 10.0, 0.5  # times faster, where theirs takes longer than 
 MOST_GIB = 1.0
 MOST_GAP = 5.0  # per cent, the median
 MOST_STEP_GAP, MOST_HELD_GAP = 25.0, 10.0  # per cent: captured steps; where one device holds the model
-_TURNS = 3
+_TURNS = 9
 CAPTURED = (  # model, batch, devices; whether one of them could hold the step
     ("hf:gpt2", 4, "A100-80GB, T4", True),
     ("hf:gpt2", 4, "RTX4090, RTX3090", True),
