@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         out = completed(func, args, func(*args, **kwargs), self._target) if out is None else out
         if in_place:
             self._adopt(out, self._number(before[0]))
-        written = [out] if in_place else _written(func, args, kwargs)
+        written = [out] if in_place else written_by(func, args, kwargs)
         self._note(_Call(func, args, kwargs, out, before, _tensors(out), written, in_place))
         return out
 
@@ -363,7 +363,7 @@ _HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4)}  # ru
 _ALONE = 2  # a tensor's own reference, and the one that asks
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an op changes in place."""
     hidden = _HIDDEN_WRITES.get(kind_of(func), ())
     found = _tensors([args[at] for at in hidden if at < len(args) and args[_TRAINING]])

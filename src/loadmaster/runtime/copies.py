@@ -1,0 +1,81 @@
+"""Copies: a tensor on another device, and the edges along which its gradient comes home.
+
+            x (cpu#0) ──carried──► c (cpu#1)           one copy per device
+            │                      │
+            ├────── joined ────────┼──► first reader    one edge per reader: its gradient is copied home and
+            └────── joined ────────┴──► second reader   added there, in the order of the unplaced model
+
+A copy has the strides of its original, since kernels may add up in another order where strides are others.
+"""
+
+from typing import Any
+
+import torch
+
+_MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
+
+
+def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """The same values in new memory on a device, without a gradient."""
+    with torch.no_grad():
+        return _copied(tensor.detach(), where)
+
+
+def joined(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """The copy for one reader, its gradient going to the original."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Edge.apply(tensor, copy)  # type: ignore[no-any-return]
+    return copy
+
+
+def landed(tensor: Any, where: torch.device) -> Any:
+    """A tensor on a device, itself if it is there; what is no tensor stays itself."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device == where:
+        return tensor
+    return tensor.to(where)
+
+
+class _Edge(torch.autograd.Function):
+    """Forward: the copy. Backward: the gradient, copied to where the original is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """The copy's memory under a name of its own."""
+        ctx.where = tensor.device
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of one reader, at home."""
+        return carried(grads[0], ctx.where), None
+
+
+def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """New memory with the same strides where they leave few gaps; an expanded axis is copied once."""
+    if tensor.layout != torch.strided:
+        return tensor.to(where, copy=True)
+    narrow = tensor
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            narrow = narrow.narrow(axis, 0, 1)
+    made = _room(narrow, where)
+    made.copy_(narrow)
+    return made if narrow is tensor else made.expand(tensor.shape)
+
+
+def _room(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """Empty memory for a tensor's values."""
+    sizes = tuple(tensor.shape)
+    if tensor.is_contiguous() or not _worth_it(tensor):
+        return torch.empty(sizes, dtype=tensor.dtype, device=where)
+    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=where)
+
+
+def _worth_it(tensor: torch.Tensor) -> bool:
+    """Whether the strides leave few gaps and no two elements share memory."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += (size - 1) * stride
+    return 0 < span <= _MOST_GAPS * tensor.numel()

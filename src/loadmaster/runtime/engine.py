@@ -1,0 +1,206 @@
+"""Engine: runs the plan of a model op by op; a graph for every mode and shape it is called with.
+
+A graph is made when it is first needed: exported, placed by the plan, put in order and rewritten. Where bytes
+are counted (logical devices) the graph is interpreted node by node, else its generated code is run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten
+
+from loadmaster.core.errors import PlanError
+from loadmaster.runtime.accounts import Accounts
+from loadmaster.runtime.assignment import Known, assigned, differences
+from loadmaster.runtime.copies import landed
+from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.facts import Facts, facts_of
+from loadmaster.runtime.order import issue_order
+from loadmaster.runtime.program import Program, program_of
+from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
+
+Fill = Callable[[list[Any]], Any]
+_MOST_GRAPHS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A graph that can be run."""
+
+    program: Program
+    facts: Facts
+    device: dict[fx.Node, int]
+    rewritten: Rewritten
+    fills: tuple[Fill, ...]  # a value for every input, of the leaves of the arguments
+
+    def flat(self, leaves: list[Any]) -> list[Any]:
+        """What the graph's inputs are, without the regions."""
+        return [fill(leaves) for fill in self.fills]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One placed model's graphs."""
+
+    model: nn.Module  # whose modules and weights are run
+    root: nn.Module  # whose mode counts: the placed model
+    known: Known
+    devices: Sequence[RunDevice]
+    homes: dict[str, int]  # of every weight and buffer
+    accounts: Accounts | None
+    presum: bool = False
+    output_device: torch.device | None = None
+    notes: list[str] = field(default_factory=list)
+    _ready: dict[Any, Ready] = field(default_factory=dict)
+    _matched: bool = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model gives."""
+        ready, leaves = self.ready(args, kwargs)
+        return self.run(ready, leaves)
+
+    def ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]]:
+        """The graph for these arguments, and their leaves."""
+        ordered = dict(sorted(kwargs.items()))
+        leaves, spec = tree_flatten((args, ordered))
+        key = (spec, tuple(map(_shape_of, leaves)), self._mode())
+        found = self._ready.get(key)
+        if found is None:
+            found = self._made(args, ordered)
+            while len(self._ready) >= _MOST_GRAPHS:
+                self._ready.pop(next(iter(self._ready)))
+            self._ready[key] = found
+        return found, leaves
+
+    def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
+        """Run a graph; `watcher` is told of every node."""
+        regions, flat = Regions(), ready.flat(leaves)
+        try:
+            if self.accounts is None and watcher is None:
+                out = ready.rewritten.module(regions, *flat)
+            else:
+                out = _Counted(ready.rewritten.module, self.accounts, watcher).run(
+                    regions, *flat, enable_io_processing=False
+                )
+        finally:
+            regions.close()
+        return ready.program.handed(out)
+
+    def _mode(self) -> tuple[Any, ...]:
+        """All that makes another graph of the same arguments."""
+        flags = tuple(module.training for module in self.model.modules() if module is not self.model)
+        trained = tuple(weight.requires_grad for weight in self.model.parameters())
+        casts = tuple(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in ("cpu", "cuda")
+        )
+        return self.root.training, flags, trained, casts
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready:
+        program = program_of(self.model, args, kwargs, training=self.root.training)
+        facts = facts_of(program)
+        self._check(program, facts)
+        device, notes = assigned(program, facts, self.known, self.homes)
+        self._settle(program, device)
+        self.notes += [note for note in notes if note not in self.notes]
+        order = issue_order(program, facts, self.known.priority)
+        where = [device.where for device in self.devices]
+        made = rewritten(
+            program, facts, device, order, where, presum=self.presum, output_device=self.output_device
+        )
+        return Ready(program, facts, device, made, self._fills(program, device))
+
+    def _check(self, program: Program, facts: Facts) -> None:
+        """The first graph of the plan's own mode must have the plan's ops."""
+        found = differences(program, facts, self.known)
+        if not found:
+            self._matched = True
+        elif not self._matched and self.root.training == self.known.trains:
+            raise PlanError(
+                f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more differ;"
+                " plan this model on inputs like these"
+            )
+
+    def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:
+        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made anew."""
+        tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
+        for node in program.inputs:
+            name = node.meta["op"]
+            if node.meta["slot"].kind != "weight" or self.homes.get(name) == device[node]:
+                continue
+            self.homes[name] = device[node]
+            tensors[name].data = tensors[name].data.to(self.devices[device[node]].where)
+            if self.accounts is not None:
+                self.accounts.move(tensors[name], device[node])
+            self._ready.clear()
+
+    def _fills(self, program: Program, device: Mapping[fx.Node, int]) -> tuple[Fill, ...]:
+        made = []
+        for node in program.inputs:
+            slot, where = node.meta["slot"], self.devices[device[node]].where
+            if slot.kind == "weight":
+                made.append(_weight(self.model, slot.name))
+            elif slot.kind == "input":
+                made.append(_leaf(slot.place, where))
+            else:
+                made.append(_constant(landed(slot.value, where)))
+        return tuple(made)
+
+
+def _weight(model: nn.Module, name: str) -> Fill:
+    """Looked up at each call: a weight may be exchanged for another."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    table = module._parameters if own in module._parameters else module._buffers
+    return lambda _: table[own]
+
+
+def _leaf(place: int, where: torch.device) -> Fill:
+    return lambda leaves: landed(leaves[place], where)
+
+
+def _constant(value: Any) -> Fill:
+    return lambda _: value
+
+
+def _shape_of(leaf: Any) -> Any:
+    """What of an argument the graph depends on."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return type(leaf), repr(leaf)
+
+
+class _Counted(fx.Interpreter):
+    """Runs a graph node by node, its bytes counted where they are made."""
+
+    def __init__(self, module: fx.GraphModule, accounts: Accounts | None, watcher: Any) -> None:
+        super().__init__(module)
+        self._accounts, self._watcher = accounts, watcher
+        self._known: set[Any] = set()  # autograd's nodes that are hooked
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node."""
+        if n.op not in ("call_function", "placeholder") or "device" not in n.meta:
+            return super().run_node(n)
+        if self._watcher is not None:
+            self._watcher.before(n, self.fetch_args_kwargs_from_env(n))
+        out = self._counted(n)
+        if self._watcher is not None:
+            out = self._watcher.after(n, out)
+        return out
+
+    def _counted(self, n: fx.Node) -> Any:
+        if self._accounts is None:
+            return super().run_node(n)
+        at, what = n.meta["device"], n.meta["op"]
+        if n.op == "placeholder":
+            out = super().run_node(n)
+            self._accounts.add(out, at, what)
+            return out
+        with self._accounts.running(at, what):
+            out = super().run_node(n)
+        self._accounts.watch_backward(out, n.meta["back"], what, self._known)
+        return out

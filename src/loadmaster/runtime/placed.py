@@ -1,0 +1,199 @@
+"""Placed: a model of the user's own class whose forward runs a plan; weights, names and modes are the model's."""
+
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError, PlanError, RunError
+from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.plan import Plan
+from loadmaster.core.units import format_bytes
+from loadmaster.runtime.accounts import Accounts, storages_bytes
+from loadmaster.runtime.assignment import Known, known_of
+from loadmaster.runtime.devices import RunDevice, run_devices
+from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.optimizers import Optimizers
+
+
+class Placed(nn.Module):
+    """Stands before the class of the user's model: `type(placed)` is a subclass of both."""
+
+    _engine: Engine
+    _optimizers: Optimizers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives, computed where the plan says."""
+        return self._engine(args, kwargs)
+
+    def adopt(self, optimizer: Any) -> None:
+        """Move the state of an optimizer that was made before to where its weights are now."""
+        self._optimizers.adopt(optimizer)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What had to differ from the plan, and what was made anew."""
+        return tuple(self._engine.notes)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most that ever stood on each logical device."""
+        accounts = self._engine.accounts
+        if accounts is None:
+            return {}
+        return {d.name: peak for d, peak in zip(accounts.devices, accounts.peak_bytes, strict=True)}
+
+    def explain(self) -> str:
+        """Where everything is, in a few lines."""
+        return "\n".join(_lines(self._engine))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise RunError(
+            "a placed model stays where its plan put it; move or cast the model before it is placed"
+            " (inputs may be on any device)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy would share the plan's weights."""
+        raise RunError("a placed model cannot be copied; copy the model itself and place the copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Only its state can be saved."""
+        raise RunError("a placed model cannot be pickled; save placed.state_dict(), it loads into the model")
+
+
+def placed_model(
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    predicted_bytes: list[int] | None = None,
+    presum: bool = False,
+    output_device: str | torch.device | None = None,
+) -> Placed:
+    """The model on the devices of a plan; its weights move there."""
+    if isinstance(model, Placed):
+        raise InputError("the model is placed already; place the model it was made of")
+    devices, known = run_devices(cluster), known_of(graph, plan)
+    require_weights(model, graph)
+    homes = _homes(model, known)
+    accounts = Accounts(devices) if any(device.logical for device in devices) else None
+    if accounts is not None:
+        accounts.predicted_bytes = list(predicted_bytes or [])
+    optimizers = Optimizers(model, accounts, homes)
+    _move(model, homes, devices, accounts)
+    made = _of_class(model)
+    made._engine = Engine(
+        model=model,
+        root=made,
+        known=known,
+        devices=devices,
+        homes=homes,
+        accounts=accounts,
+        presum=presum,
+        output_device=None if output_device is None else torch.device(output_device),
+    )
+    made._optimizers = optimizers
+    if accounts is not None:
+        optimizers.watch()
+        _count_gradients(made, model, homes, accounts)
+    return made
+
+
+def _of_class(model: nn.Module) -> Placed:
+    """A module with the model's own tables of weights and modules."""
+    kind = type(model)
+    cls = types.new_class(f"Placed{kind.__name__}", (Placed, kind))
+    cls.__module__ = kind.__module__
+    made: Placed = object.__new__(cls)
+    made.__dict__.update(model.__dict__)
+    return made
+
+
+def require_weights(model: nn.Module, graph: Graph) -> None:
+    """Refuse a plan whose weights are not the model's."""
+    shapes = {name: weight.untyped_storage().nbytes() for name, weight in model.named_parameters()}
+    planned = [
+        name
+        for name, kind, phase in zip(graph.op_name, graph.op_kind, graph.phase.tolist(), strict=True)
+        if phase == Phase.PARAM and kind == "param"
+    ]
+    missing, extra = set(shapes) - set(planned), set(planned) - set(shapes)
+    if missing or extra:
+        has = f"the model has {sorted(missing)[0]!r}, the plan does not" if missing else ""
+        more = f"the plan has {sorted(extra)[0]!r}, the model does not" if extra else ""
+        raise PlanError(
+            f"the plan is for another model: {'; '.join(filter(None, (has, more)))}"
+            f" ({len(missing) + len(extra)} weights differ); plan this model"
+        )
+    sizes = dict(zip(graph.op_name, graph.signature.tolist(), strict=True))
+    for name, weight in model.named_parameters():
+        row = sizes[name]
+        words = graph.signature_table[row].split() if row >= 0 else []
+        here = f"[{','.join(map(str, weight.shape))}]"
+        if len(words) > 1 and here not in words[1]:
+            raise PlanError(
+                f"the plan is for another model: weight {name!r} is {words[1]} there, {here} here;"
+                " plan this model"
+            )
+
+
+def _homes(model: nn.Module, known: Known) -> dict[str, int]:
+    """The device of every weight and buffer; a buffer the plan does not know is with its module."""
+    found = {}
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        module = name.rpartition(".")[0]
+        found[name] = known.device.get(name, known.by_module.get(module, 0))
+    return found
+
+
+def _move(
+    model: nn.Module, homes: Mapping[str, int], devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> None:
+    """Weights, buffers and gradients go home; the objects stay the same."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        home = homes[name]
+        where = devices[home].where
+        if tensor.is_meta:
+            raise InputError(f"weight {name!r} is on 'meta' and has no values; give it some before placing")
+        if accounts is not None:
+            accounts.add((tensor, tensor.grad), home, f"weight {name}")
+        if tensor.device != where:
+            tensor.data = tensor.data.to(where)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(where)
+
+
+def _count_gradients(
+    made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts
+) -> None:
+    """A gradient is counted where its weight is, as long as the placed model lives."""
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+
+        def count(weight: Any, name: str = name) -> None:
+            accounts.add(weight.grad, homes[name], f"the gradient of {name}")
+
+        handle = weight.register_post_accumulate_grad_hook(count)
+        weakref.finalize(made, handle.remove)
+
+
+def _lines(engine: Engine) -> list[str]:
+    graphs = list(engine._ready.values())
+    copies = f", {graphs[0].rewritten.num_copies} copies a pass" if graphs else ", not run yet"
+    lines = [f"graph engine: {len(engine.devices)} devices{copies}"]
+    tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
+    for at, device in enumerate(engine.devices):
+        own = [tensors[name] for name, home in engine.homes.items() if home == at]
+        ops = sum(home == at for node, home in graphs[0].device.items() if node.op != "placeholder") if graphs else 0
+        line = f"{device.name} ({device.where}): {ops} ops, {len(own)} weights of {format_bytes(storages_bytes(own))}"
+        if engine.accounts is not None:
+            line += f", at most {format_bytes(engine.accounts.peak_bytes[at])} of {format_bytes(device.limit_bytes)}"
+        lines.append(line)
+    return lines + [f"note: {note}" for note in engine.notes]
