@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import PlanError
-from loadmaster.runtime.accounts import Accounts
+from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences
-from loadmaster.runtime.copies import landed
+from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
 from loadmaster.runtime.order import issue_order
@@ -197,10 +197,18 @@ class _Counted(fx.Interpreter):
             return super().run_node(n)
         at, what = n.meta["device"], n.meta["op"]
         if n.op == "placeholder":
-            out = super().run_node(n)
-            self._accounts.add(out, at, what)
-            return out
+            return self._received(super().run_node(n), at, what)
         with self._accounts.running(at, what):
             out = super().run_node(n)
         self._accounts.watch_backward(out, n.meta["back"], what, self._known)
         return out
+
+    def _received(self, given: Any, at: int, what: str) -> Any:
+        """An input is counted where the plan has it; one that is counted elsewhere is copied."""
+        accounts = self._accounts
+        assert accounts is not None, "bytes are counted"
+        if not isinstance(given, torch.Tensor) or accounts.owner(given) in (NO_DEVICE, at):
+            accounts.add(given, at, what)
+            return given
+        with accounts.running(at, what):
+            return joined(given, carried(given, given.device))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import InputError, PlanError, RunError
+from loadmaster.core.errors import InputError, PlanError, RunError, VerifyError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.core.units import format_bytes
@@ -18,6 +18,7 @@ from loadmaster.runtime.assignment import Known, known_of
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import Engine
 from loadmaster.runtime.optimizers import Optimizers
+from loadmaster.runtime.verify import Loss, Verification, verification
 
 
 class Placed(nn.Module):
@@ -25,10 +26,21 @@ class Placed(nn.Module):
 
     _engine: Engine
     _optimizers: Optimizers
+    _to_verify: bool
+    _loss: Loss | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
+        if self._to_verify and self.training:
+            self._to_verify = False
+            found = self.verify(*args, **kwargs)
+            if not found.ok:
+                raise VerifyError(f"the first batch, placed and unplaced: {found}")
         return self._engine(args, kwargs)
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        """One batch compared with the unplaced model; nothing changes."""
+        return verification(self._engine, args, kwargs, loss=self._loss)
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -75,6 +87,8 @@ def placed_model(
     predicted_bytes: list[int] | None = None,
     presum: bool = False,
     output_device: str | torch.device | None = None,
+    loss: Loss | None = None,
+    verify: bool = False,
 ) -> Placed:
     """The model on the devices of a plan; its weights move there."""
     if isinstance(model, Placed):
@@ -98,7 +112,7 @@ def placed_model(
         presum=presum,
         output_device=None if output_device is None else torch.device(output_device),
     )
-    made._optimizers = optimizers
+    made._optimizers, made._loss, made._to_verify = optimizers, loss, verify
     if accounts is not None:
         optimizers.watch()
         _count_gradients(made, model, homes, accounts)

@@ -5,7 +5,7 @@
     x,c ─joined─► op       and one edge per reading, or one per device where gradients are added there (presum)
 
 What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where the
-memory of its backward is), source (of a copy: the node of the program it is a copy of).
+memory of its backward is); a copy also its role and source, the node of the program it is a copy of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,9 @@ from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.facts import Facts, entered
 from loadmaster.runtime.program import Program, Region
 
+
+
+COPY, EDGE = "copy", "edge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class _Writer:
         version = sum(self._version.get(storage, 0) for storage in self._facts.storages[node])
         key = (node, version, at)
         if key not in self._copies:
-            meta = {"op": node.meta["op"], "device": at, "back": at, "source": node}
+            meta = {"op": node.meta["op"], "device": at, "back": at, "role": COPY, "source": node}
             self._copies[key] = self._call(carried, (self._new[node], self._where[at]), meta)
             self.num_copies += 1
         return self._copies[key]
@@ -162,7 +165,7 @@ class _Writer:
             return copy
         key = (copy, any(context == ("grad", False) for context in self._region))
         if not self._presum or key not in self._edges:
-            meta = {**copy.meta, "back": self._device[node]}
+            meta = {**copy.meta, "back": self._device[node], "role": EDGE}
             self._edges[key] = self._call(joined, (self._new[node], copy), meta)
         return self._edges[key]
 
