@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from loadmaster.placers.registry import Placer, objectives_of, placer, require_s
 
 if TYPE_CHECKING:
     from loadmaster.capacity.answer import Fit
+    from loadmaster.runtime.asking import Wish
+    from loadmaster.runtime.placed import Placed
+    from loadmaster.runtime.verify import Verification
     from loadmaster.simulator.compare import Comparison
 
 Source = str | os.PathLike[str] | Graph | Workload
@@ -53,10 +56,12 @@ __all__ = [
     "fit",
     "load",
     "lower_bound",
+    "place",
     "plan",
     "problem",
     "save",
     "simulate",
+    "verify",
 ]
 
 
@@ -221,6 +226,28 @@ def fit(
         source, devices, batch, seq, optimizer, precision, parse_bytes(reserve_bytes), format, max_bytes
     )
     return ask(asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
+
+
+def place(
+    model: Any, plan_or_inputs: Any, *, devices: Devices = "auto", **wishes: "Unpack[Wish]"
+) -> "Placed":
+    """The model on its plan: same class, same weights, same numbers (docs/running.md).
+
+    `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
+    plan on `devices` is made first. What else may be wished for is listed in `runtime.asking.Wish`.
+    """
+    from loadmaster.runtime.asking import placed
+
+    return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan)
+
+
+def verify(
+    model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
+) -> "Verification":
+    """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes."""
+    from loadmaster.runtime.asking import verified
+
+    return verified(model, plan, batch, loss=loss, seed=seed)
 
 
 def simulate(

@@ -88,7 +88,7 @@ def assigned(
             planned = _near(node, device, known)
         device[node] = planned
         if node.target is operator.getitem:
-            device[node] = device[node.args[0]]  # type: ignore[index]
+            device[node] = device[node.args[0]]
     _constants(program, device)
     moved = _keep_memory_together(program, facts, device)
     notes = []

@@ -24,7 +24,7 @@ def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 def joined(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """The copy for one reader, its gradient going to the original."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Edge.apply(tensor, copy)  # type: ignore[no-any-return]
+        return _Edge.apply(tensor, copy)
     return copy
 
 

@@ -1,7 +1,7 @@
 """Devices: the devices of a cluster as torch knows them, whole or as logical parts of one.
 
-`cpu0` and `gpu1` are whole; `cpu#0`, `cuda:0#1` and `H200#1` are parts, each with a limit in bytes. Numbers of
-whole GPUs are those of this machine; a kind with a '#' is the first GPU of that kind.
+`cpu0` and `gpu1` are whole; `cpu#0`, `cuda:0#1` and `H200#1` are parts, each with a limit in bytes. Numbers
+of whole GPUs are those of this machine; a kind with a '#' is the first GPU of that kind.
 """
 
 import re

@@ -89,6 +89,11 @@ class Engine:
             regions.close()
         return ready.program.handed(out)
 
+    @property
+    def graphs(self) -> list[Ready]:
+        """The graphs made so far."""
+        return list(self._ready.values())
+
     def _mode(self) -> tuple[Any, ...]:
         """All that makes another graph of the same arguments."""
         flags = tuple(module.training for module in self.model.modules() if module is not self.model)
@@ -120,8 +125,8 @@ class Engine:
             self._matched = True
         elif not self._matched and self.root.training == self.known.trains:
             raise PlanError(
-                f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more differ;"
-                " plan this model on inputs like these"
+                f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more"
+                " differ; plan this model on inputs like these"
             )
 
     def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:

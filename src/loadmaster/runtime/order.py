@@ -9,6 +9,7 @@ Kept as captured, since the numbers depend on it:
 
 import heapq
 from collections.abc import Mapping
+from itertools import pairwise
 
 from torch import fx
 
@@ -28,7 +29,7 @@ def issue_order(program: Program, facts: Facts, priority: Mapping[str, int]) -> 
             if source in after:
                 after[source].add(node)
     for chain in _chains(program, facts):
-        for one, other in zip(chain, chain[1:], strict=False):
+        for one, other in pairwise(chain):
             after[one].add(other)
     waiting = dict.fromkeys(ops, 0)
     for users in after.values():

@@ -1,4 +1,4 @@
-"""Placed: a model of the user's own class whose forward runs a plan; weights, names and modes are the model's."""
+"""Placed: a model of the user's own class whose forward runs a plan; weights, names and modes are its own."""
 
 import types
 import weakref
@@ -12,11 +12,11 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, RunError, VerifyError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
-from loadmaster.core.units import format_bytes
-from loadmaster.runtime.accounts import Accounts, storages_bytes
+from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.explain import explanation
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.verify import Loss, Verification, verification
 
@@ -38,9 +38,9 @@ class Placed(nn.Module):
                 raise VerifyError(f"the first batch, placed and unplaced: {found}")
         return self._engine(args, kwargs)
 
-    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+    def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
         """One batch compared with the unplaced model; nothing changes."""
-        return verification(self._engine, args, kwargs, loss=self._loss)
+        return verification(self._engine, args, kwargs, loss=self._loss, seed=seed)
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -61,7 +61,7 @@ class Placed(nn.Module):
 
     def explain(self) -> str:
         """Where everything is, in a few lines."""
-        return "\n".join(_lines(self._engine))
+        return explanation(self._engine)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise RunError(
@@ -183,9 +183,7 @@ def _move(
                 tensor.grad.data = tensor.grad.data.to(where)
 
 
-def _count_gradients(
-    made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts
-) -> None:
+def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
     """A gradient is counted where its weight is, as long as the placed model lives."""
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
@@ -196,18 +194,3 @@ def _count_gradients(
 
         handle = weight.register_post_accumulate_grad_hook(count)
         weakref.finalize(made, handle.remove)
-
-
-def _lines(engine: Engine) -> list[str]:
-    graphs = list(engine._ready.values())
-    copies = f", {graphs[0].rewritten.num_copies} copies a pass" if graphs else ", not run yet"
-    lines = [f"graph engine: {len(engine.devices)} devices{copies}"]
-    tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
-    for at, device in enumerate(engine.devices):
-        own = [tensors[name] for name, home in engine.homes.items() if home == at]
-        ops = sum(home == at for node, home in graphs[0].device.items() if node.op != "placeholder") if graphs else 0
-        line = f"{device.name} ({device.where}): {ops} ops, {len(own)} weights of {format_bytes(storages_bytes(own))}"
-        if engine.accounts is not None:
-            line += f", at most {format_bytes(engine.accounts.peak_bytes[at])} of {format_bytes(device.limit_bytes)}"
-        lines.append(line)
-    return lines + [f"note: {note}" for note in engine.notes]

@@ -124,12 +124,12 @@ class _Flat:
             firsts = [one for one in graph.graph.nodes if one.op == "placeholder"]
             self._env.update(zip(firsts, rest, strict=True))
             return self.nodes(graph, f"{prefix}{node.name}.", (*region, *context))
-        source = self._env.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+        source = self._env.get(node.args[0]) if node.args else None
         if node.target is operator.getitem and isinstance(source, list | tuple):
-            return source[node.args[1]]  # type: ignore[index]
+            return source[node.args[1]]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._env.__getitem__)
         args, kwargs = self._attached((args, kwargs))
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made = self.graph.call_function(node.target, args, kwargs)
         made.meta = {"op": f"{prefix}{node.name}", "module": module_of(node), "region": region}
         return made
 
@@ -153,9 +153,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return found
 
 
-def _region(
-    node: fx.Node, env: dict[fx.Node, Any]
-) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
+def _region(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
     """A graph inside a node, the contexts it runs in, and what it is given."""
     name = getattr(node.target, "__name__", "")
     if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast", "wrap", "invoke_subgraph"):

@@ -2,10 +2,10 @@
 
     x ─────► op            op on x's device: as it was
     x ─carried─► c         op elsewhere: one copy per (tensor, device), made anew once the tensor was written,
-    x,c ─joined─► op       and one edge per reading, or one per device where gradients are added there (presum)
+    x,c ─joined─► op       and one edge per reading, or one per device where gradients are added (presum)
 
-What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where the
-memory of its backward is); a copy also its role and source, the node of the program it is a copy of.
+What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where
+the memory of its backward is); a copy also its role and source, the node of the program it is a copy of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,6 @@ from torch import fx
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.facts import Facts, entered
 from loadmaster.runtime.program import Program, Region
-
-
 
 COPY, EDGE = "copy", "edge"
 
@@ -116,7 +114,7 @@ class _Writer:
         ready = iter(self._at(readings, at))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
         args, kwargs = self._placed(node.target, args, kwargs, at=at, readings=readings)
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made = self.graph.call_function(node.target, args, kwargs)
         made.meta = {"op": node.meta["op"], "device": at, "back": at}
         self._new[node] = made
         self.original[made] = node
@@ -189,7 +187,7 @@ class _Writer:
 
         if not readings and _takes_device(target) and "device" not in kwargs:
             kwargs = {**kwargs, "device": self._where[at]}  # it would be made on the CPU
-        return fx.node.map_aggregate((tuple(args), dict(kwargs)), moved)  # type: ignore[return-value]
+        return fx.node.map_aggregate((tuple(args), dict(kwargs)), moved)
 
 
 def _takes_device(target: Any) -> bool:

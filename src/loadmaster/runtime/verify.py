@@ -55,7 +55,12 @@ class Verification:
 
 
 def verification(
-    engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None, seed: int = 0
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    seed: int = 0,
 ) -> Verification:
     """Compare one batch."""
     ready, leaves = engine.ready(args, kwargs)

@@ -1,0 +1,153 @@
+"""Asking: from what a user gives to `lm.place` (a plan, or inputs and devices) to a placed model."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+from loadmaster.cluster.local import auto_shorthand
+from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError, PlanError, UnknownNameError
+from loadmaster.core.io import load
+from loadmaster.core.placement import Placement
+from loadmaster.core.run import Budget
+from loadmaster.core.units import format_bytes
+from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
+from loadmaster.graph.torch_capture.answers import with_same_weights
+from loadmaster.runtime.placed import Placed, placed_model
+from loadmaster.runtime.verify import Loss, Verification, require_batch
+
+AUTO = "auto"
+FIRST_STEP = "first-step"
+ENGINES = (AUTO, "graph")
+
+
+class Wish(TypedDict, total=False):
+    """What `lm.place` may be asked beside model, plan or inputs, and devices."""
+
+    kwargs: Mapping[str, Any]  # example inputs by name, where there is no plan yet
+    optimizer: Any  # a class or name to plan for; an instance is adopted, too
+    loss: Loss | None  # one number of what the model gives, where that is not its own loss
+    budget: Budget | float | str  # for the search of a plan
+    engine: str  # 'auto' or 'graph'
+    presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
+    output_device: str | torch.device | None
+    verify: str | None  # 'first-step'
+
+
+def placed(
+    model: nn.Module,
+    given: Any,
+    devices: Any,
+    wishes: Wish,
+    *,
+    problem: Callable[..., Any],
+    plan: Callable[..., Placement],
+) -> Placed:
+    """A placed model; `problem` and `plan` make a plan where none is given."""
+    unknown = sorted(set(wishes) - set(Wish.__annotations__))
+    if unknown:
+        raise UnknownNameError("argument of place", unknown[0], Wish.__annotations__)
+    _check(wishes)
+    placement = placement_of(given)
+    if placement is None:
+        placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
+    elif devices != AUTO:
+        raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
+    made = _on(model, placement, wishes)
+    if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
+        made.adopt(wishes["optimizer"])
+    return made
+
+
+def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
+    """One batch under a plan and without, on a copy of the model."""
+    args, kwargs = require_batch(batch)
+    placement = placement_of(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    copied = with_same_weights(model)
+    for weight in copied.parameters():
+        weight.data = weight.data.clone()
+    made = _on(copied, placement, {"loss": loss})
+    return made.verify(*args, seed=seed, **kwargs)
+
+
+def placement_of(given: Any) -> Placement | None:
+    """The Placement that is given, or lies in the file that is named; None where inputs are given."""
+    if isinstance(given, str | os.PathLike):
+        given = load(given)
+        if not isinstance(given, Placement):
+            raise InputError(
+                f"the file holds a {type(given).__name__}; a Placement, as lm.plan gives it, is needed"
+            )
+    if isinstance(given, Placement):
+        return given
+    if isinstance(given, torch.Tensor | tuple | list | Mapping):
+        return None
+    raise InputError(
+        f"{type(given).__name__} is neither a plan nor inputs; give a Placement (of a bare Plan nobody knows"
+        " the ops), its file, or example inputs as a tensor, a tuple or a dict"
+    )
+
+
+def _check(wishes: Wish) -> None:
+    if wishes.get("engine", AUTO) not in ENGINES:
+        raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
+    if wishes.get("verify") not in (None, FIRST_STEP):
+        raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
+
+
+def _planned(
+    model: nn.Module, given: Any, devices: Any, wishes: Wish, *, problem: Any, plan: Any
+) -> Placement:
+    """A plan for a model on example inputs."""
+    cluster = parse_cluster(auto_shorthand() if devices == AUTO else devices)
+    args, kwargs = require_batch(given)
+    kwargs |= dict(wishes.get("kwargs", {}))
+    graph = capture(
+        model,
+        args,
+        kwargs,
+        optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
+        loss=wishes.get("loss"),
+        train=model.training,
+        target=_target(cluster),
+    )
+    found: Placement = plan(problem(graph, cluster), budget=wishes.get("budget", 10.0))
+    return found
+
+
+def _target(cluster: Cluster) -> str:
+    return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
+
+
+def _on(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
+    cluster, plan = placement.problem.cluster, placement.plan
+    if plan is None:
+        short = ", ".join(
+            f"{name} lacks {format_bytes(lacking)}"
+            for name, lacking in zip(cluster.device_name, placement.shortfall_bytes.tolist(), strict=True)
+            if lacking
+        )
+        raise PlanError(
+            f"no plan fits ({placement.status.value}: {short or placement.proof}); give more memory, another"
+            " device or a smaller batch; lm.fit says which change is the cheapest"
+        )
+    for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
+        if wanted:
+            raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
+    return placed_model(
+        model,
+        placement.problem.graph,
+        plan,
+        cluster,
+        predicted_bytes=placement.peak_bytes.tolist(),
+        presum=wishes.get("presum", False),
+        output_device=wishes.get("output_device"),
+        loss=wishes.get("loss"),
+        verify=wishes.get("verify") == FIRST_STEP,
+    )
