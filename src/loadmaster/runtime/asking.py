@@ -81,9 +81,7 @@ def placement_of(given: Any) -> Placement | None:
     if isinstance(given, str | os.PathLike):
         given = load(given)
         if not isinstance(given, Placement):
-            raise InputError(
-                f"the file holds a {type(given).__name__}; a Placement, as lm.plan gives it, is needed"
-            )
+            raise InputError(f"the file holds a {type(given).__name__}; what lm.plan gives is needed")
     if isinstance(given, Placement):
         return given
     if isinstance(given, torch.Tensor | tuple | list | Mapping):

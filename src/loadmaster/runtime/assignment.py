@@ -13,6 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 from torch import fx
 
@@ -32,13 +33,9 @@ class Known:
     device: dict[str, int]
     kind: dict[str, str]
     priority: dict[str, int]
+    forward: list[tuple[str, str]]  # ops of the forward pass and their modules, in order
     by_module: dict[str, int]  # the device of most ops of a module
     trains: bool  # the graph has a backward pass
-
-    def forward_of(self, node: fx.Node) -> int | None:
-        """The device of an op that the plan knows."""
-        name = node.meta["op"]
-        return self.device[name] if self.kind.get(name) == op_kind(node) else None
 
 
 def known_of(graph: Graph, plan: Plan) -> Known:
@@ -46,14 +43,18 @@ def known_of(graph: Graph, plan: Plan) -> Known:
     if len(plan.device) != graph.num_ops:
         raise PlanError(f"the plan has {len(plan.device)} ops, its graph {graph.num_ops}; give them together")
     votes: dict[str, Counter[int]] = {}
+    forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
         if phase in (Phase.FORWARD, Phase.PARAM):
             votes.setdefault(module, Counter())[device[name]] += 1
+        if phase == Phase.FORWARD:
+            forward.append((name, module))
     return Known(
         device=device,
         kind=dict(zip(graph.op_name, graph.op_kind, strict=True)),
         priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
+        forward=forward,
         by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
         trains=bool((graph.phase == Phase.BACKWARD).any()),
     )
@@ -62,9 +63,7 @@ def known_of(graph: Graph, plan: Plan) -> Known:
 def differences(program: Program, facts: Facts, known: Known) -> list[str]:
     """Ops of the program that the plan does not know, in words; none: the plan is for this program."""
     found = []
-    for node in program.ops:
-        if not facts.storages[node]:
-            continue  # a size, not a tensor
+    for node in _placeable(program, facts):
         name, kind = node.meta["op"], op_kind(node)
         if known.kind.get(name) != kind:
             there = f"is {known.kind[name]!r} in the plan" if name in known.kind else "is not in the plan"
@@ -72,25 +71,44 @@ def differences(program: Program, facts: Facts, known: Known) -> list[str]:
     return found
 
 
+def names_in_plan(program: Program, facts: Facts, known: Known) -> dict[fx.Node, str]:
+    """What the plan calls each op; ops that it does not know are left out.
+
+    Another mode or batch numbers ops in another way ('mul_8' for 'mul'), so ops are then matched by kind and
+    module along both graphs, and one that stands in for another (a slice for an alias) takes its place.
+    """
+    ops = _placeable(program, facts)
+    if not differences(program, facts, known):
+        return {node: node.meta["op"] for node in ops}
+    here = [(op_kind(node), node.meta["module"]) for node in ops]
+    there = [(known.kind[name], module) for name, module in known.forward]
+    found: dict[fx.Node, str] = {}
+    for tag, i, j, k, end in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        if tag == "equal" or (tag == "replace" and j - i == end - k):
+            found.update((ops[i + at], known.forward[k + at][0]) for at in range(j - i))
+    return found
+
+
+def _placeable(program: Program, facts: Facts) -> list[fx.Node]:
+    """Ops that give or write tensors; sizes have no place."""
+    return [node for node in program.ops if facts.storages[node] or node in facts.written]
+
+
 def assigned(
-    program: Program, facts: Facts, known: Known, homes: Mapping[str, int]
+    program: Program, facts: Facts, known: Known, names: Mapping[fx.Node, str], homes: Mapping[str, int]
 ) -> tuple[dict[fx.Node, int], list[str]]:
     """The device of every node, and what had to differ from the plan; `homes` says where weights are."""
     device: dict[fx.Node, int] = {}
-    strange = []
     for node in program.inputs:
         name = node.meta["op"]
         device[node] = homes.get(name, known.device.get(name, 0))
     for node in program.ops:
-        planned = known.forward_of(node)
-        if planned is None:
-            strange += [node.meta["op"]] if facts.storages[node] else []
-            planned = _near(node, device, known)
-        device[node] = planned
+        device[node] = known.device[names[node]] if node in names else _near(node, device, known)
         if node.target is operator.getitem:
             device[node] = device[node.args[0]]
     _constants(program, device)
     moved = _keep_memory_together(program, facts, device)
+    strange = [node.meta["op"] for node in _placeable(program, facts) if node not in names]
     notes = []
     if strange:
         notes.append(f"{_some(strange)} not in the plan: placed with the ops around")

@@ -13,8 +13,10 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import PlanError
+from loadmaster.graph.torch_capture.request import shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
-from loadmaster.runtime.assignment import Known, assigned, differences
+from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
+from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
@@ -55,6 +57,7 @@ class Engine:
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     _ready: dict[Any, Ready] = field(default_factory=dict)
+    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
     _matched: bool = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -66,14 +69,38 @@ class Engine:
         """The graph for these arguments, and their leaves."""
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
-        key = (spec, tuple(map(_shape_of, leaves)), self._mode())
-        found = self._ready.get(key)
+        mode = self._mode()
+        found = self._ready.get((spec, pattern_of(leaves, None), mode))
         if found is None:
-            found = self._made(args, ordered)
-            while len(self._ready) >= _MOST_GRAPHS:
-                self._ready.pop(next(iter(self._ready)))
-            self._ready[key] = found
+            batch = batch_of((args, ordered))
+            found = self._ready.get((spec, pattern_of(leaves, batch), mode))
+            if found is None:
+                found = self._new(args, ordered, (spec, leaves, mode), batch)
         return found, leaves
+
+    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
+        """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
+        spec, leaves, mode = call
+        kind = (spec, pattern_of(leaves, batch), mode)
+        while len(self._ready) >= _MOST_GRAPHS:
+            self._ready.pop(next(iter(self._ready)))
+        if batch is not None and kind in self._kinds:
+            try:
+                self._ready[kind] = self._made(args, kwargs, any_batch=True)
+                self._say(f"a graph for any batch was made when a batch of {batch} came")
+                return self._ready[kind]
+            except Exception as problem:  # torch.export raises anything
+                self._say(f"no graph for any batch ({shortened(problem)}): one for each batch size")
+        made = self._made(args, kwargs)
+        if self._kinds:
+            self._say(f"a graph was made anew for {_in_words(leaves)}{' in training' * self.root.training}")
+        self._kinds.add(kind)
+        self._ready[(spec, pattern_of(leaves, None), mode)] = made
+        return made
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
         """Run a graph; `watcher` is told of every node."""
@@ -104,14 +131,17 @@ class Engine:
         )
         return self.root.training, flags, trained, casts
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ready:
-        program = program_of(self.model, args, kwargs, training=self.root.training)
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
+        program = program_of(self.model, args, kwargs, training=self.root.training, any_batch=any_batch)
         facts = facts_of(program)
         self._check(program, facts)
-        device, notes = assigned(program, facts, self.known, self.homes)
+        names = names_in_plan(program, facts, self.known)
+        device, notes = assigned(program, facts, self.known, names, self.homes)
         self._settle(program, device)
-        self.notes += [note for note in notes if note not in self.notes]
-        order = issue_order(program, facts, self.known.priority)
+        for note in notes:
+            self._say(note)
+        priority = {node: self.known.priority[name] for node, name in names.items()}
+        order = issue_order(program, facts, priority)
         where = [device.where for device in self.devices]
         made = rewritten(
             program, facts, device, order, where, presum=self.presum, output_device=self.output_device
@@ -171,11 +201,10 @@ def _constant(value: Any) -> Fill:
     return lambda _: value
 
 
-def _shape_of(leaf: Any) -> Any:
-    """What of an argument the graph depends on."""
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return type(leaf), repr(leaf)
+def _in_words(leaves: list[Any]) -> str:
+    """'inputs of [3, 16], [3, 16]'."""
+    shapes = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return f"inputs of {', '.join(shapes)}"
 
 
 class _Counted(fx.Interpreter):

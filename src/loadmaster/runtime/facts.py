@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.recorder import written_by
 from loadmaster.runtime.program import Program
 
@@ -44,7 +45,7 @@ def facts_of(program: Program) -> Facts:
         flat.append(leaves[slot.place] if slot.kind == "input" else value)
     watch = _Watch()
     run = _Run(fx.GraphModule(program.root, program.graph), watch)
-    with fake.mode, torch.enable_grad(), watch:
+    with quiet(), fake.mode, torch.enable_grad(), watch:
         run.run(*flat, enable_io_processing=False)
     return run.facts
 

@@ -19,10 +19,10 @@ from loadmaster.runtime.program import Program
 _SUM_HAS_AN_ORDER = 3
 
 
-def issue_order(program: Program, facts: Facts, priority: Mapping[str, int]) -> list[fx.Node]:
-    """The ops, each after what it reads."""
-    ops = program.ops
-    rank = {node: (priority.get(node.meta["op"], 0), at) for at, node in enumerate(ops)}
+def issue_order(program: Program, facts: Facts, priority: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The ops, each after what it reads; one without a priority comes as early as it can."""
+    ops, lowest = program.ops, min(priority.values(), default=0)
+    rank = {node: (priority.get(node, lowest), at) for at, node in enumerate(ops)}
     after: dict[fx.Node, set[fx.Node]] = {node: set() for node in ops}
     for node in ops:
         for source in node.all_input_nodes:

@@ -8,7 +8,6 @@ What each node carries in its `meta`:  op (name), module, region (tuple of conte
 """
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,12 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from loadmaster.core.errors import GraphError
+from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.words import kind_of
+from loadmaster.runtime.batch import free_batch, is_free
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
@@ -68,13 +70,15 @@ def program_of(
     kwargs: dict[str, Any],
     *,
     training: bool,
-    dynamic: Callable[[FakeModel], Any] | None = None,
+    any_batch: bool = False,
 ) -> Program:
     """The forward pass in the present mode of the model's modules; raises what torch.export raises."""
     fake = faked(model, args, kwargs)
     fake.model.training = training
-    with torch.enable_grad():
-        exported = export(fake) if dynamic is None else export(fake, dynamic_shapes=dynamic(fake))
+    with quiet(), torch.enable_grad():
+        exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
+    if any_batch and not is_free(exported, fake):
+        raise GraphError("the model depends on the size of its batch")
     spec = exported.graph_signature
     flat = _Flat(exported.graph_module)
     flat.inputs(_slots(exported, fake, model))

@@ -111,7 +111,8 @@ class _Writer:
         self._enter(node.meta["region"])
         readings: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), readings.append)
-        ready = iter(self._at(readings, at))
+        here = self._facts.storages[node] or node in self._facts.written  # a size is read anywhere
+        ready = iter(self._at(readings, at) if here else [self._new[one] for one in readings])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
         args, kwargs = self._placed(node.target, args, kwargs, at=at, readings=readings)
         made = self.graph.call_function(node.target, args, kwargs)
