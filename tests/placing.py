@@ -59,7 +59,11 @@ def trained(model: Any, example: Example, *, steps: int = 5, seed: int = 11) -> 
         loss.backward()
         history.losses.append(loss.detach().clone())
         history.gradients.append(
-            {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+            {
+                name: weight.grad.clone()
+                for name, weight in model.named_parameters()
+                if weight.grad is not None
+            }
         )
         optimizer.step()
         optimizer.zero_grad()

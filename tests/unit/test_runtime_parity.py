@@ -12,9 +12,9 @@ from tests.placing import (  # noqa: E402
     captured,
     devices,
     first_difference,
-    plan_by,
     placed,
     placed_model,
+    plan_by,
     random_plan,
     trained,
 )
@@ -86,7 +86,9 @@ def test_presum_sends_one_gradient_per_device_and_differs_by_rounding_only() -> 
     for name, grad in wanted.gradients[0].items():
         torch.testing.assert_close(found.gradients[0][name], grad)
     edges = [
-        node for node in model._engine.graphs[0].rewritten.module.graph.nodes if node.meta.get("role") == "edge"
+        node
+        for node in model._engine.graphs[0].rewritten.module.graph.nodes
+        if node.meta.get("role") == "edge"
     ]
     of_first = [node for node in edges if node.meta["op"] == "linear"]
     assert len(of_first) == 1, "one edge for three readers"

@@ -1,5 +1,6 @@
 """Asking: from what a user gives to `lm.place` (a plan, or inputs and devices) to a placed model."""
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
@@ -16,7 +17,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.run import Budget
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
-from loadmaster.graph.torch_capture.answers import with_same_weights
+from loadmaster.graph.torch_capture.fake import rebuilt
 from loadmaster.runtime.placed import Placed, placed_model
 from loadmaster.runtime.verify import Loss, Verification, require_batch
 
@@ -69,11 +70,17 @@ def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, see
     placement = placement_of(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
-    copied = with_same_weights(model)
-    for weight in copied.parameters():
-        weight.data = weight.data.clone()
-    made = _on(copied, placement, {"loss": loss})
+    made = _on(_copied(model), placement, {"loss": loss})
     return made.verify(*args, seed=seed, **kwargs)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The model with weights of its own; what cannot be copied is shared."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # a lock, a file, a generator
+        tensors = [*model.parameters(), *model.buffers()]
+        return rebuilt(model, {id(tensor): copy.deepcopy(tensor) for tensor in tensors})
 
 
 def placement_of(given: Any) -> Placement | None:

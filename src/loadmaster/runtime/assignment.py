@@ -24,6 +24,7 @@ from loadmaster.runtime.facts import Facts
 from loadmaster.runtime.program import Program, op_kind
 
 _FEW = 3
+LOSS = "loss"  # the module of ops that are not the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,18 @@ def known_of(graph: Graph, plan: Plan) -> Known:
     """The plan of a graph as tables."""
     if len(plan.device) != graph.num_ops:
         raise PlanError(f"the plan has {len(plan.device)} ops, its graph {graph.num_ops}; give them together")
+    kind = dict(zip(graph.op_name, graph.op_kind, strict=True))
     votes: dict[str, Counter[int]] = {}
     forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
         if phase in (Phase.FORWARD, Phase.PARAM):
             votes.setdefault(module, Counter())[device[name]] += 1
-        if phase == Phase.FORWARD:
+        if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
             forward.append((name, module))
     return Known(
         device=device,
-        kind=dict(zip(graph.op_name, graph.op_kind, strict=True)),
+        kind=kind,
         priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
         forward=forward,
         by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},

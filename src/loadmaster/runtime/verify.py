@@ -59,7 +59,7 @@ def verification(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    loss: Loss | None = None,
+    loss: Loss | None,
     seed: int = 0,
 ) -> Verification:
     """Compare one batch."""
@@ -75,7 +75,7 @@ def verification(
     found = dict(zip(weights, grads, strict=True))
     differences = {name: _distance(own_grads[name], grad) for name, grad in found.items()}
     finding = watcher.finding() or _left_over(own, placed, own_grads, found)
-    return Verification(float(placed), float(own), differences, finding)
+    return Verification(placed.item(), own.item(), differences, finding)
 
 
 def _left_over(
