@@ -20,6 +20,8 @@ from tests.placing import captured, devices, placed, plan_by, random_plan, train
 
 WIDTH, ROWS = 32, 64
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Mlp(nn.Module):
     def __init__(self) -> None:
@@ -190,7 +192,7 @@ def test_thirty_steps_of_changing_batches_leave_nothing_behind() -> None:
     flat = live(model)
     for at in range(30):
         step(2 + at % 7)
-        assert live(model) == flat
+    assert live(model) == flat
 
 
 def test_a_plan_runs_within_its_predicted_peak() -> None:

@@ -1,4 +1,4 @@
-"""A placed model computes what the model computes, to the bit: losses, gradients and buffers of five steps."""
+"""A placed model computes what the model computes, to the bit: losses, gradients, buffers of five steps."""
 
 from typing import Any
 
@@ -23,6 +23,8 @@ from tests.torch_models import example  # noqa: E402
 QUICK = ("gpt2", "resnet", "lstm")
 SLOW = ("llama", "t5", "bert", "vit")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def differences(name: str, num_plans: int) -> list[str]:
     """What differs under each of some random plans on two to four devices."""
@@ -42,7 +44,7 @@ def test_random_plans_keep_the_numbers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*QUICK, *SLOW))
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_ten_random_plans_keep_the_numbers(name: str) -> None:
     assert differences(name, 10) == [""] * 10
 

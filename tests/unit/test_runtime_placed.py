@@ -26,6 +26,8 @@ from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Net(nn.Module):
     """A little of everything: norm, dropout, a buffer that is written, two inputs."""
@@ -225,7 +227,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs() -> None:
     graph = captured(built)
     plan = random_plan(graph, 2, 0)
     other = nn.Sequential(nn.Linear(8, 4))
-    with pytest.raises(PlanError, match="the model has '0.bias', the plan does not"):
+    with pytest.raises(PlanError, match=r"the model has '0.bias', the plan does not"):
         placed_model(other, graph, plan, devices(2))
     wide = Net()
     wide.last = nn.Linear(16, 5)
@@ -246,7 +248,7 @@ def test_a_model_that_runs_other_ops_than_the_plan_is_refused() -> None:
 
 def test_an_error_of_the_users_own_code_is_the_users() -> None:
     model, _ = placed_net()
-    with pytest.raises(Exception, match="dim|shape"):
+    with pytest.raises(Exception, match=r"dim|shape"):
         model(torch.randn(6, 9))
     model(torch.randn(6, 8)).sum().backward()
 

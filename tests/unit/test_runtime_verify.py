@@ -13,14 +13,19 @@ from loadmaster.core.errors import InputError, VerifyError  # noqa: E402
 from loadmaster.runtime.copies import carried  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
-from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
+from tests.placing import captured, first_difference, placed, plan_by, random_plan, trained  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_runtime_placed import net  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+FAR = {"first.weight", "batch_norm", "dropout"}  # on the second device
+
 
 def prepared(**options: Any) -> tuple[Placed, Example]:
-    built = example("resnet")
-    return placed(built, random_plan(captured(built), 2, 1), **options), built
+    built = net()
+    return placed(built, plan_by(captured(built), lambda name: int(name in FAR)), **options), built
 
 
 def nodes(model: Placed, example: Example, role: str | None = None) -> list[Any]:
@@ -56,10 +61,10 @@ def test_a_right_plan_is_verified_and_nothing_changes() -> None:
 
 def test_a_scaled_output_is_named() -> None:
     model, built = prepared()
-    wrong = next(node for node in nodes(model, built) if node.meta["op"] == "conv2d_3")
+    wrong = next(node for node in nodes(model, built) if node.meta["op"] == "linear")
     with injected(wrong, lambda right: lambda *args: 1.001 * right(*args)):
         found = model.verify(*built.args)
-    assert found.finding.startswith("op 'conv2d_3' on cpu#")
+    assert found.finding.startswith("op 'linear' on cpu#")
     assert "other values" in found.finding
     assert max(found.gradients.values()) > 0
     assert model.verify(*built.args).ok
@@ -67,16 +72,16 @@ def test_a_scaled_output_is_named() -> None:
 
 def test_a_missing_copy_is_named_though_its_values_are_right() -> None:
     model, built = prepared()
-    wrong = next(node for node in nodes(model, built, "copy") if node.meta["op"] == "conv2d_4")
+    wrong = next(node for node in nodes(model, built, "copy") if node.meta["op"] == "linear")
     with injected(wrong, lambda right: lambda tensor, where: tensor):
         found = model.verify(*built.args)
-    assert "reads 'conv2d_4' on cpu#" in found.finding
+    assert "reads 'linear' on cpu#" in found.finding
     assert "a copy is missing" in found.finding
 
 
 def test_a_stale_weight_is_named() -> None:
     model, built = prepared()
-    wrong = next(node for node in nodes(model, built, "copy") if node.meta["op"].endswith(".weight"))
+    wrong = next(node for node in nodes(model, built, "copy") if node.meta["op"] == "first.weight")
     name = wrong.meta["op"]
     old = carried(dict(model.named_parameters())[name], torch.device("cpu"))
     trained(model, built, steps=1)
@@ -96,8 +101,7 @@ def test_a_wrong_gradient_is_named_though_every_value_is_right() -> None:
         def backward(ctx: Any, *grads: Any) -> Any:
             return grads[0] * 1.01
 
-    built = net()
-    model = placed(built, random_plan(captured(built), 2, 3))
+    model, built = prepared()
     wrong = next(node for node in nodes(model, built) if node.meta["op"] == "relu")
     with injected(wrong, lambda right: lambda *args: Wrong.apply(right(*args))):
         found = model.verify(*built.args)
