@@ -18,12 +18,11 @@ from loadmaster.core.run import Budget
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
-from loadmaster.runtime.placed import Placed, placed_model
-from loadmaster.runtime.verify import Loss, Verification, require_batch
+from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
+from loadmaster.runtime.unplaced import Loss
+from loadmaster.runtime.verify import Verification, require_batch
 
-AUTO = "auto"
 FIRST_STEP = "first-step"
-ENGINES = (AUTO, "graph")
 
 
 class Wish(TypedDict, total=False):
@@ -33,7 +32,7 @@ class Wish(TypedDict, total=False):
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
-    engine: str  # 'auto' or 'graph'
+    engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
     verify: str | None  # 'first-step'
@@ -145,14 +144,14 @@ def _on(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
     for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
         if wanted:
             raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
-    return placed_model(
-        model,
-        placement.problem.graph,
-        plan,
-        cluster,
-        predicted_bytes=placement.peak_bytes.tolist(),
+    where = wishes.get("output_device")
+    options = Options(
+        engine=wishes.get("engine", AUTO),
         presum=wishes.get("presum", False),
-        output_device=wishes.get("output_device"),
+        output_device=None if where is None else torch.device(where),
         loss=wishes.get("loss"),
         verify=wishes.get("verify") == FIRST_STEP,
     )
+    predicted = placement.peak_bytes.tolist()
+    graph = placement.problem.graph
+    return placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)

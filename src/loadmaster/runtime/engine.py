@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
-from loadmaster.core.errors import PlanError
-from loadmaster.graph.torch_capture.request import shortened
+from loadmaster.core.errors import GraphError, PlanError
+from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
 from loadmaster.runtime.batch import batch_of, pattern_of
@@ -26,6 +26,10 @@ from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
 
 Fill = Callable[[list[Any]], Any]
 _MOST_GRAPHS = 16
+
+
+class CannotExportError(GraphError):
+    """The model cannot be made a graph on these arguments; nothing has run yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Engine:
     notes: list[str] = field(default_factory=list)
     _ready: dict[Any, Ready] = field(default_factory=dict)
     _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
+    _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     _matched: bool = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -81,24 +86,32 @@ class Engine:
     def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
         """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
         spec, leaves, mode = call
+        exact = (spec, pattern_of(leaves, None), mode)
+        if exact in self._refused:
+            raise CannotExportError(self._refused[exact])
         kind = (spec, pattern_of(leaves, batch), mode)
         while len(self._ready) >= _MOST_GRAPHS:
             self._ready.pop(next(iter(self._ready)))
         if batch is not None and kind in self._kinds:
             try:
                 self._ready[kind] = self._made(args, kwargs, any_batch=True)
-                self._say(f"a graph for any batch was made when a batch of {batch} came")
+                self.say(f"a graph for any batch was made when a batch of {batch} came")
                 return self._ready[kind]
-            except Exception as problem:  # torch.export raises anything
-                self._say(f"no graph for any batch ({shortened(problem)}): one for each batch size")
-        made = self._made(args, kwargs)
+            except CannotExportError as problem:
+                self.say(f"no graph for any batch ({problem}): one for each batch size")
+        try:
+            made = self._made(args, kwargs)
+        except CannotExportError as problem:
+            self._refused[exact] = str(problem)
+            raise
         if self._kinds:
-            self._say(f"a graph was made anew for {_in_words(leaves)}{' in training' * self.root.training}")
+            self.say(f"a graph was made anew for {_in_words(leaves)}{' in training' * self.root.training}")
         self._kinds.add(kind)
-        self._ready[(spec, pattern_of(leaves, None), mode)] = made
+        self._ready[exact] = made
         return made
 
-    def _say(self, note: str) -> None:
+    def say(self, note: str) -> None:
+        """A note for the user, once."""
         if note not in self.notes:
             self.notes.append(note)
 
@@ -132,14 +145,19 @@ class Engine:
         return self.root.training, flags, trained, casts
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
-        program = program_of(self.model, args, kwargs, training=self.root.training, any_batch=any_batch)
-        facts = facts_of(program)
+        training = self.root.training
+        try:
+            program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
+            facts = facts_of(program)
+        except Exception as problem:  # torch and the user's model may raise anything
+            leave_transforms()
+            raise CannotExportError(shortened(problem)) from problem
         self._check(program, facts)
         names = names_in_plan(program, facts, self.known)
         device, notes = assigned(program, facts, self.known, names, self.homes)
         self._settle(program, device)
         for note in notes:
-            self._say(note)
+            self.say(note)
         priority = {node: self.known.priority[name] for node, name in names.items()}
         order = issue_order(program, facts, priority)
         where = [device.where for device in self.devices]
@@ -159,6 +177,10 @@ class Engine:
                 " differ; plan this model on inputs like these"
             )
 
+    def forget(self) -> None:
+        """Weights have moved: graphs are made anew when they are needed."""
+        self._ready.clear()
+
     def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:
         """A buffer that an op writes goes to that op; graphs that had it elsewhere are made anew."""
         tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
@@ -170,7 +192,7 @@ class Engine:
             tensors[name].data = tensors[name].data.to(self.devices[device[node]].where)
             if self.accounts is not None:
                 self.accounts.move(tensors[name], device[node])
-            self._ready.clear()
+            self.forget()
 
     def _fills(self, program: Program, device: Mapping[fx.Node, int]) -> tuple[Fill, ...]:
         made = []

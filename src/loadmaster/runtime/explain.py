@@ -3,13 +3,16 @@
 from loadmaster.core.units import format_bytes
 from loadmaster.runtime.accounts import storages_bytes
 from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.hooks import HookEngine
 
 
-def explanation(engine: Engine) -> str:
+def explanation(engine: Engine, hooks: HookEngine | None) -> str:
     """One line for the engine, one for each device, one for each note."""
     graphs = engine.graphs
     copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
-    lines = [f"graph engine: {len(engine.devices)} devices, {copies}"]
+    if hooks is not None:
+        copies = f"{len(hooks.places)} modules"
+    lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]
     lines += [_device_line(engine, at) for at in range(len(engine.devices))]
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
 

@@ -3,6 +3,7 @@
 import types
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,19 +16,47 @@ from loadmaster.core.plan import Plan
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
 from loadmaster.runtime.devices import RunDevice, run_devices
-from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
+from loadmaster.runtime.hooks import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
-from loadmaster.runtime.verify import Loss, Verification, verification
+from loadmaster.runtime.unplaced import Loss
+from loadmaster.runtime.verify import Verification, verification
+
+AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
+ENGINES = (AUTO, GRAPH, HOOKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a placed model runs."""
+
+    engine: str = AUTO
+    presum: bool = False
+    output_device: torch.device | None = None
+    loss: Loss | None = None
+    verify: bool = False  # the first batch is compared with the unplaced model
+
+    def for_graph(self, graph: Graph) -> "Options":
+        """A graph that was traced has no ops to run, only modules."""
+        if not graph.capture.startswith("traced"):
+            return self
+        if self.engine == GRAPH:
+            raise PlanError(
+                "the plan is for a model that could not be exported, so there is no graph to run; leave"
+                " engine out, or choose 'hooks'"
+            )
+        return replace(self, engine=HOOKS)
 
 
 class Placed(nn.Module):
     """Stands before the class of the user's model: `type(placed)` is a subclass of both."""
 
     _engine: Engine
+    _hooks: HookEngine
     _optimizers: Optimizers
+    _options: Options
     _to_verify: bool
-    _loss: Loss | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
@@ -36,11 +65,27 @@ class Placed(nn.Module):
             found = self.verify(*args, **kwargs)
             if not found.ok:
                 raise VerifyError(f"the first batch, placed and unplaced: {found}")
-        return self._engine(args, kwargs)
+        graph = self._graph(args, kwargs)
+        return self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
 
     def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
         """One batch compared with the unplaced model; nothing changes."""
-        return verification(self._engine, args, kwargs, loss=self._loss, seed=seed)
+        engine = self._hooks if self._graph(args, kwargs) is None else self._engine
+        return verification(engine, args, kwargs, loss=self._options.loss, seed=seed)
+
+    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]] | None:
+        """The graph for these arguments and their leaves; None is said in the notes: hooks run it."""
+        if self._options.engine == HOOKS:
+            return None
+        try:
+            return self._engine.ready(args, kwargs)
+        except CannotExportError as problem:
+            if self._options.engine == GRAPH:
+                raise
+            self._engine.say(f"run by hooks on modules, not as a graph: {problem}")
+        if self._hooks.settle():
+            self._engine.forget()
+        return None
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -61,7 +106,7 @@ class Placed(nn.Module):
 
     def explain(self) -> str:
         """Where everything is, in a few lines."""
-        return explanation(self._engine)
+        return explanation(self._engine, self._hooks if self._options.engine == HOOKS else None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise RunError(
@@ -85,10 +130,7 @@ def placed_model(
     cluster: Cluster,
     *,
     predicted_bytes: list[int] | None = None,
-    presum: bool = False,
-    output_device: str | torch.device | None = None,
-    loss: Loss | None = None,
-    verify: bool = False,
+    options: Options | None = None,
 ) -> Placed:
     """The model on the devices of a plan; its weights move there."""
     if isinstance(model, Placed):
@@ -102,17 +144,19 @@ def placed_model(
     optimizers = Optimizers(model, accounts, homes)
     _move(model, homes, devices, accounts)
     made = _of_class(model)
-    made._engine = Engine(
-        model=model,
-        root=made,
-        known=known,
-        devices=devices,
-        homes=homes,
-        accounts=accounts,
-        presum=presum,
-        output_device=None if output_device is None else torch.device(output_device),
-    )
-    made._optimizers, made._loss, made._to_verify = optimizers, loss, verify
+    chosen = (options or Options()).for_graph(graph)
+    shared: dict[str, Any] = {
+        "model": model,
+        "root": made,
+        "known": known,
+        "devices": devices,
+        "homes": homes,
+        "accounts": accounts,
+        "output_device": chosen.output_device,
+    }
+    made._engine = Engine(**shared, presum=chosen.presum)
+    made._hooks = HookEngine(**shared, notes=made._engine.notes)
+    made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if accounts is not None:
         optimizers.watch()
         _count_gradients(made, model, homes, accounts)
