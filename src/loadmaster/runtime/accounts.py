@@ -8,7 +8,7 @@ around each op; in the backward pass hooks put it around each of autograd's node
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -19,6 +19,16 @@ from loadmaster.core.units import format_bytes
 from loadmaster.runtime.devices import RunDevice
 
 NO_DEVICE = -1
+_FEW = 3
+
+
+class _Stored(NamedTuple):
+    """One storage."""
+
+    device: int
+    num_bytes: int
+    what: str
+    gone: Any  # a weak reference
 
 
 class Accounts:
@@ -29,13 +39,21 @@ class Accounts:
         self.live_bytes = [0] * len(devices)
         self.peak_bytes = [0] * len(devices)
         self.predicted_bytes: list[int] = []  # [D] peaks of the simulated plan, or empty
-        self._owner: dict[int, tuple[int, int, Any]] = {}  # storage -> device, bytes, weak reference
+        self._owner: dict[int, _Stored] = {}  # storage -> where and what it is
         self._counters = [_Counter(self, at) for at in range(len(devices))]
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The device that a tensor's storage is counted on, or NO_DEVICE."""
         known = self._owner.get(tensor.untyped_storage()._cdata)
-        return NO_DEVICE if known is None else known[0]
+        return NO_DEVICE if known is None else known.device
+
+    def standing(self, device: int) -> list[tuple[str, int]]:
+        """What stands on a device and its bytes, the largest first."""
+        found: dict[str, int] = {}
+        for stored in self._owner.values():
+            if stored.device == device:
+                found[stored.what] = found.get(stored.what, 0) + stored.num_bytes
+        return sorted(found.items(), key=lambda item: -item[1])
 
     def add(self, tree: Any, device: int, what: str) -> None:
         """Count the storages that nobody counts yet; raises where they are too much."""
@@ -93,16 +111,17 @@ class Accounts:
         address, size = storage._cdata, storage.nbytes()
         if address in self._owner or not size:
             return
-        self._owner[address] = (device, size, weakref.ref(storage, lambda _: self._gone(address)))
+        gone = weakref.ref(storage, lambda _: self._gone(address))
+        self._owner[address] = _Stored(device, size, what, gone)
         self.live_bytes[device] += size
         if self.live_bytes[device] > self.devices[device].limit_bytes:
             raise self._too_much(device, size, what)
         self.peak_bytes[device] = max(self.peak_bytes[device], self.live_bytes[device])
 
     def _gone(self, address: int) -> None:
-        device, size, _ = self._owner.pop(address, (NO_DEVICE, 0, None))
-        if device != NO_DEVICE:
-            self.live_bytes[device] -= size
+        stored = self._owner.pop(address, None)
+        if stored is not None:
+            self.live_bytes[stored.device] -= stored.num_bytes
 
     def _too_much(self, device: int, size: int, what: str) -> DeviceMemoryError:
         at, live = self.devices[device], self.live_bytes[device]
@@ -111,8 +130,15 @@ class Accounts:
             predicted = f" (predicted peak {format_bytes(self.predicted_bytes[device])})"
         return DeviceMemoryError(
             f"{at.name} needs {format_bytes(live)} of {format_bytes(at.limit_bytes)}{predicted}: {what} takes"
-            f" {format_bytes(size)}; give it more memory, another device beside it, or a smaller batch"
+            f" {format_bytes(size)}, beside {self._largest(device, what)}; give it more memory, a device"
+            " beside it, or a smaller batch"
         )
+
+    def _largest(self, device: int, what: str) -> str:
+        """What else takes most there."""
+        others = [(name, num_bytes) for name, num_bytes in self.standing(device) if name != what]
+        words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in others[:_FEW]]
+        return ", ".join(words) + (f" and {len(others) - _FEW} more" if len(others) > _FEW else "")
 
 
 class _Counter(TorchDispatchMode):

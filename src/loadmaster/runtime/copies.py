@@ -8,9 +8,12 @@
 A copy has the strides of its original, since kernels may add up in another order where strides are others.
 """
 
+import functools
 from typing import Any
 
 import torch
+
+from loadmaster.runtime.cuda import Lanes
 
 _MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
 
@@ -58,17 +61,26 @@ def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             narrow = narrow.narrow(axis, 0, 1)
-    made = _room(narrow, where)
-    made.copy_(narrow)
+    if narrow.is_cuda or where.type == "cuda":
+        made = _lanes().copied(narrow, where, _room)
+    else:
+        made = _room(narrow, where)
+        made.copy_(narrow)
     return made if narrow is tensor else made.expand(tensor.shape)
 
 
-def _room(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+@functools.cache
+def _lanes() -> Lanes:
+    """Streams belong to the process, as devices do."""
+    return Lanes()
+
+
+def _room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
     """Empty memory for a tensor's values."""
     sizes = tuple(tensor.shape)
     if tensor.is_contiguous() or not _worth_it(tensor):
-        return torch.empty(sizes, dtype=tensor.dtype, device=where)
-    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=where)
+        return torch.empty(sizes, dtype=tensor.dtype, device=where, pin_memory=pinned)
+    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=where, pin_memory=pinned)
 
 
 def _worth_it(tensor: torch.Tensor) -> bool:
