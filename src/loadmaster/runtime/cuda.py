@@ -5,7 +5,7 @@
     reader's stream                 └──op──
 
 Nothing waits for a whole device. The host waits only for a copy whose reader runs on the host. A tensor is
-kept by `record_stream` until its copy is done; host memory goes through pinned memory, which torch keeps likewise.
+kept by `record_stream` until its copy is done; host memory goes through pinned memory, kept likewise.
 Not tested yet: needs a GPU (marker `gpu`).
 """
 
