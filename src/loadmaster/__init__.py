@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loadmaster.api import place as place
     from loadmaster.api import plan as plan
     from loadmaster.api import problem as problem
+    from loadmaster.api import run as run
     from loadmaster.api import save as save
     from loadmaster.api import simulate as simulate
     from loadmaster.api import verify as verify
@@ -45,6 +46,7 @@ _HOME = {
     "place": "api",
     "plan": "api",
     "problem": "api",
+    "run": "api",
     "save": "api",
     "simulate": "api",
     "verify": "api",

@@ -49,6 +49,10 @@ class DeviceMemoryError(RunError):
     """A device would hold more than its limit."""
 
 
+class LossError(RunError):
+    """A loss is not a number."""
+
+
 class VerifyError(RunError):
     """A placed model gives other numbers than the model itself."""
 

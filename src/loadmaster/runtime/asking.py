@@ -18,6 +18,7 @@ from loadmaster.core.run import Budget
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
+from loadmaster.runtime.finite import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, require_batch
@@ -36,6 +37,7 @@ class Wish(TypedDict, total=False):
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
     verify: str | None  # 'first-step'
+    on_nan: str | None  # a loss that is not a number: 'warn' (default), 'raise', or None: nobody looks
 
 
 def placed(
@@ -57,7 +59,7 @@ def placed(
         placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
     elif devices != AUTO:
         raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
-    made = _on(model, placement, wishes)
+    made = on_devices(model, placement, wishes)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
     return made
@@ -69,7 +71,7 @@ def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, see
     placement = placement_of(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
-    made = _on(_copied(model), placement, {"loss": loss})
+    made = on_devices(_copied(model), placement, {"loss": loss})
     return made.verify(*args, seed=seed, **kwargs)
 
 
@@ -103,6 +105,8 @@ def _check(wishes: Wish) -> None:
         raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
     if wishes.get("verify") not in (None, FIRST_STEP):
         raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
+    if wishes.get("on_nan") not in (None, *HOWS):
+        raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
 
 
 def _planned(
@@ -129,7 +133,8 @@ def _target(cluster: Cluster) -> str:
     return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
-def _on(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
+def on_devices(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
+    """The model on the devices of a plan."""
     cluster, plan = placement.problem.cluster, placement.plan
     if plan is None:
         short = ", ".join(
@@ -151,6 +156,7 @@ def _on(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
         output_device=None if where is None else torch.device(where),
         loss=wishes.get("loss"),
         verify=wishes.get("verify") == FIRST_STEP,
+        on_nan=wishes.get("on_nan", WARN),
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph

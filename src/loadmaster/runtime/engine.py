@@ -17,6 +17,7 @@ from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
 from loadmaster.runtime.batch import batch_of, pattern_of
+from loadmaster.runtime.clock import Clock, Timed
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
@@ -60,6 +61,7 @@ class Engine:
     presum: bool = False
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
+    clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
     _ready: dict[Any, Ready] = field(default_factory=dict)
     _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
@@ -119,7 +121,10 @@ class Engine:
         """Run a graph; `watcher` is told of every node."""
         regions, flat = Regions(), ready.flat(leaves)
         try:
-            if self.accounts is None and watcher is None:
+            if self.clock is not None and watcher is None:
+                timed = Timed(ready.rewritten.module, self.clock, ready.device)
+                out = timed.run(regions, *flat, enable_io_processing=False)
+            elif self.accounts is None and watcher is None:
                 out = ready.rewritten.module(regions, *flat)
             else:
                 out = _Counted(ready.rewritten.module, self.accounts, watcher).run(

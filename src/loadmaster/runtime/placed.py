@@ -18,6 +18,7 @@ from loadmaster.runtime.assignment import Known, known_of
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
+from loadmaster.runtime.finite import WARN, Finite
 from loadmaster.runtime.hooks import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.unplaced import Loss
@@ -36,6 +37,7 @@ class Options:
     output_device: torch.device | None = None
     loss: Loss | None = None
     verify: bool = False  # the first batch is compared with the unplaced model
+    on_nan: str | None = WARN
 
     def for_graph(self, graph: Graph) -> "Options":
         """A graph that was traced has no ops to run, only modules."""
@@ -56,6 +58,7 @@ class Placed(nn.Module):
     _hooks: HookEngine
     _optimizers: Optimizers
     _options: Options
+    _finite: Finite | None
     _to_verify: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +68,14 @@ class Placed(nn.Module):
             found = self.verify(*args, **kwargs)
             if not found.ok:
                 raise VerifyError(f"the first batch, placed and unplaced: {found}")
+        looks = self._finite if self.training and torch.is_grad_enabled() else None
+        if looks is not None:
+            looks.begin()
         graph = self._graph(args, kwargs)
-        return self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
+        out = self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
+        if looks is not None:
+            looks.loss(out)
+        return out
 
     def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
         """One batch compared with the unplaced model; nothing changes."""
@@ -157,6 +166,9 @@ def placed_model(
     made._engine = Engine(**shared, presum=chosen.presum)
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
+    made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
+    if made._finite is not None:
+        made._finite.watch(model)
     if accounts is not None:
         optimizers.watch()
         _count_gradients(made, model, homes, accounts)
