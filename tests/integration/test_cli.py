@@ -271,7 +271,19 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
     assert (code, err) == (0, "")
     assert out == say("--help")[1]
     verbs = re.findall(r"^  (\w+)  +\S", out.partition("Commands:")[2], re.MULTILINE)
-    known = ["plan", "fit", "simulate", "compare", "show", "probe", "algorithms", "demo", "doctor", "costs"]
+    known = [
+        "plan",
+        "fit",
+        "run",
+        "simulate",
+        "compare",
+        "show",
+        "probe",
+        "algorithms",
+        "demo",
+        "doctor",
+        "costs",
+    ]
     assert verbs == known
     assert "..." not in out.partition("Commands:")[2]  # no summary is cut
     for verb in verbs:

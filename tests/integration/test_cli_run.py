@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="running needs the extra [torch]")
 
-import loadmaster as lm  # noqa: E402
-from tests.integration.command_line import Say, answer, ask, finish, start  # noqa: E402
+import loadmaster as lm
+from tests.integration.command_line import Say, answer, ask, finish, start
 
 SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "schemas" / "run.schema.json"
 MODEL = """
@@ -21,6 +21,9 @@ from torch import nn
 def build():
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(4, 8),)
+
+def other():
+    return nn.Linear(8, 4), (torch.randn(4, 8),)
 
 def wild():
     model, args = build()
@@ -71,7 +74,7 @@ def test_a_loss_that_is_no_number_ends_with_one(say: Say) -> None:
         ("run p.json --database c.sqlite", "only --calibrate writes"),
         ("run none.json", "none.json"),
         ("run net.py", "net.py"),
-        ("run p.json --model zoo:lstm", "another model than zoo:lstm gives now"),
+        ("run p.json --model net.py:other", "another model than net.py:other gives now"),
         ("run p.json --model net.py:none", "none"),
         ("run p.json --out p.json", "would overwrite the input"),
     ],
