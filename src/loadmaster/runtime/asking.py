@@ -37,6 +37,7 @@ class Wish(TypedDict, total=False):
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
     verify: str | None  # 'first-step'
+    compile: bool | str  # torch.compile of each part on one device; True, or a backend's name
     on_nan: str | None  # a loss that is not a number: 'warn' (default), 'raise', or None: nobody looks
 
 
@@ -107,6 +108,16 @@ def _check(wishes: Wish) -> None:
         raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
     if wishes.get("on_nan") not in (None, *HOWS):
         raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
+    _backend(wishes.get("compile", False))
+
+
+def _backend(asked: Any) -> str:
+    if isinstance(asked, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if asked not in known:
+            raise UnknownNameError("backend of torch.compile", asked, known)
+        return asked
+    return "inductor" if asked else ""
 
 
 def _planned(
@@ -157,6 +168,7 @@ def on_devices(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
         loss=wishes.get("loss"),
         verify=wishes.get("verify") == FIRST_STEP,
         on_nan=wishes.get("on_nan", WARN),
+        compile=_backend(wishes.get("compile", False)),
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph

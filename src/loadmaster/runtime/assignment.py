@@ -37,6 +37,7 @@ class Known:
     forward: list[tuple[str, str]]  # ops of the forward pass and their modules, in order
     by_module: dict[str, int]  # the device of most ops of a module
     trains: bool  # the graph has a backward pass
+    inputs: frozenset[str] = frozenset()
 
 
 def known_of(graph: Graph, plan: Plan) -> Known:
@@ -59,6 +60,7 @@ def known_of(graph: Graph, plan: Plan) -> Known:
         forward=forward,
         by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
         trains=bool((graph.phase == Phase.BACKWARD).any()),
+        inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
     )
 
 

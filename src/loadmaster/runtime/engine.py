@@ -4,7 +4,7 @@ A graph is made when it is first needed: exported, placed by the plan, put in or
 are counted (logical devices) the graph is interpreted node by node, else its generated code is run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
 from loadmaster.runtime.order import issue_order
+from loadmaster.runtime.parts import Parts, compiled_parts
 from loadmaster.runtime.program import Program, program_of
 from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
 
@@ -42,6 +43,7 @@ class Ready:
     device: dict[fx.Node, int]
     rewritten: Rewritten
     fills: tuple[Fill, ...]  # a value for every input, of the leaves of the arguments
+    parts: Parts | None = None  # compiled
 
     def flat(self, leaves: list[Any]) -> list[Any]:
         """What the graph's inputs are, without the regions."""
@@ -59,6 +61,7 @@ class Engine:
     homes: dict[str, int]  # of every weight and buffer
     accounts: Accounts | None
     presum: bool = False
+    backend: str = ""  # that compiles parts, '' = none
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
@@ -124,6 +127,8 @@ class Engine:
             if self.clock is not None and watcher is None:
                 timed = Timed(ready.rewritten.module, self.clock, ready.device)
                 out = timed.run(regions, *flat, enable_io_processing=False)
+            elif ready.parts is not None and watcher is None:
+                out = ready.parts.run(self.accounts, regions, *flat)
             elif self.accounts is None and watcher is None:
                 out = ready.rewritten.module(regions, *flat)
             else:
@@ -169,13 +174,19 @@ class Engine:
         made = rewritten(
             program, facts, device, order, where, presum=self.presum, output_device=self.output_device
         )
-        return Ready(program, facts, device, made, self._fills(program, device))
+        parts = compiled_parts(made.module, backend=self.backend) if self.backend else None
+        if parts is not None:
+            self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
+        return Ready(program, facts, device, made, self._fills(program, device), parts)
 
     def _check(self, program: Program, facts: Facts) -> None:
-        """The first graph of the plan's own mode must have the plan's ops."""
+        """The first graph of the plan's own mode and inputs must have the plan's ops."""
         found = differences(program, facts, self.known)
+        given = {node.meta["op"] for node in program.inputs if node.meta["slot"].kind == "input"}
         if not found:
             self._matched = True
+        elif given != self.known.inputs:
+            self.say(f"the model is given {_listed(given)}, it was planned on {_listed(self.known.inputs)}")
         elif not self._matched and self.root.training == self.known.trains:
             raise PlanError(
                 f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more"
@@ -226,6 +237,10 @@ def _leaf(place: int, where: torch.device) -> Fill:
 
 def _constant(value: Any) -> Fill:
     return lambda _: value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _in_words(leaves: list[Any]) -> str:

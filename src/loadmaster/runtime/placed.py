@@ -1,5 +1,6 @@
 """Placed: a model of the user's own class whose forward runs a plan; weights, names and modes are its own."""
 
+import functools
 import types
 import weakref
 from collections.abc import Mapping
@@ -26,6 +27,10 @@ from loadmaster.runtime.verify import Verification, verification
 
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 ENGINES = (AUTO, GRAPH, HOOKS)
+_STAYS = (
+    "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
+    " any device)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Options:
     loss: Loss | None = None
     verify: bool = False  # the first batch is compared with the unplaced model
     on_nan: str | None = WARN
+    compile: str = ""  # torch.compile's backend for parts on one device, '' = not compiled
 
     def for_graph(self, graph: Graph) -> "Options":
         """A graph that was traced has no ops to run, only modules."""
@@ -60,6 +66,7 @@ class Placed(nn.Module):
     _options: Options
     _finite: Finite | None
     _to_verify: bool
+    hf_device_map: dict[str, torch.device]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
@@ -117,11 +124,20 @@ class Placed(nn.Module):
         """Where everything is, in a few lines."""
         return explanation(self._engine, self._hooks if self._options.engine == HOOKS else None)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """It is where its plan has it."""
+        raise RunError(_STAYS)
+
+    cuda = cpu = to
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise RunError(
-            "a placed model stays where its plan put it; move or cast the model before it is placed"
-            " (inputs may be on any device)"
-        )
+        """A module around it may be moved, as trainers do: this part stays. Nothing may cast it."""
+        for weight in self.parameters():
+            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+            if probe.dtype != weight.dtype:
+                raise RunError(_STAYS)
+        self._engine.say("a module around the placed model was moved; the placed model stayed")
+        return self
 
     def __deepcopy__(self, memo: Any) -> Any:
         """A copy would share the plan's weights."""
@@ -163,12 +179,14 @@ def placed_model(
         "accounts": accounts,
         "output_device": chosen.output_device,
     }
-    made._engine = Engine(**shared, presum=chosen.presum)
+    made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile)
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
     if made._finite is not None:
         made._finite.watch(model)
+    # transformers and accelerate leave a model alone that has more than one entry here
+    made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
     if accounts is not None:
         optimizers.watch()
         _count_gradients(made, model, homes, accounts)
@@ -178,8 +196,13 @@ def placed_model(
 def _of_class(model: nn.Module) -> Placed:
     """A module with the model's own tables of weights and modules."""
     kind = type(model)
-    cls = types.new_class(f"Placed{kind.__name__}", (Placed, kind))
-    cls.__module__ = kind.__module__
+
+    @functools.wraps(kind.forward)  # who looks at a model's arguments sees its own
+    def forward(self: Placed, *args: Any, **kwargs: Any) -> Any:
+        return Placed.forward(self, *args, **kwargs)
+
+    own = {"forward": forward, "__module__": kind.__module__, "__qualname__": f"Placed{kind.__qualname__}"}
+    cls = types.new_class(kind.__name__, (Placed, kind), exec_body=lambda names: names.update(own))
     made: Placed = object.__new__(cls)
     made.__dict__.update(model.__dict__)
     return made
