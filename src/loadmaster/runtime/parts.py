@@ -6,6 +6,7 @@ what autograd sends home is what it was. Compiled kernels round otherwise and dr
 the model's own ops; on logical devices only what leaves a part is counted.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from loadmaster.core.errors import RunError
+from loadmaster.graph.capture import quiet
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.copies import landed
 
@@ -79,11 +81,15 @@ class Part(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, backend: str) -> None:
         super().__init__()
         self.backend, self.compiled = backend, torch.compile(module, backend=backend)
+        self.ran = False
 
     def forward(self, *args: Any) -> Any:
         """What the ops give."""
         try:
-            return self.compiled(*args)
+            with contextlib.nullcontext() if self.ran else quiet():  # what compiling warns of is torch's own
+                out = self.compiled(*args)
+            self.ran = True
+            return out
         except torch._dynamo.exc.TorchDynamoException as problem:
             text = " ".join(str(problem).split())[:_LONGEST]
             raise RunError(
