@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.capture import quiet
-from loadmaster.graph.torch_capture.recorder import written_by
+from loadmaster.graph.torch_capture.words import written_by
 from loadmaster.runtime.program import Program
 
 _WORDS_OF_CHANCE = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "poisson")
