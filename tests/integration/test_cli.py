@@ -256,7 +256,7 @@ def test_doctor_tells_versions_devices_extras_and_cache(tmp_path: Path) -> None:
 
 
 def test_the_demo_says_where_it_wrote_plan_and_trace(say: Say) -> None:
-    code, out, _ = say("demo", "--out-dir", "a/b", "--budget", "20x")
+    code, out, _ = say("demo", "--out-dir", "a/b", "--budget", "20x", "--no-train")
     assert code == 0
     assert "plan written to a/b/demo-plan.json" in out
     assert "trace written to a/b/demo-trace.json" in out

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -18,7 +20,7 @@ from loadmaster.graph.origin import origin_of
 from loadmaster.runtime.asking import on_devices, placement_of
 from loadmaster.runtime.ran import Ran
 from loadmaster.runtime.running import Running, Tell, silent_tell
-from loadmaster.runtime.training import task_of
+from loadmaster.runtime.training import Training, task_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +54,7 @@ def launched(
     source, asked = _source(placement, model)
     progress(f"building {source}", 0.0)
     _require_same(placement, source, asked)
-    import torch
-
-    torch.manual_seed(seed)
-    parts = model_parts(source, asked, device="cpu")
-    parts["model"].train()
+    parts = _built(source, asked, seed)
     made = on_devices(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
     plan = placement.plan
     assert plan is not None, "it was placed"
@@ -69,6 +67,26 @@ def launched(
             path = str(known.path)
     report = running.report(source, steps, num_calibrated=len(rows), database=path)
     return Outcome(report, placement, running.predicted, running.timeline)
+
+
+def plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
+    """The losses of the same steps without any plan: the model itself on the CPU."""
+    placement = placement_of(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    source, asked = _source(placement, model)
+    parts = _built(source, asked, seed)
+    training = Training(parts["model"], task_of(parts, asked), seed)
+    return [training.step()[1] for _ in range(steps)]
+
+
+def _built(source: str, asked: Asked, seed: int) -> dict[str, Any]:
+    """The model with weights that a seed gives, in training mode."""
+    torch.manual_seed(seed)
+    parts = model_parts(source, asked, device="cpu")
+    parts["model"].train()
+    torch.manual_seed(seed)  # of dropout
+    return parts
 
 
 def _source(placement: Placement, model: str | None) -> tuple[str, Asked]:

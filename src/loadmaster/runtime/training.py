@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.errors import InputError
@@ -15,7 +16,6 @@ from loadmaster.graph.torch_capture.again import marked
 from loadmaster.graph.torch_capture.step import loss_of
 from loadmaster.graph.torch_capture.update import optimizer_on
 from loadmaster.runtime.clock import LOSS, Clock, Updates
-from loadmaster.runtime.placed import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def task_of(parts: Mapping[str, Any], asked: Asked) -> Task:
 class Training:
     """Steps one after the other."""
 
-    model: Placed
+    model: nn.Module  # placed or not
     task: Task
     seed: int = 0
     optimizer: Any = field(init=False)
