@@ -238,7 +238,7 @@ def place(
     """
     from loadmaster.runtime.asking import placed
 
-    return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan)
+    return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_nearest)
 
 
 def verify(
@@ -357,6 +357,13 @@ def _question(
     if wanted == (given.objective, given.links, given.split, given.pipeline):
         return given
     return replace(given, objective=asked, links=wanted[1], split=wanted[2], pipeline=staged)
+
+
+def _nearest(problem: Problem, start: Plan) -> Placement:
+    """A plan that fits, repaired from one that does not."""
+    from loadmaster.placers.search.refine import Refine
+
+    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
 
 
 def _default_split(objective: Objective) -> Split:

@@ -38,6 +38,7 @@ class Accounts:
         self.devices = tuple(devices)
         self.live_bytes = [0] * len(devices)
         self.peak_bytes = [0] * len(devices)
+        self.most_needed_bytes: list[int] | None = None  # [D] where a limit was passed: what stood there then
         self.predicted_bytes: list[int] = []  # [D] peaks of the simulated plan, or empty
         self._owner: dict[int, _Stored] = {}  # storage -> where and what it is
         self._counters = [_Counter(self, at) for at in range(len(devices))]
@@ -125,13 +126,16 @@ class Accounts:
 
     def _too_much(self, device: int, size: int, what: str) -> DeviceMemoryError:
         at, live = self.devices[device], self.live_bytes[device]
+        known = self.most_needed_bytes or [0] * len(self.devices)
+        self.most_needed_bytes = [max(one, self.peak_bytes[d]) for d, one in enumerate(known)]
+        self.most_needed_bytes[device] = max(known[device], live)
         predicted = ""
         if self.predicted_bytes:
             predicted = f" (predicted peak {format_bytes(self.predicted_bytes[device])})"
         return DeviceMemoryError(
             f"{at.name} needs {format_bytes(live)} of {format_bytes(at.limit_bytes)}{predicted}: {what} takes"
             f" {format_bytes(size)}, beside {self._largest(device, what)}; give it more memory, a device"
-            " beside it, or a smaller batch"
+            " beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
         )
 
     def _largest(self, device: int, what: str) -> str:

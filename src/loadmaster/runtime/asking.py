@@ -20,6 +20,7 @@ from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
 from loadmaster.runtime.finite import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
+from loadmaster.runtime.shortage import Replan
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, require_batch
 
@@ -49,6 +50,7 @@ def placed(
     *,
     problem: Callable[..., Any],
     plan: Callable[..., Placement],
+    replan: Replan,
 ) -> Placed:
     """A placed model; `problem` and `plan` make a plan where none is given."""
     unknown = sorted(set(wishes) - set(Wish.__annotations__))
@@ -60,7 +62,7 @@ def placed(
         placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
     elif devices != AUTO:
         raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
-    made = on_devices(model, placement, wishes)
+    made = on_devices(model, placement, wishes, replan)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
     return made
@@ -144,7 +146,7 @@ def _target(cluster: Cluster) -> str:
     return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
-def on_devices(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
+def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Replan | None = None) -> Placed:
     """The model on the devices of a plan."""
     cluster, plan = placement.problem.cluster, placement.plan
     if plan is None:
@@ -172,4 +174,6 @@ def on_devices(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph
-    return placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)
+    made = placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)
+    made._placement, made._replan = placement, replan
+    return made

@@ -13,6 +13,7 @@ from torch import nn
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, RunError, VerifyError
 from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
@@ -22,6 +23,7 @@ from loadmaster.runtime.explain import explanation
 from loadmaster.runtime.finite import WARN, Finite
 from loadmaster.runtime.hooks import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
+from loadmaster.runtime.shortage import Replan, plan_that_fits
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
 
@@ -67,6 +69,8 @@ class Placed(nn.Module):
     _finite: Finite | None
     _to_verify: bool
     hf_device_map: dict[str, torch.device]
+    _placement: Placement | None = None
+    _replan: Replan | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
@@ -106,6 +110,12 @@ class Placed(nn.Module):
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
         self._optimizers.adopt(optimizer)
+
+    def plan_that_fits(self) -> Placement:
+        """After a device was full: the nearest plan that leaves room for what was missing there."""
+        if self._placement is None:
+            raise RunError("this model was placed without its placement; use lm.place")
+        return plan_that_fits(self._placement, self._engine.accounts, self._replan)
 
     @property
     def notes(self) -> tuple[str, ...]:
