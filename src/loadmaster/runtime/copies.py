@@ -9,12 +9,14 @@ A copy has the strides of its original, since kernels may add up in another orde
 """
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 
 from loadmaster.runtime.cuda import Lanes
 
+NOWHERE = -1
 _MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
 
 
@@ -24,11 +26,27 @@ def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
         return _copied(tensor.detach(), where)
 
 
-def joined(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """The copy for one reader, its gradient going to the original."""
+def joined(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> torch.Tensor:
+    """The copy for one reader, its gradient going to the original, which is on device `home`."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Edge.apply(tensor, copy)
+        return _Edge.apply(tensor, copy, home)
     return copy
+
+
+def _sent_home(grad: torch.Tensor, where: torch.device, home: int) -> torch.Tensor:
+    """A gradient at home; one that two readers hand on as it is (of a sum) is sent there once.
+
+    Whoever takes it reads it only, or autograd sees that it is shared.
+    """
+    if home == NOWHERE:
+        return carried(grad, where)
+    sent: dict[int, tuple[int, Any]] = grad.__dict__.setdefault("_loadmaster_sent", {})
+    version, made = sent.get(home, (-1, lambda: None))
+    known: torch.Tensor | None = made() if version == grad._version else None
+    if known is None:
+        known = carried(grad, where)
+        sent[home] = (grad._version, weakref.ref(known))
+    return known
 
 
 def landed(tensor: Any, where: torch.device) -> Any:
@@ -42,15 +60,15 @@ class _Edge(torch.autograd.Function):
     """Forward: the copy. Backward: the gradient, copied to where the original is."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor, home: int) -> torch.Tensor:
         """The copy's memory under a name of its own."""
-        ctx.where = tensor.device
+        ctx.where, ctx.home = tensor.device, home
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradient of one reader, at home."""
-        return carried(grads[0], ctx.where), None
+        return _sent_home(grads[0], ctx.where, ctx.home), None, None
 
 
 def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:

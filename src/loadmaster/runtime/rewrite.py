@@ -165,7 +165,7 @@ class _Writer:
         key = (copy, any(context == ("grad", False) for context in self._region))
         if not self._presum or key not in self._edges:
             meta = {**copy.meta, "back": self._device[node], "role": EDGE}
-            self._edges[key] = self._call(joined, (self._new[node], copy), meta)
+            self._edges[key] = self._call(joined, (self._new[node], copy, self._device[node]), meta)
         return self._edges[key]
 
     def _call(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
