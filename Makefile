@@ -25,7 +25,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 	@$(PIP) -e '.[all,dev]'
 	@touch $@
 
-demo: .venv/base
+.venv/demo: .venv/base
+	@echo "installing torch and transformers: the demo trains"
+	@$(PIP) -e '.[hf]'
+	@touch $@
+
+demo: .venv/demo
 	@$(BIN)/loadmaster demo
 
 setup: .venv/all

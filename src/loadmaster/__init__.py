@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from loadmaster.api import fit as fit
     from loadmaster.api import load as load
     from loadmaster.api import lower_bound as lower_bound
+    from loadmaster.api import place as place
     from loadmaster.api import plan as plan
     from loadmaster.api import problem as problem
+    from loadmaster.api import run as run
     from loadmaster.api import save as save
     from loadmaster.api import simulate as simulate
+    from loadmaster.api import verify as verify
     from loadmaster.core.cluster import Cluster as Cluster
     from loadmaster.core.errors import LoadmasterError as LoadmasterError
     from loadmaster.core.graph import Graph as Graph
@@ -40,10 +43,13 @@ _HOME = {
     "fit": "api",
     "load": "api",
     "lower_bound": "api",
+    "place": "api",
     "plan": "api",
     "problem": "api",
+    "run": "api",
     "save": "api",
     "simulate": "api",
+    "verify": "api",
     "Budget": "core.run",
     "Cluster": "core.cluster",
     "Costs": "core.problem",

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 
@@ -25,13 +25,12 @@ from loadmaster.core.io import MAX_BYTES, load, save
 from loadmaster.core.pins import pins
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import Costs, Links, Load, Objective, Problem, Split, Workload
+from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, parse_bytes
-from loadmaster.cost.database import open_database
-from loadmaster.cost.measure import DEFAULT_BUDGET_S, measured_costs
-from loadmaster.cost.memory import PRECISIONS, with_optimizer
+from loadmaster.cost.asked import COSTS, costs_from_measuring, measure_seconds, optimized
+from loadmaster.cost.measure import DEFAULT_BUDGET_S
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.models import Asked
 from loadmaster.graph.source import is_model, read_source
@@ -39,12 +38,15 @@ from loadmaster.placers.registry import Placer, objectives_of, placer, require_s
 
 if TYPE_CHECKING:
     from loadmaster.capacity.answer import Fit
+    from loadmaster.runtime.asking import Wish
+    from loadmaster.runtime.launching import Outcome
+    from loadmaster.runtime.placed import Placed
+    from loadmaster.runtime.verify import Verification
     from loadmaster.simulator.compare import Comparison
 
 Source = str | os.PathLike[str] | Graph | Workload
 Devices = str | os.PathLike[str] | Cluster
 E = TypeVar("E", bound=StrEnum)
-COSTS = ("roofline", "measured")
 _SOLVERS = {Objective.STEP: "cpsat_latency", Objective.THROUGHPUT: "cpsat_throughput"}  # whose bounds hold
 
 __all__ = [
@@ -53,10 +55,13 @@ __all__ = [
     "fit",
     "load",
     "lower_bound",
+    "place",
     "plan",
     "problem",
+    "run",
     "save",
     "simulate",
+    "verify",
 ]
 
 
@@ -119,7 +124,7 @@ def problem(
     workload = read_source(source, format=format, max_bytes=max_bytes, asked=step)
     graph, cluster, given = workload.graph, workload.cluster, workload.costs
     if not captured:
-        graph = _optimized(graph, optimizer or workload.optimizer, precision)
+        graph = optimized(graph, optimizer or workload.optimizer, precision)
     if named is not None:
         cluster, given = named, None
     if cluster is None:
@@ -131,7 +136,7 @@ def problem(
     if costs == "measured":
         if given is not None:
             raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
-        given = _measured(graph, cluster, budget_s, database, tell, progress)
+        given = costs_from_measuring(graph, cluster, budget_s, database, tell, progress)
     asked = _choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else workload.objective)
     own = devices is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
@@ -223,6 +228,47 @@ def fit(
     return ask(asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
 
 
+def place(
+    model: Any, plan_or_inputs: Any, *, devices: Devices = "auto", **wishes: "Unpack[Wish]"
+) -> "Placed":
+    """The model on its plan: same class, same weights, same numbers (docs/running.md).
+
+    `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
+    plan on `devices` is made first. What else may be wished for is listed in `runtime.asking.Wish`.
+    """
+    from loadmaster.runtime.asking import placed
+
+    return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_nearest)
+
+
+def verify(
+    model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
+) -> "Verification":
+    """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes."""
+    from loadmaster.runtime.asking import verified
+
+    return verified(model, plan, batch, loss=loss, seed=seed)
+
+
+def run(
+    plan: "Placement | str | os.PathLike[str]",
+    *,
+    model: str | None = None,
+    steps: int = 20,
+    calibrate: bool = False,
+    database: str | os.PathLike[str] | None = None,
+    **how: Any,
+) -> "Outcome":
+    """Train a captured model on its plan for some steps of synthetic data: predicted beside measured.
+
+    The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
+    measured times of ops to the cost database. `how` may have `seed`, `tell` and `progress`.
+    """
+    from loadmaster.runtime.launching import launched
+
+    return launched(plan, simulate, model=model, steps=steps, calibrate=calibrate, database=database, **how)
+
+
 def simulate(
     problem: Problem, plan: Plan, links: Links | str | None = None, *, dispatch: str | None = None
 ) -> Timeline:
@@ -291,47 +337,6 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
     return compare.compare(predicted, measured)
 
 
-def measure_seconds(budget: Budget | float | str) -> float:
-    """Seconds to measure for; 0 takes what the database knows."""
-    if budget in (0, "0", "0s"):
-        return 0.0
-    seconds = parse_budget(budget).seconds
-    if seconds is None:
-        raise InputError(f"measuring for {budget!r} is not a time; write seconds, e.g. 30s")
-    return seconds
-
-
-def _measured(
-    graph: Graph,
-    cluster: Cluster,
-    budget_s: float,
-    path: str | os.PathLike[str] | None,
-    tell: Callable[[str], None] | None,
-    progress: Callable[[str, float], None],
-) -> Costs:
-    """Costs from the database and from new measurements."""
-    opened = open_database(path) if tell is None else open_database(path, tell=tell)
-    with opened as known:
-        found = measured_costs(graph, cluster, known, budget_s=budget_s, say=progress)
-    if tell is not None:
-        for kind in found.kinds:
-            tell(str(kind))
-    return found.costs
-
-
-def _optimized(graph: Graph, optimizer: str | None, precision: str) -> Graph:
-    """A graph that was not captured here with the state that an optimizer keeps."""
-    if precision not in PRECISIONS:
-        raise UnknownNameError("precision", str(precision), PRECISIONS)
-    if optimizer is not None:
-        return with_optimizer(graph, optimizer, precision=precision)
-    if precision != PRECISIONS[0]:
-        raise ProblemError(
-            f"precision {precision!r} changes nothing without an optimizer; name one, e.g. adamw"
-        )
-    return graph
-
-
 def _question(
     given: Problem | Source,
     devices: Devices | None,
@@ -352,6 +357,13 @@ def _question(
     if wanted == (given.objective, given.links, given.split, given.pipeline):
         return given
     return replace(given, objective=asked, links=wanted[1], split=wanted[2], pipeline=staged)
+
+
+def _nearest(problem: Problem, start: Plan) -> Placement:
+    """A plan that fits, repaired from one that does not."""
+    from loadmaster.placers.search.refine import Refine
+
+    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
 
 
 def _default_split(objective: Objective) -> Split:

@@ -256,7 +256,7 @@ def test_doctor_tells_versions_devices_extras_and_cache(tmp_path: Path) -> None:
 
 
 def test_the_demo_says_where_it_wrote_plan_and_trace(say: Say) -> None:
-    code, out, _ = say("demo", "--out-dir", "a/b", "--budget", "20x")
+    code, out, _ = say("demo", "--out-dir", "a/b", "--budget", "20x", "--no-train")
     assert code == 0
     assert "plan written to a/b/demo-plan.json" in out
     assert "trace written to a/b/demo-trace.json" in out
@@ -271,7 +271,19 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
     assert (code, err) == (0, "")
     assert out == say("--help")[1]
     verbs = re.findall(r"^  (\w+)  +\S", out.partition("Commands:")[2], re.MULTILINE)
-    known = ["plan", "fit", "simulate", "compare", "show", "probe", "algorithms", "demo", "doctor", "costs"]
+    known = [
+        "plan",
+        "fit",
+        "run",
+        "simulate",
+        "compare",
+        "show",
+        "probe",
+        "algorithms",
+        "demo",
+        "doctor",
+        "costs",
+    ]
     assert verbs == known
     assert "..." not in out.partition("Commands:")[2]  # no summary is cut
     for verb in verbs:

@@ -72,8 +72,33 @@ def test_backward_ops_sit_with_their_forward_op_and_run_in_reverse(name: str) ->
     assert (mirror != NO_MIRROR).mean() >= 0.92
     assert (graph.phase[mirror] == Phase.FORWARD).all()
     assert (graph.group[back] == graph.group[mirror]).all()
-    assert (np.diff(mirror) <= 0).all()
+    sums = np.array(
+        [graph.op_kind[op] == "add" for op in back]
+    )  # stand where the last of their parts is made
+    assert (np.diff(mirror[~sums]) <= 0).all()
     assert (np.diff(graph.phase[[*ops_of(graph, Phase.FORWARD), *back]]) >= 0).all()
+
+
+def test_a_sum_of_gradients_sits_with_the_maker_of_the_tensor_whose_gradient_it_is() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x).tanh()
+            return self.left(y).exp() + self.right(y).sin()
+
+    graph = capture(Fork(), (torch.randn(4, 8),))
+    (add,) = [op for op in ops_of(graph, Phase.BACKWARD) if graph.op_kind[op] == "add"]
+    assert graph.op_name[graph.mirror[add]] == "tanh"
+    assert graph.group[add] == graph.group[graph.op_name.index("tanh")]
+    makers = {
+        graph.op_kind[graph.tensor_op[t]]
+        for t, op in zip(graph.use_tensor, graph.use_op, strict=True)
+        if op == add
+    }
+    assert makers == {"mm"}
 
 
 def test_seven_of_nine_are_captured_from_the_exported_graph() -> None:

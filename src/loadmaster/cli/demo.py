@@ -26,11 +26,18 @@ def command(
     budget: o.BudgetText = "10s",
     pin: o.Pin = None,
     reserve: o.Reserve = "0",
+    train: Annotated[
+        bool, typer.Option("--train/--no-train", help="Also train on a plan over parts of this machine.")
+    ] = True,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to train.")] = 10,
     json: o.Json = False,
 ) -> None:
-    """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms."""
+    """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms.
+
+    Then train it here, over two parts of this machine neither of which holds it.
+    """
     from loadmaster import api
-    from loadmaster.cli import answers
+    from loadmaster.cli import answers, demo_training
     from loadmaster.cli.compare import run_all
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.cli.question import pins, size
@@ -55,10 +62,13 @@ def command(
             name: answers.placement_document(result) if isinstance(result, Placement) else {"reason": result}
             for name, result in rows
         }
-        print_json({"results": results, "plan": plan_path, "trace": trace_path})
+        trained = demo_training.document(out_dir, steps) if train else None
+        print_json({"results": results, "plan": plan_path, "trace": trace_path, "trained": trained})
         return
     _show(rows, best, timeline)
     console = stdout()
+    if train:
+        demo_training.show(out_dir, steps)
     console.print()
     for what, path, then in (
         ("plan", plan_path, f"{program()} simulate {plan_path}"),

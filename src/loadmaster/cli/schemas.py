@@ -1,4 +1,4 @@
-"""python -m loadmaster.cli.schemas FOLDER: write the JSON Schema of every noun's file and of `fit`."""
+"""python -m loadmaster.cli.schemas FOLDER: write the JSON Schema of every noun's file, of fit and of run."""
 
 import sys
 from pathlib import Path
@@ -6,26 +6,30 @@ from typing import Any
 
 import msgspec
 
-from loadmaster.capacity.answer import SCHEMA_VERSION, Fit
+from loadmaster.capacity.answer import SCHEMA_VERSION as FIT
+from loadmaster.capacity.answer import Fit
 from loadmaster.core.io import NOUNS, json_schema, write_bytes
+from loadmaster.runtime.ran import SCHEMA_VERSION as RUN
+from loadmaster.runtime.ran import Ran
 
 
 def documents() -> dict[str, bytes]:
     """File name -> JSON Schema, as published under docs/schemas."""
-    schemas = {name: json_schema(noun) for name, noun in NOUNS.items()} | {"fit": _fit_schema()}
+    answers = {"fit": _answer_schema(Fit, "fit", FIT), "run": _answer_schema(Ran, "run", RUN)}
+    schemas = {name: json_schema(noun) for name, noun in NOUNS.items()} | answers
     return {
         f"{name}.schema.json": msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"
         for name, schema in schemas.items()
     }
 
 
-def _fit_schema() -> dict[str, Any]:
-    """What `loadmaster fit --json` prints."""
-    (ref,), defs = msgspec.json.schema_components([Fit], ref_template="#/$defs/{name}")
-    defs["Fit"]["properties"]["loadmaster"] = {"const": "fit"}
-    defs["Fit"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Loadmaster Fit"}
-    return {**head, **ref, "$defs": defs}
+def _answer_schema(answer: type, word: str, version: int) -> dict[str, Any]:
+    """What a verb prints under `--json`."""
+    (ref,), defs = msgspec.json.schema_components([answer], ref_template="#/$defs/{name}")
+    properties = defs[answer.__name__]["properties"]
+    properties["loadmaster"], properties["schema"] = {"const": word}, {"const": version}
+    title = f"Loadmaster {answer.__name__}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **ref, "$defs": defs}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from loadmaster.cluster.local import chip_of, local_kind
 from loadmaster.cluster.presets import (
     CPU_OVERHEAD_S,
     GPU_OVERHEAD_S,
@@ -50,7 +51,7 @@ class _Entry:
 
     kind: KindPreset
     memory_bytes: int
-    logical: str = ""  # 'cpu#0' as it was typed, '' = a device of its own
+    logical: str = ""  # 'cpu#0' or 'cuda:0' as it was typed, '' = a device of its own
 
 
 def parse_cluster(
@@ -184,7 +185,7 @@ def _entry(text: str, own: Sequence[KindPreset]) -> _Entry:
     """'A100-80GB', 'cpu-64GB' or the logical 'V100#0-8GB'."""
     head, sharp, tail = text.partition("#")
     if not sharp:
-        return _Entry(*_kind_and_memory(text, own))
+        return _Entry(*_kind_and_memory(text, own), chip_of(text))
     number, dash, size = (piece.strip() for piece in tail.partition("-"))
     if not re.fullmatch(r"[0-9]+", number):
         raise ClusterError(f"{text!r}: logical devices are numbered; write for example 'cpu#0-64MB'")
@@ -194,11 +195,11 @@ def _entry(text: str, own: Sequence[KindPreset]) -> _Entry:
 
 def _kind_and_memory(text: str, own: Sequence[KindPreset]) -> tuple[KindPreset, int]:
     """The whole name as a kind, else a kind and its memory after the last '-'."""
-    kind = find_kind(text, own)
+    kind = find_kind(text, own) or local_kind(text)
     if kind is not None:
         return kind, kind.memory_bytes
     head, dash, size = text.rpartition("-")
-    sized = find_kind(head, own) if dash else None
+    sized = find_kind(head, own) or local_kind(head) if dash else None
     if sized is not None:
         return sized, _memory(size, text)
     unknown = head if dash and _MEMORY.fullmatch(size.strip()) else text
@@ -229,7 +230,7 @@ def _named(hosts: Sequence[tuple[str, Sequence[_Entry]]]) -> list[DeviceSpec]:
                 family = "cpu" if kind.on_host else "ref" if kind.name == "ref" else "gpu"
                 name = f"{family}{counts[family]}"
                 counts[family] += 1
-            engine = kind.name if entry.logical else ""
+            engine = chip_of(name) or kind.name if entry.logical else ""
             devices.append(DeviceSpec(name, kind.name, host, entry.memory_bytes, 0, engine))
     return devices
 
@@ -330,8 +331,7 @@ def _host_of(device: _DeviceTable, table: _ClusterTable) -> str:
 
 def _count(device: _DeviceTable) -> int:
     if not 0 < device.count <= MAX_DEVICES:
-        label = device.name or device.kind
-        raise ClusterError(f"device {label!r}: count is {device.count}; give 1 to {MAX_DEVICES}")
+        raise ClusterError(f"device {device.kind!r}: count is {device.count}; give 1 to {MAX_DEVICES}")
     return device.count
 
 

@@ -41,6 +41,22 @@ class PlanError(InputError):
     """A plan cannot be used with its problem."""
 
 
+class RunError(LoadmasterError, RuntimeError):
+    """A plan that is running cannot go on."""
+
+
+class DeviceMemoryError(RunError):
+    """A device would hold more than its limit."""
+
+
+class LossError(RunError):
+    """A loss is not a number."""
+
+
+class VerifyError(RunError):
+    """A placed model gives other numbers than the model itself."""
+
+
 class FileError(InputError):
     """A file cannot be read or written."""
 

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from loadmaster.core.arrays import Longs, column, require_range
 from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
+
+if TYPE_CHECKING:
+    from loadmaster.core.device_map import DeviceMap
 
 
 class Status(StrEnum):
@@ -95,6 +99,12 @@ class Placement:
         claims = (self.status.value, self.score_s, self.bound_s, self.bound_name, self.peak_bytes.tolist())
         sha.update(repr(claims).encode())
         return sha.hexdigest()
+
+    def to_device_map(self) -> "DeviceMap":
+        """Hugging Face's dict of modules and devices, as `accelerate` takes it (`core/device_map.py`)."""
+        if self.plan is None:
+            raise PlanError(f"no plan was found ({self.status.value}), so there is no device map")
+        return self.plan.to_device_map(self.problem)
 
     def __repr__(self) -> str:
         """One line; a placement holds whole graphs."""

@@ -1,6 +1,8 @@
 """Plan and Pipeline: where every op goes and in what order."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +16,10 @@ from loadmaster.core.arrays import (
     require_range,
 )
 from loadmaster.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from loadmaster.core.device_map import DeviceMap
+    from loadmaster.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +91,22 @@ class Plan:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
         return content_digest(self)
+
+    def to_device_map(self, problem: "Problem") -> "DeviceMap":
+        """Hugging Face's dict of modules and devices: coarser than the plan (`core/device_map.py`)."""
+        from loadmaster.core.device_map import map_of
+
+        if len(self.device) != problem.graph.num_ops:
+            raise PlanError(f"the plan has {len(self.device)} ops, the graph {problem.graph.num_ops}")
+        return map_of(problem.graph, self.device, problem.cluster)
+
+    @classmethod
+    def from_device_map(cls, device_map: "Mapping[str, int | str]", problem: "Problem") -> "Plan":
+        """The plan that a dict of modules and devices means for a problem."""
+        from loadmaster.core.device_map import devices_of
+
+        order = np.arange(problem.graph.num_ops, dtype=np.int32)
+        return plan_of(devices_of(device_map, problem.graph, problem.cluster), order)
 
 
 def plan_of(device: Ints, priority: Ints | None = None) -> Plan:

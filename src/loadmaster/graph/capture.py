@@ -83,7 +83,7 @@ def capture(
         grad_scaler=grad_scaler,
         ranges=checked_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
-    with _quiet(), _uncompiled(torch):
+    with quiet(), _uncompiled(torch):
         request.check()
         return request.captured(path)
 
@@ -103,7 +103,7 @@ def _torch() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What torch warns and logs on the way to a fall-back is no concern of the user; what the model itself
     prints goes where it does not mix with answers."""
     before = logging.root.manager.disable

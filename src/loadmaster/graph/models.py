@@ -13,13 +13,14 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadmaster.core.errors import FileError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
+from loadmaster.graph.origin import remembered
 
 if TYPE_CHECKING:
     from loadmaster.zoo.example import Example
@@ -82,6 +83,12 @@ def names_model(source: str) -> bool:
 
 def model_graph(source: str, asked: Asked) -> Graph:
     """The training step of the model that a source names."""
+    graph = _captured(model_parts(source, asked), asked)
+    return replace(graph, capture=remembered(graph.capture, source, asked))
+
+
+def model_parts(source: str, asked: Asked, *, device: str = "meta") -> dict[str, Any]:
+    """The model that a source names, its inputs, and what belongs to it; a named one is made on a device."""
     match = MODEL.fullmatch(source)
     if match is None:
         raise InputError(f"{source!r} names no model; write hf:NAME, zoo:NAME or file.py:function")
@@ -89,17 +96,16 @@ def model_graph(source: str, asked: Asked) -> Graph:
     if family is None:
         parts = own_parts(path, function, asked)
     else:
-        example = _named(family, name, asked)
+        example = _named(family, name, asked, device)
         parts = {"model": example.model, "args": example.args, "kwargs": example.kwargs}
         parts |= {"loss": example.loss, "optimizer": DEFAULT_OPTIMIZER, "name": _titled(name, asked)}
     if asked.optimizer is not None:
         parts["optimizer"] = asked.optimizer
-    return _captured(parts, asked)
+    return parts | _in_16_bits(parts) if asked.precision == "bf16" else parts
 
 
 def _captured(parts: dict[str, Any], asked: Asked) -> Graph:
-    """The model was built for this, so that it may be cast."""
-    rest = parts | _in_16_bits(parts) if asked.precision == "bf16" else dict(parts)
+    rest = dict(parts)
     model, args, kwargs = rest.pop("model"), rest.pop("args", ()), rest.pop("kwargs", None)
     if not asked.recompute:
         return capture(model, args, kwargs, **(rest | asked.options))
@@ -110,6 +116,7 @@ def _captured(parts: dict[str, Any], asked: Asked) -> Graph:
 
 
 def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The model was built for this, so that it may be cast."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -122,7 +129,7 @@ def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": model, **tree_map_only(torch.Tensor, cast, given)}
 
 
-def _named(family: str, name: str, asked: Asked) -> "Example":
+def _named(family: str, name: str, asked: Asked, device: str) -> "Example":
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -133,10 +140,10 @@ def _named(family: str, name: str, asked: Asked) -> "Example":
     if family == "hf":
         from loadmaster.zoo.hf import hf_example
 
-        return hf_example(name, batch=batch, seq=seq)
+        return hf_example(name, batch=batch, seq=seq, device=device)
     from loadmaster.zoo.named import zoo_example
 
-    return zoo_example(name, batch=batch, seq=seq)
+    return zoo_example(name, batch=batch, seq=seq, device=device)
 
 
 def _titled(name: str, asked: Asked) -> str:

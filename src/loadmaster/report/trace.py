@@ -7,6 +7,7 @@ Times are whole nanoseconds, so that slices which touch in the timeline do not o
 
 import heapq
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +20,24 @@ from loadmaster.core.timeline import SpanKind, Timeline
 
 def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
     """The JSON document of a trace; times in microseconds, op names as data."""
+    return _encoded(_events(timeline, graph), _other(timeline))
+
+
+def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph) -> bytes:
+    """One trace of several timelines of a graph, one below the other, each under its title."""
+    events: list[dict[str, Any]] = []
+    first = 0
+    for title, timeline in timelines.items():
+        for event in _events(timeline, graph):
+            moved = {**event, "pid": event["pid"] + first}
+            if event["name"] == "process_name":
+                moved["args"] = {"name": f"{title}: {event['args']['name']}"}
+            events.append(moved)
+        first += len(timeline.device_name) + 1
+    return _encoded(events, {title: _other(timeline) for title, timeline in timelines.items()})
+
+
+def _events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     num = len(timeline.device_name)
     for d, name in enumerate(timeline.device_name):
@@ -27,12 +46,16 @@ def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
     events.append(_named("process_name", num, 0, "links"))
     events.extend(_op_events(timeline, graph))
     events.extend(_transfer_events(timeline, graph, num))
+    return events
+
+
+def _other(timeline: Timeline) -> dict[str, Any]:
     peak = {name: int(p) for name, p in zip(timeline.device_name, timeline.peak_bytes, strict=True)}
-    document = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak},
-    }
+    return {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak}
+
+
+def _encoded(events: list[dict[str, Any]], other: dict[str, Any]) -> bytes:
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     try:
         return msgspec.json.encode(document)
     except UnicodeEncodeError:  # half a surrogate pair in a name: the slower encoder escapes it

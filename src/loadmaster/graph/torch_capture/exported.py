@@ -23,12 +23,14 @@ _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
 
 
-def export(fake: FakeModel) -> torch.export.ExportedProgram:
+def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
     """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
     with fake.mode, quiet[0], quiet[1], unexported.refused(train=fake.model.training):
-        return torch.export.export(fake.model, fake.args, fake.kwargs, strict=False)
+        return torch.export.export(
+            fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
 
 
 def run_exported(program: torch.export.ExportedProgram, fake: FakeModel, recorder: Recorder) -> Any:
@@ -78,7 +80,7 @@ class _Nodes(torch.fx.Interpreter):
         op = Op(
             f"{self._prefix}{n.name}",
             kind_of(n.target),
-            _module(n),
+            module_of(n),
             Phase.FORWARD,
             signature=signature_of(n.target, args, kwargs) + autocast_word(),
         )
@@ -105,7 +107,7 @@ def _region(node: torch.fx.Node, args: Any) -> tuple[torch.fx.GraphModule, Any, 
     return None
 
 
-def _module(node: torch.fx.Node) -> str:
+def module_of(node: torch.fx.Node) -> str:
     """The path of the innermost module a node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return _REPEATED.sub("", str(stack[-1][0])) if stack else ""

@@ -24,6 +24,7 @@ from loadmaster.graph.torch_capture.answers import Answers
 from loadmaster.graph.torch_capture.fake import like
 from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
 from loadmaster.graph.torch_capture.stand_ins import completed, stand_in
+from loadmaster.graph.torch_capture.sums import summed_for
 from loadmaster.graph.torch_capture.words import (
     bytes_moved,
     compute_dtype,
@@ -32,6 +33,7 @@ from loadmaster.graph.torch_capture.words import (
     signature_of,
     tensor_bytes,
     with_a_view,
+    written_by,
 )
 
 _DEVICE = torch.ops.prim.device.default
@@ -106,7 +108,7 @@ class Recorder(TorchDispatchMode):
         out = completed(func, args, func(*args, **kwargs), self._target) if out is None else out
         if in_place:
             self._adopt(out, self._number(before[0]))
-        written = [out] if in_place else _written(func, args, kwargs)
+        written = [out] if in_place else written_by(func, args, kwargs)
         self._note(_Call(func, args, kwargs, out, before, _tensors(out), written, in_place))
         return out
 
@@ -252,6 +254,7 @@ class Recorder(TorchDispatchMode):
         kind, ledger = kind_of(call.func), self.ledger
         signature = signature_of(call.func, call.args, call.kwargs)
         mirror = self._mirror((kind, signature))
+        mirror = self._home_of_sum(call, mirror)
         home = ledger.ops[mirror] if mirror != NO_MIRROR else None
         index = ledger.open(
             Op(
@@ -268,6 +271,20 @@ class Recorder(TorchDispatchMode):
         if self.phase == Phase.FORWARD:
             self._originals.setdefault((self.module, kind, signature), deque()).append(index)
         self._numbered(index if self.phase == Phase.FORWARD else mirror)
+
+    def _home_of_sum(self, call: "_Call", mirror: int) -> int:
+        """The op whose output's gradient autograd itself adds up here, else `mirror`."""
+        if self.phase != Phase.BACKWARD or self._runs_again() or not call.before:
+            return mirror
+        if not self._is_older(call.before[0]):
+            return mirror
+        target = summed_for(call.func, call.before, torch._C._current_autograd_node())
+        return mirror if target is None else self._mirror_of.get(int(target._sequence_nr()), mirror)
+
+    def _is_older(self, tensor: torch.Tensor) -> bool:
+        """Whether another node of the backward pass made a tensor than the one that runs."""
+        running = self._sequence()
+        return self._made_by.get(self._number(tensor), running) != running
 
     def _numbered(self, owner: int) -> None:
         """Autograd's node of what is about to run belongs to an op; it is numbered already."""
@@ -319,9 +336,7 @@ class Recorder(TorchDispatchMode):
         """
         if self.phase != Phase.BACKWARD or func is not torch.ops.aten.add.Tensor or len(before) != 2:
             return False
-        old, new = (self._number(tensor) for tensor in before)
-        running = self._sequence()
-        if self._made_by.get(old, running) == running or old == new:
+        if not self._is_older(before[0]) or self._number(before[0]) == self._number(before[1]):
             return False
         storage = before[0].untyped_storage()
         alone = torch._C._storage_Use_Count(storage._cdata) <= _ALONE
@@ -358,24 +373,7 @@ class _Call:
     gathers: bool = False  # two gradients, where they are needed: on the memory of the first, or of its copy
 
 
-_TRAINING = 5  # the argument of batch norm that says so
-_HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4)}  # running mean and variance
 _ALONE = 2  # a tensor's own reference, and the one that asks
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that an op changes in place."""
-    hidden = _HIDDEN_WRITES.get(kind_of(func), ())
-    found = _tensors([args[at] for at in hidden if at < len(args) and args[_TRAINING]])
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return found
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += _tensors(value)
-    return found
 
 
 def _source(recorder: Recorder, tensor: torch.Tensor, before: list[torch.Tensor]) -> Key:

@@ -40,7 +40,7 @@ class Update:
 
 def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
     """One for each weight, which all have a gradient; `at_once`: as torch's optimizers do on a GPU."""
-    made = _made(optimizer, weights)
+    made = optimizer_on(optimizer, weights)
     for group in made.param_groups if at_once else ():
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
@@ -141,8 +141,8 @@ def optimizer_name(optimizer: Any) -> str:
     return str(named) if named else type(optimizer).__name__
 
 
-def _made(optimizer: Any, weights: list[Any]) -> Any:
-    """The optimizer on fake weights."""
+def optimizer_on(optimizer: Any, weights: list[Any]) -> Any:
+    """An optimizer by class, name or function, on weights."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in NAMED:
             raise UnknownNameError("optimizer", optimizer, NAMED)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from loadmaster.core.graph import Dtype
@@ -157,3 +158,26 @@ def bytes_moved(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tenso
     if sizes and kind_of(func) in _PICKS:
         sizes[0] = min(sizes[0], written)
     return sum(sizes) + written
+
+
+_TRAINING = 5  # the argument of batch norm that says so
+_HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4)}  # running mean and variance
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an op changes in place."""
+    hidden = _HIDDEN_WRITES.get(kind_of(func), ())
+    found = _tensors_in([args[at] for at in hidden if at < len(args) and args[_TRAINING]])
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += _tensors_in(value)
+    return found
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,197 @@
+"""loadmaster run: a saved plan trained for some steps, predicted beside measured."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.runtime.launching import Outcome
+    from loadmaster.runtime.ran import Pair, Ran
+
+SUMMARY = "Train on a saved plan and compare with its prediction."
+Tell = Callable[[int, float, float, dict[str, int]], None]
+
+
+def command(
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A file saved by: loadmaster plan MODEL --out plan.json")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="hf:NAME, zoo:NAME or file.py:function. Default: what the plan was captured from.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to train.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, data and dropout.")] = 0,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Write the measured times of ops to the cost database.")
+    ] = False,
+    database: o.Database = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Save the measured timeline (.json, .json.gz)."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Both timelines as a Chrome trace, one below the other."
+        ),
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
+
+    Exit code 1 means that the loss was not a number at some step; Ctrl-C ends a run with what was measured.
+    """
+    from loadmaster import api
+    from loadmaster.cli.console import print_json, stderr
+    from loadmaster.cli.plain import printable
+    from loadmaster.cli.question import check_outputs
+    from loadmaster.core.errors import InputError
+
+    if database is not None and not calibrate:
+        raise InputError("--database names measured costs, which only --calibrate writes; add it")
+    if steps < 1:
+        raise InputError(f"--steps is {steps}; give a whole number >= 1")
+    check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
+    with _bar(plan, steps) as (say, tell):
+        outcome = api.run(
+            plan,
+            model=model,
+            steps=steps,
+            calibrate=calibrate,
+            database=database,
+            seed=seed,
+            tell=tell,
+            progress=say,
+        )
+    written = _write(outcome, out, trace)
+    if json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(outcome.ran))
+    else:
+        _show(outcome.ran, written)
+    ended = outcome.ran.ended
+    if ended == "interrupted":
+        stderr().print(f"interrupted after {outcome.ran.steps_done} of {steps} steps")
+        raise typer.Exit(130)
+    if ended != "done":
+        stderr().print(printable(f"error: the {ended} at step {outcome.ran.steps_done}"), soft_wrap=True)
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _bar(plan: str, steps: int) -> Iterator[tuple[Callable[[str, float], None], Tell]]:
+    """A bar on a terminal with step time and memory; elsewhere a line now and then."""
+    from loadmaster.cli.console import progress, stderr
+    from loadmaster.cli.interrupts import raise_if_lost
+    from loadmaster.cli.plain import printable
+
+    console = stderr()
+    if not console.is_terminal:
+        with progress(f"running {plan}") as say:
+            yield say, lambda *news: say(_news(steps, *news), 0.0)
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(printable(f"running {plan}"), total=steps)
+
+        def say_so(message: str, _share: float) -> None:
+            raise_if_lost()
+            bar.update(task, description=printable(message))
+
+        def tell(number: int, seconds: float, loss: float, live: dict[str, int]) -> None:
+            raise_if_lost()
+            bar.update(
+                task, completed=number, description=printable(_news(steps, number, seconds, loss, live))
+            )
+
+        yield say_so, tell
+
+
+def _news(steps: int, number: int, seconds: float, loss: float, live: dict[str, int]) -> str:
+    """'step 3 of 20: 120 ms, loss 3.21, cpu#0 31.0 MiB, cpu#1 12.0 MiB'."""
+    from loadmaster.core.units import format_bytes, format_seconds
+
+    held = "".join(f", {name} {format_bytes(num_bytes)}" for name, num_bytes in live.items())
+    return f"step {number} of {steps}: {format_seconds(seconds)}, loss {loss:.4g}{held}"
+
+
+def _write(outcome: "Outcome", out: str | None, trace: str | None) -> dict[str, str]:
+    """Files that were asked for; without a measured timeline there is nothing to write."""
+    from loadmaster import api
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.trace import chrome_traces
+
+    written: dict[str, str] = {}
+    if outcome.measured is None:
+        return written
+    if out is not None:
+        api.save(outcome.measured, out)
+        written["measured timeline"] = out
+    if trace is not None:
+        both = {"predicted": outcome.predicted, "measured": outcome.measured}
+        write_bytes(chrome_traces(both, outcome.placement.problem.graph), trace)
+        written["trace"] = trace
+    return written
+
+
+def _show(ran: "Ran", written: dict[str, str]) -> None:
+    from loadmaster.cli import tables
+    from loadmaster.cli.console import stdout
+    from loadmaster.cli.plain import printable
+    from loadmaster.core.units import format_seconds
+
+    console = stdout()
+    rows: dict[str, object] = {"model": ran.source, "engine": ran.engine}
+    rows["steps"] = f"{ran.steps_done} of {ran.steps_asked} ({ran.ended})"
+    finite = [loss for loss in ran.losses if loss is not None]
+    if finite:
+        rows["loss"] = f"{finite[0]:.6g} at first, {finite[-1]:.6g} at last"
+    if ran.uncounted_step_s is not None:
+        rows["under the clock"] = f"{format_seconds(ran.uncounted_step_s)} a step, bytes not counted"
+    if ran.num_calibrated:
+        rows["calibrated"] = f"{ran.num_calibrated} ops written to {ran.database}"
+    console.print(tables.fields(rows))
+    console.print()
+    console.print(comparison(ran))
+    for note in ran.notes:
+        console.print(printable(f"note: {note}"), style="dim", soft_wrap=True)
+    for what, path in written.items():
+        console.print(printable(f"{what} written to {path}"), soft_wrap=True)
+
+
+def comparison(ran: "Ran") -> Any:
+    """A table: what was predicted, what was measured, and how far apart they are."""
+    from loadmaster.cli.tables import columns
+    from loadmaster.core.units import format_bytes, format_seconds
+
+    table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
+    _row(table, "step time", ran.step_s, format_seconds)
+    for device in ran.devices:
+        _row(table, f"{device.device} busy", device.busy_s, format_seconds)
+    _row(table, "transfers", ran.num_transfers, lambda number: f"{number:.0f}")
+    _row(table, "transfer time", ran.transfer_s, format_seconds)
+    for device in ran.devices:
+        _row(table, f"{device.device} peak", device.peak_bytes, format_bytes)
+    return table
+
+
+def _row(table: Any, name: str, pair: "Pair", words: Callable[[Any], str]) -> None:
+    from loadmaster.cli.tables import one_line
+    from loadmaster.core.units import format_percent
+
+    measured = "-" if pair.measured is None else words(pair.measured)
+    error = "-" if pair.error is None else format_percent(pair.error)
+    table.add_row(one_line(name), words(pair.predicted), measured, error)

@@ -1,0 +1,51 @@
+"""Local: this machine's own devices in a shorthand: `cuda:0`, `cuda:0#1-8GB`, and all of them as 'auto'."""
+
+import dataclasses
+import re
+
+from loadmaster.cluster.presets import KINDS, KindPreset
+from loadmaster.cluster.probe import LocalDevice, is_chip, local_devices
+from loadmaster.core.errors import ClusterError
+
+_CUDA = re.compile(r"\s*(cuda:[0-9]+)\s*(?:[#-].*)?", re.IGNORECASE | re.DOTALL)
+_ALONE = re.compile(r"\s*cuda:[0-9]+\s*", re.IGNORECASE)
+_USABLE = 0.95  # of a GPU's memory: the driver's context and gaps between blocks take the rest
+
+
+def chip_of(text: str) -> str:
+    """'cuda:0' of 'cuda:0', 'cuda:0-8GB' and 'cuda:0#1', '' of anything else."""
+    found = _CUDA.fullmatch(text)
+    return found[1].lower() if found else ""
+
+
+def local_kind(name: str) -> KindPreset | None:
+    """The kind of 'cuda:0' on this machine, with the memory it has; None for a name of another form."""
+    if not _ALONE.fullmatch(name):
+        return None
+    here = local_devices()
+    device = next((one for one in here if one.torch_name == name.strip().lower()), None)
+    if device is None:
+        has = ", ".join(one.torch_name for one in here)
+        raise ClusterError(f"this machine has no {name.strip()}; it has {has}")
+    return _kind(device)
+
+
+def auto_shorthand() -> str:
+    """Every device of this machine with the memory it has, the GPUs first."""
+    here = sorted(local_devices(), key=lambda one: one.on_host)
+    words = []
+    for device in here:
+        share = 1.0 if device.on_host else _USABLE
+        size = f"-{int(share * device.memory_bytes)}B" if device.memory_bytes else ""
+        words.append(f"{device.torch_name}{size}")
+    return ", ".join(words)
+
+
+def _kind(device: LocalDevice) -> KindPreset:
+    kind = next((kind for kind in KINDS.values() if is_chip(kind.name, device.chip)), None)
+    if kind is None:
+        raise ClusterError(
+            f"{device.torch_name} is a {device.chip}, of which no rates are known; run 'loadmaster probe"
+            " --out cluster.toml' and give that file as devices"
+        )
+    return dataclasses.replace(kind, memory_bytes=device.memory_bytes or kind.memory_bytes)

@@ -1,0 +1,170 @@
+"""Accounts: bytes of real storages on logical devices, each with a limit.
+
+A storage is counted on the device whose op made it, from then until torch lets go of it, whoever holds it:
+your variables, the graph that runs, or autograd. In the forward pass one counter (a dispatch mode) stands
+around each op; in the backward pass hooks put it around each of autograd's nodes.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from loadmaster.core.errors import DeviceMemoryError
+from loadmaster.core.units import format_bytes
+from loadmaster.runtime.devices import RunDevice
+
+NO_DEVICE = -1
+_FEW = 3
+
+
+class _Stored(NamedTuple):
+    """One storage."""
+
+    device: int
+    num_bytes: int
+    what: str
+    gone: Any  # a weak reference
+
+
+class Accounts:
+    """What stands on each device now, and the most that ever stood there."""
+
+    def __init__(self, devices: Sequence[RunDevice]) -> None:
+        self.devices = tuple(devices)
+        self.live_bytes = [0] * len(devices)
+        self.peak_bytes = [0] * len(devices)
+        self.most_needed_bytes: list[int] | None = None  # [D] where a limit was passed: what stood there then
+        self.predicted_bytes: list[int] = []  # [D] peaks of the simulated plan, or empty
+        self._owner: dict[int, _Stored] = {}  # storage -> where and what it is
+        self._counters = [_Counter(self, at) for at in range(len(devices))]
+
+    def owner(self, tensor: torch.Tensor) -> int:
+        """The device that a tensor's storage is counted on, or NO_DEVICE."""
+        known = self._owner.get(tensor.untyped_storage()._cdata)
+        return NO_DEVICE if known is None else known.device
+
+    def standing(self, device: int) -> list[tuple[str, int]]:
+        """What stands on a device and its bytes, the largest first."""
+        found: dict[str, int] = {}
+        for stored in self._owner.values():
+            if stored.device == device:
+                found[stored.what] = found.get(stored.what, 0) + stored.num_bytes
+        return sorted(found.items(), key=lambda item: -item[1])
+
+    def add(self, tree: Any, device: int, what: str) -> None:
+        """Count the storages that nobody counts yet; raises where they are too much."""
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor, device, what)
+
+    def move(self, tensor: torch.Tensor, device: int) -> None:
+        """A storage is counted on another device from now on."""
+        self._gone(tensor.untyped_storage()._cdata)
+        self._add(tensor, device, "a weight")
+
+    @contextmanager
+    def running(self, device: int, what: str) -> Iterator[None]:
+        """What is made is counted on a device."""
+        counter = self._counters[device]
+        before, counter.what = counter.what, what
+        try:
+            with counter:
+                yield
+        finally:
+            counter.what = before
+
+    def watch_backward(self, tree: Any, device: int, what: str, known: set[Any]) -> None:
+        """What autograd's new nodes behind these outputs will make is counted on a device."""
+        waiting = [leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in known:
+                continue
+            known.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+            if node.name() != "torch::autograd::AccumulateGrad":  # weights have a hook of their own
+                self._hook(node, device, f"the backward of {what}")
+
+    def _hook(self, node: Any, device: int, what: str) -> None:
+        counter = self._counters[device]
+
+        def before(grads: Any) -> None:
+            self.add(grads, device, what)  # a sum that autograd made
+            counter.what = what
+            _push_mode(counter)  # if the node raises, autograd restores the modes of its thread
+
+        def after(made: Any, given: Any) -> None:
+            _pop_mode()
+            self.add(made, device, what)
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+    def _add(self, tensor: torch.Tensor, device: int, what: str) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._owner or not size:
+            return
+        gone = weakref.ref(storage, lambda _: self._gone(address))
+        self._owner[address] = _Stored(device, size, what, gone)
+        self.live_bytes[device] += size
+        if self.live_bytes[device] > self.devices[device].limit_bytes:
+            raise self._too_much(device, size, what)
+        self.peak_bytes[device] = max(self.peak_bytes[device], self.live_bytes[device])
+
+    def _gone(self, address: int) -> None:
+        stored = self._owner.pop(address, None)
+        if stored is not None:
+            self.live_bytes[stored.device] -= stored.num_bytes
+
+    def _too_much(self, device: int, size: int, what: str) -> DeviceMemoryError:
+        at, live = self.devices[device], self.live_bytes[device]
+        known = self.most_needed_bytes or [0] * len(self.devices)
+        self.most_needed_bytes = [max(one, self.peak_bytes[d]) for d, one in enumerate(known)]
+        self.most_needed_bytes[device] = max(known[device], live)
+        predicted = ""
+        if self.predicted_bytes:
+            predicted = f" (predicted peak {format_bytes(self.predicted_bytes[device])})"
+        return DeviceMemoryError(
+            f"{at.name} needs {format_bytes(live)} of {format_bytes(at.limit_bytes)}{predicted}: {what} takes"
+            f" {format_bytes(size)}, beside {self._largest(device, what)}; give it more memory, a device"
+            " beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
+        )
+
+    def _largest(self, device: int, what: str) -> str:
+        """What else takes most there."""
+        others = [(name, num_bytes) for name, num_bytes in self.standing(device) if name != what]
+        words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in others[:_FEW]]
+        return ", ".join(words) + (f" and {len(others) - _FEW} more" if len(others) > _FEW else "")
+
+
+class _Counter(TorchDispatchMode):
+    """Counts on one device what ops make."""
+
+    def __init__(self, accounts: Accounts, device: int) -> None:
+        super().__init__()
+        self.what = ""
+        self._accounts, self._device = accounts, device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs as much as an op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and count what it made."""
+        out = func(*args, **(kwargs or {}))
+        self._accounts.add(out, self._device, self.what)
+        return out
+
+
+def storages_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of distinct storages."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())

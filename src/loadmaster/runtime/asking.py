@@ -1,0 +1,179 @@
+"""Asking: from what a user gives to `lm.place` (a plan, or inputs and devices) to a placed model."""
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+from loadmaster.cluster.local import auto_shorthand
+from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError, PlanError, UnknownNameError
+from loadmaster.core.io import load
+from loadmaster.core.placement import Placement
+from loadmaster.core.run import Budget
+from loadmaster.core.units import format_bytes
+from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
+from loadmaster.graph.torch_capture.fake import rebuilt
+from loadmaster.runtime.finite import HOWS, WARN
+from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
+from loadmaster.runtime.shortage import Replan
+from loadmaster.runtime.unplaced import Loss
+from loadmaster.runtime.verify import Verification, require_batch
+
+FIRST_STEP = "first-step"
+
+
+class Wish(TypedDict, total=False):
+    """What `lm.place` may be asked beside model, plan or inputs, and devices."""
+
+    kwargs: Mapping[str, Any]  # example inputs by name, where there is no plan yet
+    optimizer: Any  # a class or name to plan for; an instance is adopted, too
+    loss: Loss | None  # one number of what the model gives, where that is not its own loss
+    budget: Budget | float | str  # for the search of a plan
+    engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
+    presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
+    output_device: str | torch.device | None
+    verify: str | None  # 'first-step'
+    compile: bool | str  # torch.compile of each part on one device; True, or a backend's name
+    on_nan: str | None  # a loss that is not a number: 'warn' (default), 'raise', or None: nobody looks
+
+
+def placed(
+    model: nn.Module,
+    given: Any,
+    devices: Any,
+    wishes: Wish,
+    *,
+    problem: Callable[..., Any],
+    plan: Callable[..., Placement],
+    replan: Replan,
+) -> Placed:
+    """A placed model; `problem` and `plan` make a plan where none is given."""
+    unknown = sorted(set(wishes) - set(Wish.__annotations__))
+    if unknown:
+        raise UnknownNameError("argument of place", unknown[0], Wish.__annotations__)
+    _check(wishes)
+    placement = placement_of(given)
+    if placement is None:
+        placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
+    elif devices != AUTO:
+        raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
+    made = on_devices(model, placement, wishes, replan)
+    if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
+        made.adopt(wishes["optimizer"])
+    return made
+
+
+def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
+    """One batch under a plan and without, on a copy of the model."""
+    args, kwargs = require_batch(batch)
+    placement = placement_of(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    made = on_devices(_copied(model), placement, {"loss": loss})
+    return made.verify(*args, seed=seed, **kwargs)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The model with weights of its own; what cannot be copied is shared."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # a lock, a file, a generator
+        tensors = [*model.parameters(), *model.buffers()]
+        return rebuilt(model, {id(tensor): copy.deepcopy(tensor) for tensor in tensors})
+
+
+def placement_of(given: Any) -> Placement | None:
+    """The Placement that is given, or lies in the file that is named; None where inputs are given."""
+    if isinstance(given, str | os.PathLike):
+        given = load(given)
+        if not isinstance(given, Placement):
+            raise InputError(f"the file holds a {type(given).__name__}; what lm.plan gives is needed")
+    if isinstance(given, Placement):
+        return given
+    if isinstance(given, torch.Tensor | tuple | list | Mapping):
+        return None
+    raise InputError(
+        f"{type(given).__name__} is neither a plan nor inputs; give a Placement (of a bare Plan nobody knows"
+        " the ops), its file, or example inputs as a tensor, a tuple or a dict"
+    )
+
+
+def _check(wishes: Wish) -> None:
+    if wishes.get("engine", AUTO) not in ENGINES:
+        raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
+    if wishes.get("verify") not in (None, FIRST_STEP):
+        raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
+    if wishes.get("on_nan") not in (None, *HOWS):
+        raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
+    _backend(wishes.get("compile", False))
+
+
+def _backend(asked: Any) -> str:
+    if isinstance(asked, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if asked not in known:
+            raise UnknownNameError("backend of torch.compile", asked, known)
+        return asked
+    return "inductor" if asked else ""
+
+
+def _planned(
+    model: nn.Module, given: Any, devices: Any, wishes: Wish, *, problem: Any, plan: Any
+) -> Placement:
+    """A plan for a model on example inputs."""
+    cluster = parse_cluster(auto_shorthand() if devices == AUTO else devices)
+    args, kwargs = require_batch(given)
+    kwargs |= dict(wishes.get("kwargs", {}))
+    graph = capture(
+        model,
+        args,
+        kwargs,
+        optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
+        loss=wishes.get("loss"),
+        train=model.training,
+        target=_target(cluster),
+    )
+    found: Placement = plan(problem(graph, cluster), budget=wishes.get("budget", 10.0))
+    return found
+
+
+def _target(cluster: Cluster) -> str:
+    return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
+
+
+def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Replan | None = None) -> Placed:
+    """The model on the devices of a plan."""
+    cluster, plan = placement.problem.cluster, placement.plan
+    if plan is None:
+        short = ", ".join(
+            f"{name} lacks {format_bytes(lacking)}"
+            for name, lacking in zip(cluster.device_name, placement.shortfall_bytes.tolist(), strict=True)
+            if lacking
+        )
+        raise PlanError(
+            f"no plan fits ({placement.status.value}: {short or placement.proof}); give more memory, another"
+            " device or a smaller batch; lm.fit says which change is the cheapest"
+        )
+    for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
+        if wanted:
+            raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
+    where = wishes.get("output_device")
+    options = Options(
+        engine=wishes.get("engine", AUTO),
+        presum=wishes.get("presum", False),
+        output_device=None if where is None else torch.device(where),
+        loss=wishes.get("loss"),
+        verify=wishes.get("verify") == FIRST_STEP,
+        on_nan=wishes.get("on_nan", WARN),
+        compile=_backend(wishes.get("compile", False)),
+    )
+    predicted = placement.peak_bytes.tolist()
+    graph = placement.problem.graph
+    made = placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)
+    made._placement, made._replan = placement, replan
+    return made

@@ -1,0 +1,165 @@
+"""Assignment: the device of every node of a program, from a plan that names ops.
+
+The plan was made for the graph of one mode and one shape. Where the program is another (eval mode, another
+batch), an op that the plan knows by name and kind keeps its device; any other goes where the ops of its
+module, or else its first input, are.
+
+Three rules come before the plan, since they keep the numbers right: what writes into a tensor runs where that
+tensor is, with everything that looks at the same memory; a buffer that is written is where its first writer
+is; of an op with several outputs, each is taken where the op ran.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from torch import fx
+
+from loadmaster.core.errors import PlanError
+from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.plan import Plan
+from loadmaster.runtime.facts import Facts
+from loadmaster.runtime.program import Program, op_kind
+
+_FEW = 3
+LOSS = "loss"  # the module of ops that are not the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a plan says of ops, by name."""
+
+    device: dict[str, int]
+    kind: dict[str, str]
+    priority: dict[str, int]
+    forward: list[tuple[str, str]]  # ops of the forward pass and their modules, in order
+    by_module: dict[str, int]  # the device of most ops of a module
+    trains: bool  # the graph has a backward pass
+    inputs: frozenset[str] = frozenset()
+
+
+def known_of(graph: Graph, plan: Plan) -> Known:
+    """The plan of a graph as tables."""
+    if len(plan.device) != graph.num_ops:
+        raise PlanError(f"the plan has {len(plan.device)} ops, its graph {graph.num_ops}; give them together")
+    kind = dict(zip(graph.op_name, graph.op_kind, strict=True))
+    votes: dict[str, Counter[int]] = {}
+    forward = []
+    device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
+    for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
+        if phase in (Phase.FORWARD, Phase.PARAM):
+            votes.setdefault(module, Counter())[device[name]] += 1
+        if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
+            forward.append((name, module))
+    return Known(
+        device=device,
+        kind=kind,
+        priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
+        forward=forward,
+        by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
+        trains=bool((graph.phase == Phase.BACKWARD).any()),
+        inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
+    )
+
+
+def differences(program: Program, facts: Facts, known: Known) -> list[str]:
+    """Ops of the program that the plan does not know, in words; none: the plan is for this program."""
+    found = []
+    for node in _placeable(program, facts):
+        name, kind = node.meta["op"], op_kind(node)
+        if known.kind.get(name) != kind:
+            there = f"is {known.kind[name]!r} in the plan" if name in known.kind else "is not in the plan"
+            found.append(f"op {name!r} ({kind}) {there}")
+    return found
+
+
+def names_in_plan(program: Program, facts: Facts, known: Known) -> dict[fx.Node, str]:
+    """What the plan calls each op; ops that it does not know are left out.
+
+    Another mode or batch numbers ops in another way ('mul_8' for 'mul'), so ops are then matched by kind and
+    module along both graphs, and one that stands in for another (a slice for an alias) takes its place.
+    """
+    ops = _placeable(program, facts)
+    if not differences(program, facts, known):
+        return {node: node.meta["op"] for node in ops}
+    here = [(op_kind(node), node.meta["module"]) for node in ops]
+    there = [(known.kind[name], module) for name, module in known.forward]
+    found: dict[fx.Node, str] = {}
+    for tag, i, j, k, end in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        if tag == "equal" or (tag == "replace" and j - i == end - k):
+            found.update((ops[i + at], known.forward[k + at][0]) for at in range(j - i))
+    return found
+
+
+def _placeable(program: Program, facts: Facts) -> list[fx.Node]:
+    """Ops that give or write tensors; sizes have no place."""
+    return [node for node in program.ops if facts.storages[node] or node in facts.written]
+
+
+def assigned(
+    program: Program, facts: Facts, known: Known, names: Mapping[fx.Node, str], homes: Mapping[str, int]
+) -> tuple[dict[fx.Node, int], list[str]]:
+    """The device of every node, and what had to differ from the plan; `homes` says where weights are."""
+    device: dict[fx.Node, int] = {}
+    for node in program.inputs:
+        name = node.meta["op"]
+        device[node] = homes.get(name, known.device.get(name, 0))
+    for node in program.ops:
+        device[node] = known.device[names[node]] if node in names else _near(node, device, known)
+        if node.target is operator.getitem:
+            device[node] = device[node.args[0]]
+    _constants(program, device)
+    moved = _keep_memory_together(program, facts, device)
+    strange = [node.meta["op"] for node in _placeable(program, facts) if node not in names]
+    notes = []
+    if strange:
+        notes.append(f"{_some(strange)} not in the plan: placed with the ops around")
+    if moved:
+        notes.append(f"{_some(moved)} moved to the memory written in place")
+    return device, notes
+
+
+def _near(node: fx.Node, device: Mapping[fx.Node, int], known: Known) -> int:
+    """Where the ops of its module are, or its first input."""
+    found = known.by_module.get(node.meta["module"])
+    if found is not None:
+        return found
+    return next((device[one] for one in node.all_input_nodes if one in device), 0)
+
+
+def _constants(program: Program, device: dict[fx.Node, int]) -> None:
+    """A constant is where it is first read."""
+    for node in program.inputs:
+        if node.meta["slot"].kind == "constant":
+            device[node] = next((device[user] for user in node.users if user in device), 0)
+
+
+def _keep_memory_together(program: Program, facts: Facts, device: dict[fx.Node, int]) -> list[str]:
+    """All that looks at memory which is written runs at its home; gives the names of what moved."""
+    maker: dict[int, fx.Node] = {}
+    writer: dict[int, fx.Node] = {}
+    for node in (*program.inputs, *program.ops):
+        for storage in facts.storages[node]:
+            maker.setdefault(storage, node)
+        for storage in facts.written.get(node, ()):
+            writer.setdefault(storage, node)
+    moved: dict[str, None] = {}
+    home = {}
+    for storage, first in writer.items():
+        made = maker[storage]
+        home[storage] = device[first if made.op == "placeholder" else made]
+    for node in (*program.inputs, *program.ops):
+        touched = [s for s in (*facts.written.get(node, ()), *facts.storages[node]) if s in home]
+        if touched and device[node] != home[touched[0]]:
+            device[node] = home[touched[0]]
+            if node.op == "call_function":
+                moved[node.meta["op"]] = None
+    return list(moved)
+
+
+def _some(names: list[str]) -> str:
+    """'a, b, c and 4 more'."""
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return f"{len(names)} op{'s' * (len(names) > 1)} ({', '.join(names[:_FEW])}{more})"

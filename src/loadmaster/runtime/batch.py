@@ -1,0 +1,64 @@
+"""Batch: one graph for every batch size, by an export whose batch axis is free.
+
+The batch is axis 0 of the first input that has one, and of all inputs as long there. A batch of one is
+another graph: torch takes axes of length one for known.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture.ranges import size_of
+
+_SMALLEST = 2
+
+
+def batch_of(inputs: Any) -> int | None:
+    """The size that may be free; None where there is none."""
+    size = size_of(inputs, "batch")
+    return size if size is not None and size >= _SMALLEST else None
+
+
+def pattern_of(leaves: list[Any], batch: int | None) -> tuple[Any, ...]:
+    """What of the arguments a graph with a free batch depends on."""
+    return tuple(_pattern(leaf, batch) for leaf in leaves)
+
+
+def _pattern(leaf: Any, batch: int | None) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), repr(leaf)
+    shape = tuple(leaf.shape)
+    if _is_batched(leaf, batch):
+        shape = (-1, *shape[1:])
+    return shape, leaf.dtype, leaf.requires_grad
+
+
+def _is_batched(leaf: Any, batch: int | None) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and batch is not None and leaf.shape[0] == batch
+
+
+def free_batch(fake: FakeModel) -> Any:
+    """What torch.export is told: axis 0 of batched inputs is free."""
+    batch = batch_of((fake.args, fake.kwargs))
+
+    def axes(leaf: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if _is_batched(leaf, batch) else None
+
+    args, kwargs = tree_map(axes, fake.args), tree_map(axes, fake.kwargs)
+    if not kwargs:
+        return tuple(args)
+    names = list(inspect.signature(fake.model.forward).parameters)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def is_free(exported: torch.export.ExportedProgram, fake: FakeModel) -> bool:
+    """Whether the model left the batch free: it may have asked for its size."""
+    leaves = tree_leaves((fake.args, fake.kwargs))
+    batch = batch_of((fake.args, fake.kwargs))
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    batched = [name for name, leaf in zip(names, leaves, strict=True) if _is_batched(leaf, batch)]
+    return bool(batched) and all(isinstance(values[name].shape[0], torch.SymInt) for name in batched)

@@ -1,0 +1,111 @@
+"""Copies: a tensor on another device, and the edges along which its gradient comes home.
+
+            x (cpu#0) ──carried──► c (cpu#1)           one copy per device
+            │                      │
+            ├────── joined ────────┼──► first reader    one edge per reader: its gradient is copied home and
+            └────── joined ────────┴──► second reader   added there, in the order of the unplaced model
+
+A copy has the strides of its original, since kernels may add up in another order where strides are others.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from loadmaster.runtime.cuda import Lanes
+
+NOWHERE = -1
+_MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
+
+
+def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """The same values in new memory on a device, without a gradient."""
+    with torch.no_grad():
+        return _copied(tensor.detach(), where)
+
+
+def joined(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> torch.Tensor:
+    """The copy for one reader, its gradient going to the original, which is on device `home`."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Edge.apply(tensor, copy, home)
+    return copy
+
+
+def _sent_home(grad: torch.Tensor, where: torch.device, home: int) -> torch.Tensor:
+    """A gradient at home; one that two readers hand on as it is (of a sum) is sent there once.
+
+    Whoever takes it reads it only, or autograd sees that it is shared.
+    """
+    if home == NOWHERE:
+        return carried(grad, where)
+    sent: dict[int, tuple[int, Any]] = grad.__dict__.setdefault("_loadmaster_sent", {})
+    version, made = sent.get(home, (-1, lambda: None))
+    known: torch.Tensor | None = made() if version == grad._version else None
+    if known is None:
+        known = carried(grad, where)
+        sent[home] = (grad._version, weakref.ref(known))
+    return known
+
+
+def landed(tensor: Any, where: torch.device) -> Any:
+    """A tensor on a device, itself if it is there; what is no tensor stays itself."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device == where:
+        return tensor
+    return tensor.to(where)
+
+
+class _Edge(torch.autograd.Function):
+    """Forward: the copy. Backward: the gradient, copied to where the original is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor, home: int) -> torch.Tensor:
+        """The copy's memory under a name of its own."""
+        ctx.where, ctx.home = tensor.device, home
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of one reader, at home."""
+        return _sent_home(grads[0], ctx.where, ctx.home), None, None
+
+
+def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """New memory with the same strides where they leave few gaps; an expanded axis is copied once."""
+    if tensor.layout != torch.strided:
+        return tensor.to(where, copy=True)
+    narrow = tensor
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            narrow = narrow.narrow(axis, 0, 1)
+    if narrow.is_cuda or where.type == "cuda":
+        made = _lanes().copied(narrow, where, _room)
+    else:
+        made = _room(narrow, where)
+        made.copy_(narrow)
+    return made if narrow is tensor else made.expand(tensor.shape)
+
+
+@functools.cache
+def _lanes() -> Lanes:
+    """Streams belong to the process, as devices do."""
+    return Lanes()
+
+
+def _room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
+    """Empty memory for a tensor's values."""
+    sizes = tuple(tensor.shape)
+    if tensor.is_contiguous() or not _worth_it(tensor):
+        return torch.empty(sizes, dtype=tensor.dtype, device=where, pin_memory=pinned)
+    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=where, pin_memory=pinned)
+
+
+def _worth_it(tensor: torch.Tensor) -> bool:
+    """Whether the strides leave few gaps and no two elements share memory."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += (size - 1) * stride
+    return 0 < span <= _MOST_GAPS * tensor.numel()

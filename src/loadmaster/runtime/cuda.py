@@ -1,0 +1,79 @@
+"""Cuda: copies from and to GPUs on streams of their own, so that they run beside the ops.
+
+    source's stream  ──op──●                       ● event: the lane waits until the value is there
+    lane (src, dst)        └──copy──●              ● event: the reader's stream waits until the copy is
+    reader's stream                 └──op──
+
+Nothing waits for a whole device. The host waits only for a copy whose reader runs on the host. A tensor is
+kept by `record_stream` until its copy is done; host memory goes through pinned memory, kept likewise.
+Not tested yet: needs a GPU (marker `gpu`).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+Room = Callable[[torch.Tensor, torch.device, bool], torch.Tensor]  # empty memory, pinned or not
+
+
+class Lanes:
+    """One stream for each pair of devices, made when it is first used."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
+
+    def copied(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
+        """The tensor's values in new memory; at least one side is a GPU."""
+        if tensor.device == where:
+            made = room(tensor, where, False)
+            made.copy_(tensor)
+            return made
+        if tensor.is_cuda and where.type == "cuda":
+            return self._between(tensor, where, room)
+        return self._to_host(tensor, room) if tensor.is_cuda else self._to_device(tensor, where, room)
+
+    def _lane(self, source: torch.device, target: torch.device) -> torch.cuda.Stream:
+        key = (source, target)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(source if source.type == "cuda" else target)
+        return self._streams[key]
+
+    def _between(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
+        lane, reader = self._lane(tensor.device, where), torch.cuda.current_stream(where)
+        made = room(tensor, where, False)
+        lane.wait_stream(torch.cuda.current_stream(tensor.device))
+        lane.wait_stream(reader)  # whoever had this memory before is done with it
+        with torch.cuda.stream(lane):
+            made.copy_(tensor, non_blocking=True)
+        tensor.record_stream(lane)
+        made.record_stream(lane)
+        reader.wait_stream(lane)
+        return made
+
+    def _to_device(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
+        lane, reader = self._lane(tensor.device, where), torch.cuda.current_stream(where)
+        staged = tensor
+        if not tensor.is_pinned():
+            staged = room(tensor, tensor.device, True)
+            staged.copy_(tensor)
+        made = room(tensor, where, False)
+        lane.wait_stream(reader)
+        with torch.cuda.stream(lane):
+            made.copy_(staged, non_blocking=True)
+        made.record_stream(lane)
+        reader.wait_stream(lane)
+        return made
+
+    def _to_host(self, tensor: torch.Tensor, room: Room) -> torch.Tensor:
+        """The reader runs on the host: it waits for this copy, and for nothing else."""
+        host = torch.device("cpu")
+        lane = self._lane(tensor.device, host)
+        made = room(tensor, host, True)
+        lane.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(lane):
+            made.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(lane)
+        tensor.record_stream(lane)
+        done.synchronize()
+        return made

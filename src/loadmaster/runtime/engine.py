@@ -1,0 +1,290 @@
+"""Engine: runs the plan of a model op by op; a graph for every mode and shape it is called with.
+
+A graph is made when it is first needed: exported, placed by the plan, put in order and rewritten. Where bytes
+are counted (logical devices) the graph is interpreted node by node, else its generated code is run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten
+
+from loadmaster.core.errors import GraphError, PlanError
+from loadmaster.graph.torch_capture.request import leave_transforms, shortened
+from loadmaster.runtime.accounts import NO_DEVICE, Accounts
+from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
+from loadmaster.runtime.batch import batch_of, pattern_of
+from loadmaster.runtime.clock import Clock, Timed
+from loadmaster.runtime.copies import carried, joined, landed
+from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.facts import Facts, facts_of
+from loadmaster.runtime.order import issue_order
+from loadmaster.runtime.parts import Parts, compiled_parts
+from loadmaster.runtime.program import Program, program_of
+from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
+
+Fill = Callable[[list[Any]], Any]
+_MOST_GRAPHS = 16
+
+
+class CannotExportError(GraphError):
+    """The model cannot be made a graph on these arguments; nothing has run yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A graph that can be run."""
+
+    program: Program
+    facts: Facts
+    device: dict[fx.Node, int]
+    rewritten: Rewritten
+    fills: tuple[Fill, ...]  # a value for every input, of the leaves of the arguments
+    parts: Parts | None = None  # compiled
+
+    def flat(self, leaves: list[Any]) -> list[Any]:
+        """What the graph's inputs are, without the regions."""
+        return [fill(leaves) for fill in self.fills]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One placed model's graphs."""
+
+    model: nn.Module  # whose modules and weights are run
+    root: nn.Module  # whose mode counts: the placed model
+    known: Known
+    devices: Sequence[RunDevice]
+    homes: dict[str, int]  # of every weight and buffer
+    accounts: Accounts | None
+    presum: bool = False
+    backend: str = ""  # that compiles parts, '' = none
+    output_device: torch.device | None = None
+    notes: list[str] = field(default_factory=list)
+    clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
+    _ready: dict[Any, Ready] = field(default_factory=dict)
+    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
+    _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
+    _matched: bool = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model gives."""
+        ready, leaves = self.ready(args, kwargs)
+        return self.run(ready, leaves)
+
+    def ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]]:
+        """The graph for these arguments, and their leaves."""
+        ordered = dict(sorted(kwargs.items()))
+        leaves, spec = tree_flatten((args, ordered))
+        mode = self._mode()
+        found = self._ready.get((spec, pattern_of(leaves, None), mode))
+        if found is None:
+            batch = batch_of((args, ordered))
+            found = self._ready.get((spec, pattern_of(leaves, batch), mode))
+            if found is None:
+                found = self._new(args, ordered, (spec, leaves, mode), batch)
+        return found, leaves
+
+    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
+        """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
+        spec, leaves, mode = call
+        exact = (spec, pattern_of(leaves, None), mode)
+        if exact in self._refused:
+            raise CannotExportError(self._refused[exact])
+        kind = (spec, pattern_of(leaves, batch), mode)
+        while len(self._ready) >= _MOST_GRAPHS:
+            self._ready.pop(next(iter(self._ready)))
+        if batch is not None and kind in self._kinds:
+            try:
+                self._ready[kind] = self._made(args, kwargs, any_batch=True)
+                self.say(f"a graph for any batch was made when a batch of {batch} came")
+                return self._ready[kind]
+            except CannotExportError as problem:
+                self.say(f"no graph for any batch ({problem}): one for each batch size")
+        try:
+            made = self._made(args, kwargs)
+        except CannotExportError as problem:
+            self._refused[exact] = str(problem)
+            raise
+        if self._kinds:
+            self.say(f"a graph was made anew for {_in_words(leaves)}{' in training' * self.root.training}")
+        self._kinds.add(kind)
+        self._ready[exact] = made
+        return made
+
+    def say(self, note: str) -> None:
+        """A note for the user, once."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
+        """Run a graph; `watcher` is told of every node."""
+        regions, flat = Regions(), ready.flat(leaves)
+        try:
+            if self.clock is not None and watcher is None:
+                timed = Timed(ready.rewritten.module, self.clock, ready.device)
+                out = timed.run(regions, *flat, enable_io_processing=False)
+            elif ready.parts is not None and watcher is None:
+                out = ready.parts.run(self.accounts, regions, *flat)
+            elif self.accounts is None and watcher is None:
+                out = ready.rewritten.module(regions, *flat)
+            else:
+                out = _Counted(ready.rewritten.module, self.accounts, watcher).run(
+                    regions, *flat, enable_io_processing=False
+                )
+        finally:
+            regions.close()
+        return ready.program.handed(out)
+
+    @property
+    def graphs(self) -> list[Ready]:
+        """The graphs made so far."""
+        return list(self._ready.values())
+
+    def _mode(self) -> tuple[Any, ...]:
+        """All that makes another graph of the same arguments."""
+        flags = tuple(module.training for module in self.model.modules() if module is not self.model)
+        trained = tuple(weight.requires_grad for weight in self.model.parameters())
+        casts = tuple(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in ("cpu", "cuda")
+        )
+        return self.root.training, flags, trained, casts
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
+        training = self.root.training
+        try:
+            program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
+            facts = facts_of(program)
+        except Exception as problem:  # torch and the user's model may raise anything
+            leave_transforms()
+            raise CannotExportError(shortened(problem)) from problem
+        self._check(program, facts)
+        names = names_in_plan(program, facts, self.known)
+        device, notes = assigned(program, facts, self.known, names, self.homes)
+        self._settle(program, device)
+        for note in notes:
+            self.say(note)
+        priority = {node: self.known.priority[name] for node, name in names.items()}
+        order = issue_order(program, facts, priority)
+        where = [device.where for device in self.devices]
+        made = rewritten(
+            program, facts, device, order, where, presum=self.presum, output_device=self.output_device
+        )
+        parts = compiled_parts(made.module, backend=self.backend) if self.backend else None
+        if parts is not None:
+            self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
+        return Ready(program, facts, device, made, self._fills(program, device), parts)
+
+    def _check(self, program: Program, facts: Facts) -> None:
+        """The first graph of the plan's own mode and inputs must have the plan's ops."""
+        found = differences(program, facts, self.known)
+        given = {node.meta["op"] for node in program.inputs if node.meta["slot"].kind == "input"}
+        if not found:
+            self._matched = True
+        elif given != self.known.inputs:
+            self.say(f"the model is given {_listed(given)}, it was planned on {_listed(self.known.inputs)}")
+        elif not self._matched and self.root.training == self.known.trains:
+            raise PlanError(
+                f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more"
+                " differ; plan this model on inputs like these"
+            )
+
+    def forget(self) -> None:
+        """Weights have moved: graphs are made anew when they are needed."""
+        self._ready.clear()
+
+    def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:
+        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made anew."""
+        tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
+        for node in program.inputs:
+            name = node.meta["op"]
+            if node.meta["slot"].kind != "weight" or self.homes.get(name) == device[node]:
+                continue
+            self.homes[name] = device[node]
+            tensors[name].data = tensors[name].data.to(self.devices[device[node]].where)
+            if self.accounts is not None:
+                self.accounts.move(tensors[name], device[node])
+            self.forget()
+
+    def _fills(self, program: Program, device: Mapping[fx.Node, int]) -> tuple[Fill, ...]:
+        made = []
+        for node in program.inputs:
+            slot, where = node.meta["slot"], self.devices[device[node]].where
+            if slot.kind == "weight":
+                made.append(_weight(self.model, slot.name))
+            elif slot.kind == "input":
+                made.append(_leaf(slot.place, where))
+            else:
+                made.append(_constant(landed(slot.value, where)))
+        return tuple(made)
+
+
+def _weight(model: nn.Module, name: str) -> Fill:
+    """Looked up at each call: a weight may be exchanged for another."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    table = module._parameters if own in module._parameters else module._buffers
+    return lambda _: table[own]
+
+
+def _leaf(place: int, where: torch.device) -> Fill:
+    return lambda leaves: landed(leaves[place], where)
+
+
+def _constant(value: Any) -> Fill:
+    return lambda _: value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _in_words(leaves: list[Any]) -> str:
+    """'inputs of [3, 16], [3, 16]'."""
+    shapes = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return f"inputs of {', '.join(shapes)}"
+
+
+class _Counted(fx.Interpreter):
+    """Runs a graph node by node, its bytes counted where they are made."""
+
+    def __init__(self, module: fx.GraphModule, accounts: Accounts | None, watcher: Any) -> None:
+        super().__init__(module)
+        self._accounts, self._watcher = accounts, watcher
+        self._known: set[Any] = set()  # autograd's nodes that are hooked
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node."""
+        if n.op not in ("call_function", "placeholder") or "device" not in n.meta:
+            return super().run_node(n)
+        if self._watcher is not None:
+            self._watcher.before(n, self.fetch_args_kwargs_from_env(n))
+        out = self._counted(n)
+        if self._watcher is not None:
+            out = self._watcher.after(n, out)
+        return out
+
+    def _counted(self, n: fx.Node) -> Any:
+        if self._accounts is None:
+            return super().run_node(n)
+        at, what = n.meta["device"], n.meta["op"]
+        if n.op == "placeholder":
+            return self._received(super().run_node(n), at, what)
+        with self._accounts.running(at, what):
+            out = super().run_node(n)
+        self._accounts.watch_backward(out, n.meta["back"], what, self._known)
+        return out
+
+    def _received(self, given: Any, at: int, what: str) -> Any:
+        """An input is counted where the plan has it; one that is counted elsewhere is copied."""
+        accounts = self._accounts
+        assert accounts is not None, "bytes are counted"
+        if not isinstance(given, torch.Tensor) or accounts.owner(given) in (NO_DEVICE, at):
+            accounts.add(given, at, what)
+            return given
+        with accounts.running(at, what):
+            return joined(given, carried(given, given.device))

@@ -1,0 +1,30 @@
+"""Explain: where the ops and weights of a placed model are, in a few lines."""
+
+from loadmaster.core.units import format_bytes
+from loadmaster.runtime.accounts import storages_bytes
+from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.hooks import HookEngine
+
+
+def explanation(engine: Engine, hooks: HookEngine | None) -> str:
+    """One line for the engine, one for each device, one for each note."""
+    graphs = engine.graphs
+    copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
+    if hooks is not None:
+        copies = f"{len(hooks.places)} modules"
+    lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]
+    lines += [_device_line(engine, at) for at in range(len(engine.devices))]
+    return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
+
+
+def _device_line(engine: Engine, at: int) -> str:
+    device = engine.devices[at]
+    tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
+    own = [tensors[name] for name, home in engine.homes.items() if home == at]
+    placed = engine.graphs[0].device if engine.graphs else {}
+    num_ops = sum(home == at and node.op == "call_function" for node, home in placed.items())
+    words = [f"{num_ops} ops", f"{len(own)} weights and buffers of {format_bytes(storages_bytes(own))}"]
+    if engine.accounts is not None:
+        peak, limit = engine.accounts.peak_bytes[at], device.limit_bytes
+        words.append(f"at most {format_bytes(peak)} of {format_bytes(limit)} so far")
+    return f"{device.name} ({device.where}): {', '.join(words)}"

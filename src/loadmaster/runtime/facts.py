@@ -1,0 +1,122 @@
+"""Facts: what a program's ops share, write and draw, found by one run on fake tensors.
+
+Two nodes alias where their values have a storage in common. What is written in place is seen below autograd,
+so that the hidden writes of batch norm are seen, too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from loadmaster.graph.capture import quiet
+from loadmaster.graph.torch_capture.words import written_by
+from loadmaster.runtime.program import Program
+
+_WORDS_OF_CHANCE = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "poisson")
+
+
+@dataclass(slots=True)
+class Facts:
+    """Storages are numbered; what is no tensor has none."""
+
+    storages: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of a node's value
+    written: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # by a node, in place
+    trained: set[fx.Node] = field(default_factory=set)  # nodes whose value has a gradient
+
+    @property
+    def changing(self) -> set[int]:
+        """Storages that some op writes in place."""
+        return {storage for found in self.written.values() for storage in found}
+
+
+def facts_of(program: Program) -> Facts:
+    """Run the program on its own fake tensors."""
+    fake, names = program.fake, program.fake.names()
+    leaves = tree_leaves((fake.args, fake.kwargs))
+    flat = []
+    for node in program.inputs:
+        slot = node.meta["slot"]
+        value = names[slot.name] if slot.kind == "weight" else slot.value
+        flat.append(leaves[slot.place] if slot.kind == "input" else value)
+    watch = _Watch()
+    run = _Run(fx.GraphModule(program.root, program.graph), watch)
+    with quiet(), fake.mode, torch.enable_grad(), watch:
+        run.run(*flat, enable_io_processing=False)
+    return run.facts
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op may draw random numbers; of one that nobody knows it is assumed."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    return any(word in str(node.target) for word in _WORDS_OF_CHANCE)
+
+
+class _Watch(TorchDispatchMode):
+    """Numbers storages and notes writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def numbers(self, tensors: Iterable[Any]) -> tuple[int, ...]:
+        """The storages of tensors; each is held, so that no two have one number."""
+        found = []
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                found.append(self._known.setdefault(storage._cdata, (len(self._known), storage))[0])
+        return tuple(dict.fromkeys(found))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and note what it writes."""
+        kwargs = kwargs or {}
+        self.written.update(self.numbers(written_by(func, args, kwargs)))
+        return func(*args, **kwargs)
+
+
+class _Run(fx.Interpreter):
+    """Notes the facts of each node."""
+
+    def __init__(self, module: fx.GraphModule, watch: _Watch) -> None:
+        super().__init__(module)
+        self.facts, self._watch = Facts(), watch
+        self._seen: set[int] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node."""
+        self._watch.written.clear()
+        region = [entered(context) for context in n.meta.get("region", ())]
+        out = super().run_node(n)
+        for context in reversed(region):
+            context.__exit__(None, None, None)
+        leaves = tree_leaves(out)
+        facts = self.facts
+        facts.storages[n] = self._watch.numbers(leaves)
+        written = self._watch.written & self._seen  # what an op makes and writes by itself is its own
+        if written:
+            facts.written[n] = tuple(sorted(written))
+        self._seen.update(facts.storages[n])
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            facts.trained.add(n)
+        return out
+
+
+def entered(context: tuple[Any, ...]) -> Any:
+    """A region's context, entered."""
+    made: Any
+    if context[0] == "grad":
+        made = torch.set_grad_enabled(context[1])
+    else:
+        device, dtype, enabled, cached = context[1:]
+        made = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
+    made.__enter__()
+    return made

@@ -1,0 +1,193 @@
+"""Hooks: runs a model that cannot be exported as it stands, each function on the device of its module.
+
+The plan is projected to modules: a module is where most of its ops are. Hooks on modules say which one runs;
+a function mode sees every torch function before it runs and brings what it reads to that device, one copy per
+(tensor, device) and one edge per reading, as the graph engine does. What only looks at memory, or writes into
+it, runs where that memory is.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from loadmaster.runtime.accounts import NO_DEVICE, Accounts
+from loadmaster.runtime.assignment import Known
+from loadmaster.runtime.copies import carried, joined, landed
+from loadmaster.runtime.devices import RunDevice
+
+_LOOKS = {
+    "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim",
+    "narrow", "permute", "ravel", "real", "reshape", "reshape_as", "select", "split", "split_with_sizes",
+    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold",
+    "unsqueeze", "view", "view_as", "__getitem__", "__get__", "requires_grad_", "register_hook", "__len__",
+    "__iter__", "is_contiguous", "stride", "size", "dim", "numel", "data_ptr", "storage_offset",
+    "untyped_storage", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_floating_point",
+    "is_complex", "backward", "retain_grad",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class HookEngine:
+    """One placed model's modules."""
+
+    model: nn.Module
+    root: nn.Module
+    known: Known
+    devices: Sequence[RunDevice]
+    homes: dict[str, int]
+    accounts: Accounts | None
+    output_device: torch.device | None = None
+    notes: list[str] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)  # of modules
+
+    def __post_init__(self) -> None:
+        """Project the plan to modules; a module without ops of its own is where its parent is."""
+        for path, _ in self.model.named_modules():
+            parent = self.places.get(path.rpartition(".")[0], 0)
+            self.places[path] = self.known.by_module.get(path, parent)
+
+    def settle(self) -> bool:
+        """Buffers go to their modules, which may write them; gives whether any moved."""
+        moved = False
+        for name, buffer in self.model.named_buffers():
+            home = self.places[name.rpartition(".")[0]]
+            if self.homes.get(name) == home:
+                continue
+            self.homes[name], moved = home, True
+            buffer.data = buffer.data.to(self.devices[home].where)
+            if self.accounts is not None:
+                self.accounts.move(buffer, home)
+        return moved
+
+    @property
+    def graphs(self) -> list[Any]:
+        """It has none."""
+        return []
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model gives."""
+        self.settle()
+        forward = type(self.model).forward
+        mode = _Follow(self)
+        with self._following(mode), mode:
+            out = forward(self.root, *args, **dict(kwargs))
+        if self.output_device is None:
+            return out
+        return tree_map_only(torch.Tensor, lambda tensor: landed(tensor, self.output_device), out)
+
+    @contextmanager
+    def _following(self, mode: "_Follow") -> Iterator[None]:
+        """Modules tell the mode when they begin and end; nothing is left on them."""
+        with ExitStack() as stack:
+            for path, module in self.model.named_modules():
+                if not path:
+                    continue
+                place = self.places[path]
+                begin = module.register_forward_pre_hook(mode.begin(place), prepend=True)
+                stack.callback(begin.remove)
+                end = module.register_forward_hook(mode.end, always_call=True)
+                stack.callback(end.remove)
+            yield
+
+    def location(self, tensor: torch.Tensor, here: int) -> int:
+        """The device a tensor is on; one that nobody knows is on this one from now on."""
+        if self.accounts is not None:
+            owner = self.accounts.owner(tensor)
+            if owner == NO_DEVICE:
+                self.accounts.add(tensor, here, "a tensor of the model's own")
+                return here
+            return owner
+        if tensor.device == self.devices[here].where:
+            return here
+        return next((at for at, one in enumerate(self.devices) if one.where == tensor.device), NO_DEVICE)
+
+
+class _Follow(TorchFunctionMode):
+    """Brings what a function reads to the device of the module that calls it."""
+
+    def __init__(self, engine: HookEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._stack = [engine.places[""]]
+        self._copies: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
+        self._alive: dict[int, Any] = {}
+        self._known: set[Any] = set()  # autograd's nodes whose bytes are counted
+
+    def begin(self, place: int) -> Any:
+        """A hook: a module begins."""
+
+        def hook(module: Any, args: Any) -> None:
+            self._stack.append(place)
+
+        return hook
+
+    def end(self, module: Any, args: Any, out: Any) -> None:
+        """A hook: a module ends."""
+        self._stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function where it belongs."""
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        at = self._stack[-1]
+        if tensors and _stays(func, kwargs):
+            at = self._engine.location(leaves[tensors[0]], at)
+        far = [place for place in tensors if self._engine.location(leaves[place], at) != at]
+        for place in far:
+            self._copy(leaves[place], at)
+        original = {}
+        for place in reversed(far):
+            leaves[place], source = joined(leaves[place], self._copy(leaves[place], at)), leaves[place]
+            original[id(leaves[place])] = source
+        args, kwargs = tree_unflatten(leaves, spec)
+        out = self._run(func, args, kwargs, at)
+        return original.get(id(out), out)  # `to` may have nothing to do: then nothing was read
+
+    def _run(self, func: Any, args: Any, kwargs: Any, at: int) -> Any:
+        accounts = self._engine.accounts
+        if accounts is None or at == NO_DEVICE:
+            return func(*args, **kwargs)
+        what = getattr(func, "__name__", "a function")
+        with accounts.running(at, what):
+            out = func(*args, **kwargs)
+        accounts.watch_backward(out, at, what, self._known)
+        return out
+
+    def _copy(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
+        """One copy per version of a tensor and device, as long as the tensor is there."""
+        key = id(tensor)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(tensor, lambda _: self._forget(key))
+        version = (tensor._version, at)
+        made = self._copies.setdefault(key, {})
+        if version not in made:
+            made[version] = self._carried(tensor, at)
+        return made[version]
+
+    def _carried(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
+        where, accounts = self._engine.devices[at].where, self._engine.accounts
+        if accounts is None:
+            return carried(tensor, where)
+        with accounts.running(at, "a copy"):
+            return carried(tensor, where)
+
+    def _forget(self, key: int) -> None:
+        self._alive.pop(key, None)
+        self._copies.pop(key, None)
+
+
+def _stays(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function looks at its first tensor, or writes into it."""
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    writes |= kwargs.get("out") is not None or kwargs.get("inplace") is True
+    in_place = name.startswith("__i") and name.endswith("__")
+    return writes or in_place or name in _LOOKS

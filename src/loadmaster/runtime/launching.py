@@ -1,0 +1,111 @@
+"""Launching: from a saved plan to a run of it; the model is made again from the source the plan names."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import InputError, PlanError
+from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import Problem
+from loadmaster.core.run import silent
+from loadmaster.core.timeline import Timeline
+from loadmaster.cost.database import open_database
+from loadmaster.graph.differences import differences
+from loadmaster.graph.models import Asked, model_graph, model_parts
+from loadmaster.graph.origin import origin_of
+from loadmaster.runtime.asking import on_devices, placement_of
+from loadmaster.runtime.ran import Ran
+from loadmaster.runtime.running import Running, Tell, silent_tell
+from loadmaster.runtime.training import Training, task_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What came of a run: the report, and the timelines it compares."""
+
+    ran: Ran
+    placement: Placement
+    predicted: Timeline
+    measured: Timeline | None
+
+
+def launched(
+    given: Any,
+    simulate: Callable[[Problem, Plan], Timeline],
+    *,
+    model: str | None,
+    steps: int,
+    calibrate: bool,
+    database: str | os.PathLike[str] | None,
+    seed: int = 0,
+    tell: Tell = silent_tell,
+    progress: Callable[[str, float], None] = silent,
+) -> Outcome:
+    """Run a plan; `simulate` predicts it."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"steps is {steps!r}; give a whole number >= 1")
+    placement = placement_of(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    source, asked = _source(placement, model)
+    progress(f"building {source}", 0.0)
+    _require_same(placement, source, asked)
+    parts = _built(source, asked, seed)
+    made = on_devices(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
+    plan = placement.plan
+    assert plan is not None, "it was placed"
+    running = Running(made, placement, task_of(parts, asked), simulate(placement.problem, plan), seed)
+    running.run(steps, tell)
+    rows, path = (running.cost_rows() if calibrate else []), None
+    if rows:
+        with open_database(database, needed=True) as known:
+            known.put(rows)
+            path = str(known.path)
+    report = running.report(source, steps, num_calibrated=len(rows), database=path)
+    return Outcome(report, placement, running.predicted, running.timeline)
+
+
+def plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
+    """The losses of the same steps without any plan: the model itself on the CPU."""
+    placement = placement_of(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    source, asked = _source(placement, model)
+    parts = _built(source, asked, seed)
+    training = Training(parts["model"], task_of(parts, asked), seed)
+    return [training.step()[1] for _ in range(steps)]
+
+
+def _built(source: str, asked: Asked, seed: int) -> dict[str, Any]:
+    """The model with weights that a seed gives, in training mode."""
+    torch.manual_seed(seed)
+    parts = model_parts(source, asked, device="cpu")
+    parts["model"].train()
+    torch.manual_seed(seed)  # of dropout
+    return parts
+
+
+def _source(placement: Placement, model: str | None) -> tuple[str, Asked]:
+    """The model's source, and what was asked of it when it was captured."""
+    graph = placement.problem.graph
+    found = origin_of(graph)
+    if found is None and model is None:
+        raise InputError(
+            f"the plan does not say what model graph {graph.name!r} was captured from; name it with --model"
+            " (hf:NAME, zoo:NAME or file.py:function), or use lm.place on your own model"
+        )
+    source, fields = found if found is not None else ("", {})
+    return model or source, Asked(**fields)
+
+
+def _require_same(placement: Placement, source: str, asked: Asked) -> None:
+    """The source must still give the graph of the plan; what changed is said."""
+    changed = differences(placement.problem.graph, model_graph(source, asked))
+    if changed:
+        raise PlanError(
+            f"the plan is for another model than {source} gives now: {'; '.join(changed)}; plan it anew"
+        )

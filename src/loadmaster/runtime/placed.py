@@ -1,0 +1,285 @@
+"""Placed: a model of the user's own class whose forward runs a plan; weights, names and modes are its own."""
+
+import functools
+import types
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError, PlanError, RunError, VerifyError
+from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
+from loadmaster.runtime.accounts import Accounts
+from loadmaster.runtime.assignment import Known, known_of
+from loadmaster.runtime.devices import RunDevice, run_devices
+from loadmaster.runtime.engine import CannotExportError, Engine, Ready
+from loadmaster.runtime.explain import explanation
+from loadmaster.runtime.finite import WARN, Finite
+from loadmaster.runtime.hooks import HookEngine
+from loadmaster.runtime.optimizers import Optimizers
+from loadmaster.runtime.shortage import Replan, plan_that_fits
+from loadmaster.runtime.unplaced import Loss
+from loadmaster.runtime.verify import Verification, verification
+
+AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
+ENGINES = (AUTO, GRAPH, HOOKS)
+_STAYS = (
+    "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
+    " any device)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a placed model runs."""
+
+    engine: str = AUTO
+    presum: bool = False
+    output_device: torch.device | None = None
+    loss: Loss | None = None
+    verify: bool = False  # the first batch is compared with the unplaced model
+    on_nan: str | None = WARN
+    compile: str = ""  # torch.compile's backend for parts on one device, '' = not compiled
+
+    def for_graph(self, graph: Graph) -> "Options":
+        """A graph that was traced has no ops to run, only modules."""
+        if not graph.capture.startswith("traced"):
+            return self
+        if self.engine == GRAPH:
+            raise PlanError(
+                "the plan is for a model that could not be exported, so there is no graph to run; leave"
+                " engine out, or choose 'hooks'"
+            )
+        return replace(self, engine=HOOKS)
+
+
+class Placed(nn.Module):
+    """Stands before the class of the user's model: `type(placed)` is a subclass of both."""
+
+    _engine: Engine
+    _hooks: HookEngine
+    _optimizers: Optimizers
+    _options: Options
+    _finite: Finite | None
+    _to_verify: bool
+    hf_device_map: dict[str, torch.device]
+    _placement: Placement | None = None
+    _replan: Replan | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives, computed where the plan says."""
+        if self._to_verify and self.training:
+            self._to_verify = False
+            found = self.verify(*args, **kwargs)
+            if not found.ok:
+                raise VerifyError(f"the first batch, placed and unplaced: {found}")
+        looks = self._finite if self.training and torch.is_grad_enabled() else None
+        if looks is not None:
+            looks.begin()
+        graph = self._graph(args, kwargs)
+        out = self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
+        if looks is not None:
+            looks.loss(out)
+        return out
+
+    def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
+        """One batch compared with the unplaced model; nothing changes."""
+        engine = self._hooks if self._graph(args, kwargs) is None else self._engine
+        return verification(engine, args, kwargs, loss=self._options.loss, seed=seed)
+
+    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]] | None:
+        """The graph for these arguments and their leaves; None is said in the notes: hooks run it."""
+        if self._options.engine == HOOKS:
+            return None
+        try:
+            return self._engine.ready(args, kwargs)
+        except CannotExportError as problem:
+            if self._options.engine == GRAPH:
+                raise
+            self._engine.say(f"run by hooks on modules, not as a graph: {problem}")
+        if self._hooks.settle():
+            self._engine.forget()
+        return None
+
+    def adopt(self, optimizer: Any) -> None:
+        """Move the state of an optimizer that was made before to where its weights are now."""
+        self._optimizers.adopt(optimizer)
+
+    def plan_that_fits(self) -> Placement:
+        """After a device was full: the nearest plan that leaves room for what was missing there."""
+        if self._placement is None:
+            raise RunError("this model was placed without its placement; use lm.place")
+        return plan_that_fits(self._placement, self._engine.accounts, self._replan)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What had to differ from the plan, and what was made anew."""
+        return tuple(self._engine.notes)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most that ever stood on each logical device."""
+        accounts = self._engine.accounts
+        if accounts is None:
+            return {}
+        return {d.name: peak for d, peak in zip(accounts.devices, accounts.peak_bytes, strict=True)}
+
+    def explain(self) -> str:
+        """Where everything is, in a few lines."""
+        return explanation(self._engine, self._hooks if self._options.engine == HOOKS else None)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """It is where its plan has it."""
+        raise RunError(_STAYS)
+
+    cuda = cpu = to
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """A module around it may be moved, as trainers do: this part stays. Nothing may cast it."""
+        for weight in self.parameters():
+            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+            if probe.dtype != weight.dtype:
+                raise RunError(_STAYS)
+        self._engine.say("a module around the placed model was moved; the placed model stayed")
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy would share the plan's weights."""
+        raise RunError("a placed model cannot be copied; copy the model itself and place the copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Only its state can be saved."""
+        raise RunError("a placed model cannot be pickled; save placed.state_dict(), it loads into the model")
+
+
+def placed_model(
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    predicted_bytes: list[int] | None = None,
+    options: Options | None = None,
+) -> Placed:
+    """The model on the devices of a plan; its weights move there."""
+    if isinstance(model, Placed):
+        raise InputError("the model is placed already; place the model it was made of")
+    devices, known = run_devices(cluster), known_of(graph, plan)
+    require_weights(model, graph)
+    homes = _homes(model, known)
+    accounts = Accounts(devices) if any(device.logical for device in devices) else None
+    if accounts is not None:
+        accounts.predicted_bytes = list(predicted_bytes or [])
+    optimizers = Optimizers(model, accounts, homes)
+    _move(model, homes, devices, accounts)
+    made = _of_class(model)
+    chosen = (options or Options()).for_graph(graph)
+    shared: dict[str, Any] = {
+        "model": model,
+        "root": made,
+        "known": known,
+        "devices": devices,
+        "homes": homes,
+        "accounts": accounts,
+        "output_device": chosen.output_device,
+    }
+    made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile)
+    made._hooks = HookEngine(**shared, notes=made._engine.notes)
+    made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
+    made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
+    if made._finite is not None:
+        made._finite.watch(model)
+    # transformers and accelerate leave a model alone that has more than one entry here
+    made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
+    if accounts is not None:
+        optimizers.watch()
+        _count_gradients(made, model, homes, accounts)
+    return made
+
+
+def _of_class(model: nn.Module) -> Placed:
+    """A module with the model's own tables of weights and modules."""
+    kind = type(model)
+
+    @functools.wraps(kind.forward)  # who looks at a model's arguments sees its own
+    def forward(self: Placed, *args: Any, **kwargs: Any) -> Any:
+        return Placed.forward(self, *args, **kwargs)
+
+    own = {"forward": forward, "__module__": kind.__module__, "__qualname__": f"Placed{kind.__qualname__}"}
+    cls = types.new_class(kind.__name__, (Placed, kind), exec_body=lambda names: names.update(own))
+    made: Placed = object.__new__(cls)
+    made.__dict__.update(model.__dict__)
+    return made
+
+
+def require_weights(model: nn.Module, graph: Graph) -> None:
+    """Refuse a plan whose weights are not the model's."""
+    shapes = {name: weight.untyped_storage().nbytes() for name, weight in model.named_parameters()}
+    planned = [
+        name
+        for name, kind, phase in zip(graph.op_name, graph.op_kind, graph.phase.tolist(), strict=True)
+        if phase == Phase.PARAM and kind == "param"
+    ]
+    missing, extra = set(shapes) - set(planned), set(planned) - set(shapes)
+    if missing or extra:
+        has = f"the model has {sorted(missing)[0]!r}, the plan does not" if missing else ""
+        more = f"the plan has {sorted(extra)[0]!r}, the model does not" if extra else ""
+        raise PlanError(
+            f"the plan is for another model: {'; '.join(filter(None, (has, more)))}"
+            f" ({len(missing) + len(extra)} weights differ); plan this model"
+        )
+    sizes = dict(zip(graph.op_name, graph.signature.tolist(), strict=True))
+    for name, weight in model.named_parameters():
+        row = sizes[name]
+        words = graph.signature_table[row].split() if row >= 0 else []
+        here = f"[{','.join(map(str, weight.shape))}]"
+        if len(words) > 1 and here not in words[1]:
+            raise PlanError(
+                f"the plan is for another model: weight {name!r} is {words[1]} there, {here} here;"
+                " plan this model"
+            )
+
+
+def _homes(model: nn.Module, known: Known) -> dict[str, int]:
+    """The device of every weight and buffer; a buffer the plan does not know is with its module."""
+    found = {}
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        module = name.rpartition(".")[0]
+        found[name] = known.device.get(name, known.by_module.get(module, 0))
+    return found
+
+
+def _move(
+    model: nn.Module, homes: Mapping[str, int], devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> None:
+    """Weights, buffers and gradients go home; the objects stay the same."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        home = homes[name]
+        where = devices[home].where
+        if tensor.is_meta:
+            raise InputError(f"weight {name!r} is on 'meta' and has no values; give it some before placing")
+        if accounts is not None:
+            accounts.add((tensor, tensor.grad), home, f"weight {name}")
+        if tensor.device != where:
+            tensor.data = tensor.data.to(where)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(where)
+
+
+def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
+    """A gradient is counted where its weight is, as long as the placed model lives."""
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+
+        def count(weight: Any, name: str = name) -> None:
+            accounts.add(weight.grad, homes[name], f"the gradient of {name}")
+
+        handle = weight.register_post_accumulate_grad_hook(count)
+        weakref.finalize(made, handle.remove)

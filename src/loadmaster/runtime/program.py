@@ -1,0 +1,213 @@
+"""Program: a model's forward pass as one flat graph, its nodes named as the ops of a captured Graph.
+
+The export is capture's own (fake tensors on the CPU, no weight is touched). Graphs inside of nodes are laid
+flat: their ops are named 'outer.inner' and keep the region (grad mode, autocast) they ran in. A weight with
+two names is one input.
+
+What each node carries in its `meta`:  op (name), module, region (tuple of contexts), slot (inputs only).
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from loadmaster.core.errors import GraphError
+from loadmaster.graph.capture import quiet
+from loadmaster.graph.torch_capture.exported import export, module_of
+from loadmaster.graph.torch_capture.fake import FakeModel, faked
+from loadmaster.graph.torch_capture.words import kind_of
+from loadmaster.runtime.batch import free_batch, is_free
+
+Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
+_NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What an input of the graph is filled with."""
+
+    kind: str  # 'weight' (any parameter or buffer), 'constant' or 'input'
+    name: str  # of a weight: its first name; of an input: the op's name in a captured Graph
+    place: int  # of an input: which leaf of the arguments
+    value: Any = None  # of a constant
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The flat graph, and how its outputs are handed back."""
+
+    graph: fx.Graph
+    root: nn.Module  # what its get_attr nodes name
+    fake: FakeModel
+    num_hidden: int  # outputs that are not the model's
+    out_spec: TreeSpec | None
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        """Every call, in captured order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Every input, each with its slot."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def handed(self, flat: Any) -> Any:
+        """What the model would give, of what the graph gives."""
+        found = list(flat)[self.num_hidden :]
+        return tree_unflatten(found, self.out_spec) if self.out_spec is not None else tuple(found)
+
+
+def program_of(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool,
+    any_batch: bool = False,
+) -> Program:
+    """The forward pass in the present mode of the model's modules; raises what torch.export raises."""
+    fake = faked(model, args, kwargs)
+    fake.model.training = training
+    with quiet(), torch.enable_grad():
+        exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
+    if any_batch and not is_free(exported, fake):
+        raise GraphError("the model depends on the size of its batch")
+    spec = exported.graph_signature
+    flat = _Flat(exported.graph_module)
+    flat.inputs(_slots(exported, fake, model))
+    flat.nodes(exported.graph_module, "", ())
+    num_hidden = len(spec.output_specs) - len(spec.user_outputs)
+    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec)
+
+
+class _Flat:
+    """Writes a graph and the graphs inside of it into one."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self._env: dict[fx.Node, Any] = {}
+        self._first = [node for node in module.graph.nodes if node.op == "placeholder"]
+
+    def inputs(self, slots: list[Slot]) -> None:
+        """One input for every slot; a weight with two names has one."""
+        known: dict[str, fx.Node] = {}
+        for node, slot in zip(self._first, slots, strict=True):
+            same = known.get(slot.name) if slot.kind == "weight" else None
+            if same is None:
+                same = self.graph.placeholder(node.name)
+                same.meta = {"op": slot.name, "module": "", "region": (), "slot": slot}
+                known[slot.name] = same
+            self._env[node] = same
+
+    def nodes(self, module: fx.GraphModule, prefix: str, region: Region) -> Any:
+        """Everything but the inputs; gives what the graph gives."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder" or node.target in _NO_OP:
+                continue
+            if node.op == "output":
+                given = fx.map_arg(node.args[0], self._env.__getitem__)
+                if not prefix:
+                    self.graph.output(given)
+                return given
+            self._env[node] = self._one(module, node, prefix, region)
+        raise AssertionError("a graph ends with its output")
+
+    def _one(self, module: fx.GraphModule, node: fx.Node, prefix: str, region: Region) -> Any:
+        if node.op == "get_attr":
+            return _attribute(module, str(node.target))
+        inner = _region(node, self._env)
+        if inner is not None:
+            graph, context, rest = inner
+            firsts = [one for one in graph.graph.nodes if one.op == "placeholder"]
+            self._env.update(zip(firsts, rest, strict=True))
+            return self.nodes(graph, f"{prefix}{node.name}.", (*region, *context))
+        source = self._env.get(node.args[0]) if node.args else None
+        if node.target is operator.getitem and isinstance(source, list | tuple):
+            return source[node.args[1]]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._env.__getitem__)
+        args, kwargs = self._attached((args, kwargs))
+        made = self.graph.call_function(node.target, args, kwargs)
+        made.meta = {"op": f"{prefix}{node.name}", "module": module_of(node), "region": region}
+        return made
+
+    def _attached(self, tree: Any) -> Any:
+        """Graphs among the arguments of an op that is not laid flat (a loop, a branch) stay attributes."""
+
+        def attach(leaf: Any) -> Any:
+            if not isinstance(leaf, nn.Module):
+                return leaf
+            name = f"inner_{len(list(self.root.children()))}"
+            self.root.add_module(name, leaf)
+            return self.graph.get_attr(name)
+
+        return fx.node.map_aggregate(tree, attach)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _region(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
+    """A graph inside a node, the contexts it runs in, and what it is given."""
+    name = getattr(node.target, "__name__", "")
+    if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast", "wrap", "invoke_subgraph"):
+        return None
+    args = fx.map_arg(node.args, env.__getitem__)
+    if name == "wrap_with_set_grad_enabled":
+        return args[1], (("grad", args[0]),), args[2:]
+    if name == "wrap_with_autocast":
+        return args[4], (("autocast", *args[:4]),), args[5:]
+    rest = args[1:] if name == "wrap" else args[2:]
+    return (args[0], (), rest) if isinstance(args[0], fx.GraphModule) else None
+
+
+def _slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Module) -> list[Slot]:
+    """What fills each input of the exported graph, in order."""
+    first: dict[int, str] = {}
+    names = fake.names()
+    for name, tensor in [*fake.weights().items(), *fake.buffers().items()]:
+        first.setdefault(id(tensor), name)
+    titles = {id(tensor): name for name, tensor in fake.inputs()}
+    leaves, at, slots = tree_leaves((fake.args, fake.kwargs)), 0, []
+    real = _held(fake.model, model)
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            slots.append(Slot("input", titles.get(id(leaves[at]), spec.arg.name), at))
+            at += 1
+        elif spec.target in names:
+            slots.append(Slot("weight", first[id(names[spec.target])], -1))
+        else:
+            value = exported.constants[str(spec.target)]
+            if isinstance(value, torch.Tensor):
+                value = real.get(value.untyped_storage()._cdata, value)
+            slots.append(Slot("constant", str(spec.target), -1, value))
+    return slots
+
+
+def _held(fake: nn.Module, model: nn.Module) -> dict[int, torch.Tensor]:
+    """The real tensor of every storage that modules of the fake model hold as plain attributes."""
+    found = {}
+    for copied, module in zip(fake.modules(), model.modules(), strict=True):
+        for name, value in vars(module).items():
+            if name in _OWN:
+                continue
+            twins = tree_leaves(vars(copied).get(name))
+            for leaf, twin in zip(tree_leaves(value), twins, strict=False):
+                if isinstance(leaf, torch.Tensor) and isinstance(twin, torch.Tensor):
+                    found[twin.untyped_storage()._cdata] = leaf
+    return found
+
+
+def op_kind(node: fx.Node) -> str:
+    """The kind a captured Graph gives to an op."""
+    return kind_of(node.target)

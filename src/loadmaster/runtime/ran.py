@@ -1,0 +1,56 @@
+"""Ran: a plan that was run, predicted beside measured; `--json` prints exactly this (docs/schemas)."""
+
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prediction and a measurement; None: not measured."""
+
+    predicted: float
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured - 1: negative where the prediction was too fast or too small."""
+        return self.predicted / self.measured - 1.0 if self.measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRan:
+    """One device of the plan."""
+
+    device: str
+    where: str  # as torch names it
+    memory_bytes: int
+    busy_s: Pair
+    peak_bytes: Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A plan that was run."""
+
+    loadmaster: str  # always 'run'
+    schema: int
+    source: str
+    graph: str
+    placement_digest: str
+    engine: str
+    steps_asked: int
+    steps_done: int
+    ended: str  # 'done', 'interrupted' or 'loss is nan' (or inf)
+    losses: tuple[float | None, ...]  # of every step; None: not a finite number
+    step_times_s: tuple[float, ...]  # of every step; the first also makes the graph
+    step_s: Pair  # median of all but the first, where there are others
+    uncounted_step_s: float | None  # of steps under the clock, where bytes are counted otherwise
+    num_transfers: Pair
+    transfer_s: Pair
+    devices: tuple[DeviceRan, ...]
+    median_op_error: float | None  # of |predicted / measured - 1| over ops in both
+    num_ops_measured: int
+    num_calibrated: int  # rows written to the cost database
+    database: str | None
+    notes: tuple[str, ...]

@@ -1,0 +1,196 @@
+"""Rewrite: a program, its devices and its order become the graph that runs.
+
+    x ─────► op            op on x's device: as it was
+    x ─carried─► c         op elsewhere: one copy per (tensor, device), made anew once the tensor was written,
+    x,c ─joined─► op       and one edge per reading, or one per device where gradients are added (presum)
+
+What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where
+the memory of its backward is); a copy also its role and source, the node of the program it is a copy of.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from loadmaster.runtime.copies import carried, joined, landed
+from loadmaster.runtime.facts import Facts, entered
+from loadmaster.runtime.program import Program, Region
+
+COPY, EDGE = "copy", "edge"
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A graph to run; `original` maps each of its ops to the program's."""
+
+    module: fx.GraphModule
+    original: dict[fx.Node, fx.Node]
+    num_copies: int
+
+
+def rewritten(
+    program: Program,
+    facts: Facts,
+    device: Mapping[fx.Node, int],
+    order: Sequence[fx.Node],
+    where: Sequence[torch.device],
+    *,
+    presum: bool = False,
+    output_device: torch.device | None = None,
+) -> Rewritten:
+    """The graph of a program on devices; its first input is the stack of regions."""
+    writer = _Writer(program, facts, device, where, presum=presum)
+    for node in order:
+        writer.op(node)
+    writer.output(output_device)
+    module = fx.GraphModule(program.root, writer.graph)
+    return Rewritten(module, writer.original, writer.num_copies)
+
+
+class Regions:
+    """The contexts that are entered while a graph runs; left when it ends, however it ends."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def change(self, region: Region) -> None:
+        """Leave what is entered, and enter these."""
+        self._stack.close()
+        for context in region:
+            self._stack.push(entered(context).__exit__)
+
+    def close(self) -> None:
+        """Leave all."""
+        self._stack.close()
+
+
+def change_region(regions: Regions, region: Region) -> None:
+    """A node of the graph that changes its region."""
+    regions.change(region)
+
+
+class _Writer:
+    """Writes the new graph op by op."""
+
+    def __init__(
+        self,
+        program: Program,
+        facts: Facts,
+        device: Mapping[fx.Node, int],
+        where: Sequence[torch.device],
+        *,
+        presum: bool,
+    ) -> None:
+        self.graph = fx.Graph()
+        self.original: dict[fx.Node, fx.Node] = {}
+        self.num_copies = 0
+        self._program, self._facts, self._device, self._where = program, facts, device, where
+        self._presum = presum
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._copies: dict[tuple[fx.Node, int, int], fx.Node] = {}  # node, its version, device
+        self._edges: dict[tuple[fx.Node, bool], fx.Node] = {}  # of copies that gradients are added in
+        self._version: dict[int, int] = {}  # times a storage was written
+        self._region: Region = ()
+        self._regions = self.graph.placeholder("regions")
+        for node in program.inputs:
+            self._input(node)
+
+    def _input(self, node: fx.Node) -> None:
+        at = self._device[node]
+        made = self._new[node] = self.graph.placeholder(node.name)
+        made.meta = {"op": node.meta["op"], "device": at, "back": at}
+        self.original[made] = node
+
+    def op(self, node: fx.Node) -> None:
+        """One op, with the copies it needs before it."""
+        at = self._device[node]
+        self._enter(node.meta["region"])
+        readings: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), readings.append)
+        here = self._facts.storages[node] or node in self._facts.written  # a size is read anywhere
+        ready = iter(self._at(readings, at) if here else [self._new[one] for one in readings])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
+        args, kwargs = self._placed(node.target, args, kwargs, at=at, readings=readings)
+        made = self.graph.call_function(node.target, args, kwargs)
+        made.meta = {"op": node.meta["op"], "device": at, "back": at}
+        self._new[node] = made
+        self.original[made] = node
+        for storage in self._facts.written.get(node, ()):
+            self._version[storage] = self._version.get(storage, 0) + 1
+
+    def output(self, where: torch.device | None) -> None:
+        """What the graph gives."""
+        self._enter(())
+        last = next(node for node in self._program.graph.nodes if node.op == "output")
+        given = fx.map_arg(last.args[0], lambda node: self._given(node, where))
+        self.graph.output(given)
+
+    def _given(self, node: fx.Node, where: torch.device | None) -> fx.Node:
+        made = self._new[node]
+        return made if where is None else self._call(landed, (made, where), made.meta)
+
+    def _at(self, readings: list[fx.Node], at: int) -> list[fx.Node]:
+        """Each reading on a device: copies first, then the edges, the last reading's first.
+
+        Autograd runs the edges of one op in reverse, and so adds the gradients of an op that reads one
+        tensor twice in the order of its arguments.
+        """
+        found = {}
+        far = [place for place, node in enumerate(readings) if self._is_far(node, at)]
+        for place in far:
+            self._copy(readings[place], at)
+        for place in reversed(far):
+            found[place] = self._edge(readings[place], self._copy(readings[place], at))
+        return [found.get(place, self._new[node]) for place, node in enumerate(readings)]
+
+    def _is_far(self, node: fx.Node, at: int) -> bool:
+        return self._device[node] != at and bool(self._facts.storages[node])
+
+    def _copy(self, node: fx.Node, at: int) -> fx.Node:
+        version = sum(self._version.get(storage, 0) for storage in self._facts.storages[node])
+        key = (node, version, at)
+        if key not in self._copies:
+            meta = {"op": node.meta["op"], "device": at, "back": at, "role": COPY, "source": node}
+            self._copies[key] = self._call(carried, (self._new[node], self._where[at]), meta)
+            self.num_copies += 1
+        return self._copies[key]
+
+    def _edge(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        if node not in self._facts.trained:
+            return copy
+        key = (copy, any(context == ("grad", False) for context in self._region))
+        if not self._presum or key not in self._edges:
+            meta = {**copy.meta, "back": self._device[node], "role": EDGE}
+            self._edges[key] = self._call(joined, (self._new[node], copy, self._device[node]), meta)
+        return self._edges[key]
+
+    def _call(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
+        made = self.graph.call_function(target, args)
+        made.meta = dict(meta)
+        return made
+
+    def _enter(self, region: Region) -> None:
+        if region != self._region:
+            self._region = region
+            self.graph.call_function(change_region, (self._regions, region))
+
+    def _placed(
+        self, target: Any, args: Any, kwargs: Any, *, at: int, readings: list[fx.Node]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Devices among the arguments are the op's own."""
+
+        def moved(leaf: Any) -> Any:
+            return self._where[at] if isinstance(leaf, torch.device) else leaf
+
+        if not readings and _takes_device(target) and "device" not in kwargs:
+            kwargs = {**kwargs, "device": self._where[at]}  # it would be made on the CPU
+        return fx.node.map_aggregate((tuple(args), dict(kwargs)), moved)
+
+
+def _takes_device(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)

@@ -1,0 +1,176 @@
+"""Running: a plan is trained for some steps, then for a few under a clock, and set beside its prediction."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from loadmaster.cluster.probe import local_devices
+from loadmaster.core.placement import Placement
+from loadmaster.core.timeline import SpanKind, Timeline
+from loadmaster.cost.database import CostRow
+from loadmaster.runtime.clock import Clock
+from loadmaster.runtime.measured import Spans, cost_rows, spans_of, timeline_of
+from loadmaster.runtime.placed import HOOKS, Placed
+from loadmaster.runtime.ran import SCHEMA_VERSION, DeviceRan, Pair, Ran
+from loadmaster.runtime.training import Task, Training
+from loadmaster.simulator.compare import compare
+
+CLOCKED_STEPS = 3
+DONE, INTERRUPTED = "done", "interrupted"
+Tell = Callable[[int, float, float, dict[str, int]], None]  # step, seconds, loss, bytes now on each device
+
+
+@dataclass(slots=True)
+class Running:
+    """One run of a plan; ends early at an interrupt and where the loss is no number."""
+
+    model: Placed
+    placement: Placement
+    task: Task
+    predicted: Timeline
+    seed: int = 0
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    clocked: list[Spans] = field(default_factory=list)
+    ended: str = DONE
+    _uncounted_s: list[float] = field(default_factory=list)
+
+    def run(self, steps: int, tell: Tell) -> None:
+        """Train; what was measured so far stays, however it ends."""
+        try:
+            training = Training(self.model, self.task, self.seed)
+            for number in range(1, steps + 1):
+                took_s, loss = training.step()
+                self.seconds.append(took_s)
+                self.losses.append(loss)
+                tell(number, took_s, loss, live_bytes(self.model))
+                if not math.isfinite(loss):
+                    self.ended = f"loss is {loss}"
+                    return
+            self._clocked_steps(training)
+        except KeyboardInterrupt:
+            self.ended = INTERRUPTED
+
+    def _clocked_steps(self, training: Training) -> None:
+        """A few steps more, op by op; hooks have no ops."""
+        engine = self.model._engine
+        if not engine.graphs:
+            engine.say("run by hooks: no times of single ops, and no timeline")
+            return
+        graph, plan = self.placement.problem.graph, self.placement.plan
+        assert plan is not None, "it runs"
+        for _ in range(CLOCKED_STEPS):
+            engine.clock = Clock(engine.devices)
+            try:
+                took_s, _ = training.step(engine.clock)
+                spans = spans_of(engine.clock.seen(), graph, plan, len(engine.devices))
+            finally:
+                engine.clock = None
+            self._uncounted_s.append(took_s)
+            self.clocked.append(spans)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The step of median length that was timed op by op; None: none was."""
+        if not self.clocked:
+            return None
+        order = sorted(range(len(self.clocked)), key=self._uncounted_s.__getitem__)
+        chosen = self.clocked[order[len(order) // 2]]
+        peaks = [peak or 0 for peak in peak_bytes(self.model)]
+        return timeline_of(chosen, self.placement.problem.cluster, peaks)
+
+    def cost_rows(self) -> list[CostRow]:
+        """What the clock says of every op, for the cost database."""
+        chips = {device.torch_name: device.chip for device in local_devices()}
+        of_device = [chips.get(str(device.where), "") for device in self.model._engine.devices]
+        rows = cost_rows(self.clocked, self.placement.problem.graph, of_device, str(torch.__version__))
+        return [row for row in rows if row.device]
+
+    def report(self, source: str, asked: int, *, num_calibrated: int = 0, database: str | None = None) -> Ran:
+        """Predicted beside measured."""
+        measured, graph = self.timeline, self.placement.problem.graph
+        found = compare(self.predicted, measured) if measured is not None else None
+        usual = self.seconds[1:] or self.seconds
+        counted = self.model._engine.accounts is not None and bool(self._uncounted_s)
+        return Ran(
+            loadmaster="run",
+            schema=SCHEMA_VERSION,
+            source=source,
+            graph=graph.name,
+            placement_digest=self.placement.digest,
+            engine="graph" if self.model._engine.graphs else HOOKS,
+            steps_asked=asked,
+            steps_done=len(self.seconds),
+            ended=self.ended,
+            losses=tuple(loss if math.isfinite(loss) else None for loss in self.losses),
+            step_times_s=tuple(self.seconds),
+            step_s=Pair(self.predicted.step_s, median(usual) if usual else None),
+            uncounted_step_s=median(self._uncounted_s) if counted else None,
+            num_transfers=Pair(_num_moved(self.predicted), _num_moved(measured) if measured else None),
+            transfer_s=Pair(_moved_s(self.predicted), _moved_s(measured) if measured else None),
+            devices=self._devices(measured),
+            median_op_error=found.median_op_error if found is not None else None,
+            num_ops_measured=len(found.common_ops) if found is not None else 0,
+            num_calibrated=num_calibrated,
+            database=database,
+            notes=self.model.notes,
+        )
+
+    def _devices(self, measured: Timeline | None) -> tuple[DeviceRan, ...]:
+        cluster, rows = self.placement.problem.cluster, []
+        busy = measured.busy_s.tolist() if measured is not None else [None] * cluster.num_devices
+        peaks = peak_bytes(self.model)
+        for at, device in enumerate(self.model._engine.devices):
+            rows.append(
+                DeviceRan(
+                    device=device.name,
+                    where=str(device.where),
+                    memory_bytes=int(cluster.usable_bytes[at]),
+                    busy_s=Pair(float(self.predicted.busy_s[at]), busy[at]),
+                    peak_bytes=Pair(int(self.predicted.peak_bytes[at]), peaks[at]),
+                )
+            )
+        return tuple(rows)
+
+
+def live_bytes(model: Placed) -> dict[str, int]:
+    """What stands on each device now, where somebody counts."""
+    engine = model._engine
+    found = {}
+    for at, device in enumerate(engine.devices):
+        if engine.accounts is not None:
+            found[device.name] = engine.accounts.live_bytes[at]
+        elif device.where.type == "cuda":
+            found[device.name] = int(torch.cuda.memory_allocated(device.where))
+    return found
+
+
+def peak_bytes(model: Placed) -> list[int | None]:
+    """[D] the most that stood on each device, where somebody counts."""
+    engine, found = model._engine, list[int | None]()
+    for at, device in enumerate(engine.devices):
+        if engine.accounts is not None:
+            found.append(engine.accounts.peak_bytes[at])
+        elif device.where.type == "cuda":
+            found.append(int(torch.cuda.max_memory_allocated(device.where)))
+        else:
+            found.append(None)
+    return found
+
+
+def _num_moved(timeline: Timeline) -> int:
+    return int((timeline.kind != SpanKind.COMPUTE).sum())
+
+
+def _moved_s(timeline: Timeline) -> float:
+    moved = timeline.kind != SpanKind.COMPUTE
+    return float(np.sum((timeline.end_s - timeline.start_s)[moved]))
+
+
+def silent_tell(number: int, seconds: float, loss: float, live: dict[str, Any]) -> None:
+    """Tell nobody."""

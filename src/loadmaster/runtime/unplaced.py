@@ -1,0 +1,71 @@
+"""Unplaced: the model itself on one batch, on copies of its weights on the CPU; what verify compares with."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.hooks import HookEngine
+
+Loss = Callable[[Any], torch.Tensor]
+Runs = Engine | HookEngine
+
+
+def unplaced(
+    engine: Runs, args: Any, kwargs: Mapping[str, Any], loss: Loss | None, seed: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Loss and gradients of the model itself, on copies of its weights on the CPU."""
+    weights, tensors = copies(engine)
+    given = tree_map_only(torch.Tensor, on_host, (args, dict(kwargs)))
+    with restored(engine, seed), torch.enable_grad():
+        found = loss_of(called(engine, tensors, given), loss)
+        grads = torch.autograd.grad(found, list(weights.values()), allow_unused=True)
+    return found, dict(zip(weights, grads, strict=True))
+
+
+def called(engine: Runs, tensors: dict[str, torch.Tensor], given: tuple[Any, Any]) -> Any:
+    """What the model itself gives on other weights, in the placed model's mode."""
+    before, engine.model.training = engine.model.training, engine.root.training
+    try:
+        return torch.func.functional_call(engine.model, tensors, given[0], given[1])
+    finally:
+        engine.model.training = before
+
+
+def copies(engine: Runs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights to be trained, and all weights and buffers, as copies on the CPU."""
+    weights = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in engine.model.named_parameters():
+        tensors[name] = weight.detach().to("cpu", copy=True).requires_grad_(weight.requires_grad)
+        if weight.requires_grad:
+            weights[name] = tensors[name]
+    for name, buffer in engine.model.named_buffers():
+        tensors[name] = buffer.detach().to("cpu", copy=True)
+    return weights, tensors
+
+
+def on_host(value: Any) -> Any:
+    """A tensor on the CPU; anything else is itself."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return value
+    return value.detach().to("cpu").requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def restored(engine: Runs, seed: int) -> Iterator[None]:
+    """Random numbers from a seed; afterwards they and the buffers are what they were."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    devices = sorted({d.where.index or 0 for d in engine.devices if d.where.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

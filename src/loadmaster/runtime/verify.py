@@ -1,0 +1,89 @@
+"""Verify: loss and gradients of a placed model against the unplaced one, and where they first part.
+
+One batch, one seed: the model itself, then the placed model, watched op by op (module by module under the
+hook engine). Buffers and random numbers are as before when it ends, and no gradient of the user's is touched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import InputError
+from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.runtime.compare_modules import ModuleComparison
+from loadmaster.runtime.compare_ops import OpComparison
+from loadmaster.runtime.hooks import HookEngine
+from loadmaster.runtime.rounding import distance, same
+from loadmaster.runtime.unplaced import Loss, Runs, restored, unplaced
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What came of comparing."""
+
+    loss: float
+    reference_loss: float
+    gradients: dict[str, float]  # largest difference of each weight's gradient
+    finding: str  # the first op that differs and how, '' = none
+
+    @property
+    def ok(self) -> bool:
+        """Whether the numbers are the model's."""
+        return not self.finding
+
+    def __str__(self) -> str:
+        """A few lines: the finding, and the weights that differ most."""
+        worst = sorted(self.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
+        shown = ", ".join(f"{name} {difference:.3g}" for name, difference in worst)
+        head = self.finding or "same numbers as the unplaced model"
+        return (
+            f"{head}\nloss {self.loss:.9g}, unplaced {self.reference_loss:.9g};"
+            f" largest differences of gradients: {shown}"
+        )
+
+
+def verification(
+    engine: Runs, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None, seed: int = 0
+) -> Verification:
+    """Compare one batch."""
+    own, own_grads = unplaced(engine, args, kwargs, loss, seed)
+    comparison: OpComparison | ModuleComparison
+    if isinstance(engine, HookEngine):
+        comparison = ModuleComparison(engine, args, kwargs, seed=seed)
+    else:
+        comparison = OpComparison(engine, args, kwargs, loss=loss, seed=seed)
+    weights = {name: weight for name, weight in engine.model.named_parameters() if weight.requires_grad}
+    with restored(engine, seed), torch.enable_grad():
+        placed = loss_of(comparison.run(), loss)
+        grads = torch.autograd.grad(placed, list(weights.values()), allow_unused=True)
+    found = dict(zip(weights, grads, strict=True))
+    differences = {name: distance(own_grads[name], grad) for name, grad in found.items()}
+    finding = comparison.finding() or _left_over(own, placed, own_grads, found)
+    return Verification(placed.item(), own.item(), differences, finding)
+
+
+def _left_over(
+    own: torch.Tensor, placed: torch.Tensor, own_grads: Mapping[str, Any], grads: Mapping[str, Any]
+) -> str:
+    """A difference that no op or module explains."""
+    if not same(own.detach(), placed.detach()):
+        return "the loss differs, but nothing it is made of: what was exported is not the model's own forward"
+    for name, grad in grads.items():
+        if not same(own_grads[name], grad):
+            return f"the gradient of weight {name!r} differs, but no value does: its backward is another"
+    return ""
+
+
+def require_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a batch: a tensor, a tuple of arguments, or a dict of named ones."""
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise InputError(f"{type(batch).__name__} is no batch; give a tensor, a tuple or a dict of arguments")

@@ -1,0 +1,125 @@
+"""The hook engine: models that cannot be exported run their plan module by module, with the same numbers."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
+from torch import nn  # noqa: E402
+
+import loadmaster as lm  # noqa: E402
+from loadmaster.core.errors import GraphError, PlanError  # noqa: E402
+from loadmaster.runtime.placed import Options, placed_model  # noqa: E402
+from loadmaster.zoo.example import Example  # noqa: E402
+from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
+from tests.torch_models import NAMES, Branching, example  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def differences(name: str, num_plans: int) -> list[str]:
+    original = example(name)
+    graph = lm.capture(original.model, original.args, original.kwargs, path="traced")
+    wanted, found = trained(original.model, original), []
+    for seed in range(num_plans):
+        again, num = example(name), 2 + seed % 3
+        model = placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
+        found.append(first_difference(wanted, trained(model, again)))
+        assert "hook engine" in model.explain()
+    return found
+
+
+@pytest.mark.parametrize("name", ["branching", "resnet", "mixtral"])
+def test_random_plans_keep_the_numbers(name: str) -> None:
+    assert differences(name, 2) == [""] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_random_plans_keep_the_numbers(name: str) -> None:
+    assert differences(name, 10) == [""] * 10
+
+
+def test_a_model_that_cannot_be_exported_runs_by_hooks_and_says_so() -> None:
+    class Sometimes(nn.Module):
+        """Exported in training; in eval mode it reads a value."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            y = self.inner(x)
+            if not self.training and y.sum() > 0:
+                return y * 2
+            return y
+
+    torch.manual_seed(0)
+    built = Example(Sometimes(), (torch.randn(8, 16),))
+    model = placed(built, random_plan(captured(built), 2, 0))
+    model(*built.args).sum().backward()
+    assert not model.notes
+    model.eval()
+    built.model.eval()
+    assert torch.equal(model(*built.args), built.model(*built.args))
+    assert any("run by hooks on modules" in note for note in model.notes)
+
+
+def test_engines_can_be_forced() -> None:
+    built = example("branching")
+    graph = lm.capture(built.model, built.args)
+    assert graph.capture.startswith("traced")
+    plan = random_plan(graph, 2, 0)
+    with pytest.raises(PlanError, match="could not be exported"):
+        placed_model(built.model, graph, plan, devices(2), options=Options(engine="graph"))
+    again, plain = example("resnet"), example("resnet")
+    model = placed(again, random_plan(captured(again), 2, 0), engine="hooks")
+    assert first_difference(trained(plain.model, plain), trained(model, again)) == ""
+    assert not model._engine.graphs
+
+
+def test_a_forced_graph_that_cannot_be_made_is_an_error() -> None:
+    built = Example(nn.Sequential(nn.Linear(16, 16)), (torch.randn(4, 16),))
+    model = placed(built, random_plan(captured(built), 2, 0), engine="graph")
+    with pytest.raises(GraphError, match=r"dim|shape"):
+        model(torch.randn(4, 15))
+
+
+def test_the_users_own_error_comes_from_the_users_own_code() -> None:
+    class Broken(Branching):
+        def forward(self, x: Any) -> Any:
+            if x.shape[0] == 5:
+                raise KeyError("five is right out")
+            return super().forward(x)
+
+    model = placed_model(Broken(), *_traced(Broken()))
+    with pytest.raises(KeyError, match="five is right out"):
+        model(torch.randn(5, 16))
+    assert model(torch.randn(6, 16)).shape == (6, 4)
+
+
+def _traced(model: nn.Module) -> tuple[Any, Any, Any]:
+    graph = lm.capture(model, (torch.randn(64, 16),))
+    return graph, random_plan(graph, 2, 1), devices(2)
+
+
+def test_verify_names_the_module() -> None:
+    built = example("branching")
+    model = placed_model(built.model, *_traced(built.model))
+    assert model.verify(*built.args).ok
+    own = model.first.weight
+
+    def wrong(module: Any, args: Any, out: Any) -> Any:
+        return out * 1.01 if module.weight is own else out  # unplaced, it runs on copies
+
+    handle = model.first.register_forward_hook(wrong)
+    found = model.verify(*built.args)
+    handle.remove()
+    assert found.finding.startswith("module 'first' on cpu#")
+
+
+def test_nothing_is_left_on_the_modules() -> None:
+    built = example("branching")
+    model = placed_model(built.model, *_traced(built.model))
+    model(*built.args)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
