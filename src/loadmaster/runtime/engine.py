@@ -5,6 +5,7 @@ are counted (logical devices) the graph is interpreted node by node, else its ge
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
+from loadmaster.runtime.loads import Pass, Spill
 from loadmaster.runtime.order import issue_order
 from loadmaster.runtime.program import Program, program_of
 from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
@@ -58,6 +60,7 @@ class Engine:
     homes: dict[str, int]  # of every weight and buffer
     accounts: Accounts | None
     presum: bool = False
+    spill: Spill | None = None
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     _ready: dict[Any, Ready] = field(default_factory=dict)
@@ -117,16 +120,22 @@ class Engine:
 
     def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
         """Run a graph; `watcher` is told of every node."""
-        regions, flat = Regions(), ready.flat(leaves)
+        flat, loads = ready.flat(leaves), None
+        if ready.rewritten.readings and self.spill is not None:
+            loads = Pass(self.spill, ready.rewritten.readings, flat)
+        regions = Regions(loads)
         try:
-            if self.accounts is None and watcher is None:
-                out = ready.rewritten.module(regions, *flat)
-            else:
-                out = _Counted(ready.rewritten.module, self.accounts, watcher).run(
-                    regions, *flat, enable_io_processing=False
-                )
+            with nullcontext() if loads is None else loads.running():
+                if self.accounts is None and watcher is None:
+                    out = ready.rewritten.module(regions, *flat)
+                else:
+                    out = _Counted(ready.rewritten.module, self.accounts, watcher).run(
+                        regions, *flat, enable_io_processing=False
+                    )
         finally:
             regions.close()
+        if loads is not None:
+            loads.watch(out)
         return ready.program.handed(out)
 
     @property
@@ -162,7 +171,14 @@ class Engine:
         order = issue_order(program, facts, priority)
         where = [device.where for device in self.devices]
         made = rewritten(
-            program, facts, device, order, where, presum=self.presum, output_device=self.output_device
+            program,
+            facts,
+            device,
+            order,
+            where,
+            presum=self.presum,
+            output_device=self.output_device,
+            spilled=self.spill.names if self.spill is not None else frozenset(),
         )
         return Ready(program, facts, device, made, self._fills(program, device))
 

@@ -19,6 +19,7 @@ from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
 from loadmaster.runtime.hooks import HookEngine
+from loadmaster.runtime.loads import Spill
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
@@ -143,6 +144,7 @@ def placed_model(
         accounts.predicted_bytes = list(predicted_bytes or [])
     optimizers = Optimizers(model, accounts, homes)
     _move(model, homes, devices, accounts)
+    spill = _spill(model, known, devices, accounts)
     made = _of_class(model)
     chosen = (options or Options()).for_graph(graph)
     shared: dict[str, Any] = {
@@ -154,7 +156,7 @@ def placed_model(
         "accounts": accounts,
         "output_device": chosen.output_device,
     }
-    made._engine = Engine(**shared, presum=chosen.presum)
+    made._engine = Engine(**shared, presum=chosen.presum, spill=spill)
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if accounts is not None:
@@ -225,6 +227,23 @@ def _move(
             tensor.data = tensor.data.to(where)
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(where)
+
+
+def _spill(
+    model: nn.Module, known: Known, devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> Spill | None:
+    """Weights that stay on the host while GPUs read them are pinned, so that copies run beside the ops."""
+    if not known.spilled:
+        return None
+    weights = [(name, weight) for name, weight in model.named_parameters() if name in known.spilled]
+    if any(device.where.type == "cuda" for device in devices):
+        for name, weight in weights:
+            if weight.device.type == "cpu" and not weight.is_pinned():
+                weight.data = weight.data.pin_memory()
+                if accounts is not None:
+                    accounts.move(weight, known.device[name])
+    largest = max(weight.nbytes for _, weight in weights)
+    return Spill(known.spilled, known.window_bytes, largest, devices, accounts)
 
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
