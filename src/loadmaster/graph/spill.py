@@ -3,8 +3,8 @@
     weight ──load──► reader          a load for the forward pass; its copy is gone after the reader
        └─────load──► reader.backward another one for the backward pass
              ▲
-    an earlier reader                a load waits until copies that came before are gone: no more than a window
-                                     of bytes is on its way to a device or there at any time
+    an earlier reader                a load waits until copies before it are gone: no more than a window of
+                                     bytes is on its way to a device or there at any time
     gradients ──landed──► updates    gradients go down as they are made; updates begin when all are there
 
 A load takes no time: it sends. It is of phase PARAM, so that its output takes memory only where it is sent.
@@ -40,6 +40,11 @@ class Spilled:
 
     graph: Graph
     origin: Ints  # [N'] or NEW
+
+
+def going_bytes(largest_bytes: int) -> int:
+    """Gradients that may be kept on a device until they are down, by the largest spilled weight."""
+    return 2 * largest_bytes
 
 
 def readings(graph: Graph) -> dict[int, list[Reading]]:
@@ -171,6 +176,7 @@ def spilled(graph: Graph, chosen: Sequence[Reading], device: Sequence[int], *, w
     waiting: dict[int, list[_Load]] = {}
     for load in loads_of(graph, chosen, device, window_bytes):
         waiting.setdefault(max(load.after, load.reading.param), []).append(load)
+    writer.hold_gradients(device)
     landed_before = writer.landing()
     for op in range(graph.num_ops):
         if op == landed_before:
@@ -211,6 +217,19 @@ class _Writer:
         pairs = zip(graph.use_tensor.tolist(), graph.use_op.tolist(), maker.tolist(), strict=True)
         self.updates = sorted(mine)
         return sorted({t for t, op, m in pairs if op in mine and graph.phase[m] != Phase.PARAM})
+
+    def hold_gradients(self, device: Sequence[int]) -> None:
+        """A gradient stays until later ones are made, as many as may be on their way down."""
+        graph = self.graph
+        limit = going_bytes(max((int(graph.tensor_bytes[self._weight[p]]) for p in self.params), default=0))
+        made: dict[int, list[int]] = {}
+        for t in sorted(self._grads, key=lambda t: int(graph.tensor_op[t])):
+            going = made.setdefault(device[graph.tensor_op[t]], [])
+            going.append(t)
+            while len(going) > 1 and sum(int(graph.tensor_bytes[one]) for one in going) > limit:
+                oldest = going.pop(0)
+                if graph.tensor_op[oldest] < graph.tensor_op[t]:
+                    self.later.append((oldest, int(graph.tensor_op[t])))
 
     def landing(self) -> int:
         """The first update of a spilled weight, where every gradient is made before it; else NEW."""

@@ -1,7 +1,7 @@
 """Loads: the weights of one pass that stay at home and are copied to where they are read, just ahead of it.
 
     forward    fetched ─► op ─► dropped         the next copies are sent as soon as one is dropped,
-    backward   unpacked ─► op's backward ─► edge   never more than a window of bytes at a time, in reverse order
+    backward   unpacked ─► op's backward ─► edge   a window of bytes at most; in reverse order
 
 What autograd would save of a copy is saved as a note (which weight, which view); when its backward asks for
 it, the weight is copied again. Nothing is kept from one pass for the other, so that weights which were
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import RunError
+from loadmaster.graph.spill import going_bytes
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.carriers import Carrier, Sent, carrier
 from loadmaster.runtime.devices import RunDevice
@@ -59,11 +60,6 @@ class Spill:
             there, here = self._devices[device].where, self._devices[home].where
             self._carriers[key] = carrier(there, here, going_bytes(self._largest_bytes))
         return self._carriers[key]
-
-
-def going_bytes(largest_bytes: int) -> int:
-    """Gradients that may be kept on a device until they are down; `graph/spill.py` counts on it."""
-    return 2 * largest_bytes
 
 
 class _Note(NamedTuple):
@@ -202,9 +198,9 @@ class Pass:
         look = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
         return _Note(at, self._weights[at]._version, *look)
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
+    def _unpack(self, saved: Any) -> Any:
         if not isinstance(saved, _Note):
-            return saved  # type: ignore[no-any-return]
+            return saved
         weight, reading = self._weights[saved.at], self.readings[saved.at]
         if weight._version != saved.version:
             raise RunError(
@@ -271,7 +267,7 @@ class _Anchor(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         """The same gradient."""
         ctx.loads.wait_for(ctx.edge)
@@ -290,7 +286,7 @@ class _Edge(torch.autograd.Function):
         return copy.view_as(copy)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradient of one reader, not there yet."""
         return ctx.loads.sent_down(ctx.at, ctx.edge, grads[0]), None, None, None, None

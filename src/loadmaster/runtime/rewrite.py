@@ -180,13 +180,12 @@ class _Writer:
         """
         found = {}
         far = [place for place, node in enumerate(readings) if self._is_far(node, at)]
-        loads = {}
+        loads: dict[int, tuple[int, fx.Node]] = {}
         for place in far:
             key = (readings[place], reader)
             if key in self.drops:
-                loads[place] = next((loads[p] for p in loads if readings[p] is key[0]), None) or self._load(
-                    key, at
-                )
+                same = [loads[other] for other in loads if readings[other] is key[0]]
+                loads[place] = same[0] if same else self._load(key, at)
             else:
                 self._copy(readings[place], at)
         for place in reversed(far):
