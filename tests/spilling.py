@@ -10,9 +10,6 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.graph.spill import NEW, readings
 from loadmaster.placers.spill import spilled_problem
-from loadmaster.runtime.placed import Placed, placed_model
-from loadmaster.zoo.example import Example
-from tests.placing import captured
 
 COMPUTES, STORES = 0, 1
 
@@ -34,13 +31,16 @@ def spilling(problem: Problem, chosen: Callable[[str], bool], *, window_bytes: i
 
 
 def spilled_model(
-    example: Example,
+    example: Any,
     chosen: Callable[[str], bool],
     *,
     window_bytes: int = 1 << 16,
     devices: str = "cpu#0-64MB, cpu#1-64MB",
     **options: Any,
-) -> Placed:
+) -> Any:
     """A placed model whose chosen weights stay on the second device."""
+    from loadmaster.runtime.placed import placed_model
+    from tests.placing import captured
+
     problem, plan = spilling(lm.problem(captured(example), devices), chosen, window_bytes=window_bytes)
     return placed_model(example.model, problem.graph, plan, problem.cluster, **options)

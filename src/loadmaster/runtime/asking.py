@@ -32,6 +32,7 @@ class Wish(TypedDict, total=False):
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
+    spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
     engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
@@ -57,6 +58,8 @@ def placed(
         placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
     elif devices != AUTO:
         raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
+    elif wishes.get("spill") is not None:
+        raise InputError("the plan says what is spilled; leave spill out, or give inputs to plan anew")
     made = _on(model, placement, wishes)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
@@ -121,7 +124,8 @@ def _planned(
         train=model.training,
         target=_target(cluster),
     )
-    found: Placement = plan(problem(graph, cluster), budget=wishes.get("budget", 10.0))
+    budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
+    found: Placement = plan(problem(graph, cluster), budget=budget, spill=spill)
     return found
 
 
