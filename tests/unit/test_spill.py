@@ -1,4 +1,4 @@
-"""Spilling as a plan: the graph with loads, what the simulators say of it, and what the planner makes of it."""
+"""Spilling as a plan: the graph with loads, what the simulators say of it, what the planner makes of it."""
 
 from pathlib import Path
 from typing import Any

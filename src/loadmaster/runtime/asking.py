@@ -18,6 +18,7 @@ from loadmaster.core.run import Budget
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, require_batch
@@ -37,6 +38,7 @@ class Wish(TypedDict, total=False):
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
     verify: str | None  # 'first-step'
+    weights: str | os.PathLike[str] | None  # a safetensors file or checkpoint's folder to fill the model from
 
 
 def placed(
@@ -158,4 +160,8 @@ def _on(model: nn.Module, placement: Placement, wishes: Wish) -> Placed:
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph
-    return placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)
+    source = wishes.get("weights")
+    weights = Checkpoint(source) if source is not None else None
+    return placed_model(
+        model, graph, plan, cluster, predicted_bytes=predicted, options=options, weights=weights
+    )

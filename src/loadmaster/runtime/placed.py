@@ -15,11 +15,13 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
 from loadmaster.runtime.hooks import HookEngine
 from loadmaster.runtime.loads import Spill
+from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
@@ -132,8 +134,9 @@ def placed_model(
     *,
     predicted_bytes: list[int] | None = None,
     options: Options | None = None,
+    weights: Checkpoint | None = None,
 ) -> Placed:
-    """The model on the devices of a plan; its weights move there."""
+    """The model on the devices of a plan; its weights move there, or are made there (`weights`: of a file)."""
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
     devices, known = run_devices(cluster), known_of(graph, plan)
@@ -143,6 +146,12 @@ def placed_model(
     if accounts is not None:
         accounts.predicted_bytes = list(predicted_bytes or [])
     optimizers = Optimizers(model, accounts, homes)
+    if weights is not None or is_meta(model):
+        materialise(
+            model,
+            lambda name, tensor: _move_one(name, tensor, homes[name], devices, accounts),
+            weights=weights,
+        )
     _move(model, homes, devices, accounts)
     spill = _spill(model, known, devices, accounts)
     made = _of_class(model)
@@ -217,16 +226,19 @@ def _move(
 ) -> None:
     """Weights, buffers and gradients go home; the objects stay the same."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        home = homes[name]
-        where = devices[home].where
-        if tensor.is_meta:
-            raise InputError(f"weight {name!r} is on 'meta' and has no values; give it some before placing")
-        if accounts is not None:
-            accounts.add((tensor, tensor.grad), home, f"weight {name}")
-        if tensor.device != where:
-            tensor.data = tensor.data.to(where)
-            if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(where)
+        _move_one(name, tensor, homes[name], devices, accounts)
+
+
+def _move_one(
+    name: str, tensor: torch.Tensor, home: int, devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> None:
+    where = devices[home].where
+    if tensor.device != where:
+        tensor.data = tensor.data.to(where)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(where)
+    if accounts is not None:
+        accounts.add((tensor, tensor.grad), home, f"weight {name}")
 
 
 def _spill(
