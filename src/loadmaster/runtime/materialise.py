@@ -68,7 +68,7 @@ def _one(
             kind = "weight" if name in module._parameters else "buffer"
             full = f"{path}.{name}" if path else name
             raise InputError(
-                f"{kind} {full!r} is on 'meta', and {type(module).__name__} has no reset_parameters that gives"
+                f"{kind} {full!r} is on 'meta', and {type(module).__name__} has no reset_parameters to give"
                 " it values; give weights=, write that method, or build this module outside of 'meta'"
             )
     for name, tensor in _own(module):
