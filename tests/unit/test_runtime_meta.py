@@ -190,7 +190,7 @@ def test_what_has_values_already_keeps_them() -> None:
 def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no such file or folder"):
         Checkpoint(tmp_path / "none")
-    with pytest.raises(FileError, match="holds no .safetensors file"):
+    with pytest.raises(FileError, match=r"holds no \.safetensors file"):
         Checkpoint(tmp_path)
     bad = tmp_path / "bad.safetensors"
     for content in (

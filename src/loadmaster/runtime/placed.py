@@ -136,7 +136,7 @@ def placed_model(
     options: Options | None = None,
     weights: Checkpoint | None = None,
 ) -> Placed:
-    """The model on the devices of a plan; its weights move there, or are made there (`weights`: of a file)."""
+    """The model on the devices of a plan; its weights move there, or are made there (from `weights`)."""
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
     devices, known = run_devices(cluster), known_of(graph, plan)
