@@ -1,6 +1,7 @@
 """Running plans for real: overhead, prediction, memory, gradients, and 1.5 billion weights in 20 GiB.
 
-On a GPU all of it, in one process; elsewhere the overhead on the CPU. RUNNING_PARTS=spill,parity runs some parts. A part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
+On a GPU all of it, in one process; elsewhere the overhead on the CPU. RUNNING_PARTS=spill,parity runs some
+parts. A part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
 """
 
 import copy
