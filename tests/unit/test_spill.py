@@ -171,18 +171,3 @@ def test_what_cannot_be_spilled_is_said(graph: lm.Graph) -> None:
 def test_spilling_works_with_any_algorithm(graph: lm.Graph) -> None:
     for name in ("single_device", "m_etf"):
         assert lm.plan(capped(graph, 0.5), algorithm=name, budget="20x", spill="host").algorithm == "spill"
-
-
-def test_the_command_line_spills_and_refuses(graph: lm.Graph, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from loadmaster.cli.app import app
-
-    question = capped(graph, 0.6)
-    lm.save(graph, tmp_path / "graph.json")
-    room = int(question.cluster.memory_bytes[COMPUTES])
-    words = ["plan", str(tmp_path / "graph.json"), "--optimizer", "adamw", "--budget", "20x", "--spill"]
-    out = str(tmp_path / "plan.json")
-    done = CliRunner().invoke(app, [*words, "host", "-d", f"H200-{room}B, cpu-500GB", "-o", out])
-    assert done.exit_code == 0, done.output
-    assert LOAD in lm.load(out).problem.graph.op_kind
