@@ -308,11 +308,20 @@ def _spill(report: Report) -> None:
     for fused in (False, True):
         forget()
         optimizer = torch.optim.AdamW(placed.parameters(), fused=fused or None)
-        with capped(CAP_BYTES):
+        held = True
+        try:
+            with capped(CAP_BYTES):
+                found = timed(stepper(placed, fed, optimizer), steps=5, warm=2)
+        except torch.OutOfMemoryError as problem:  # gaps between blocks: say so, and time it without
+            print(json.dumps({"out of memory under the cap": str(problem)[:400]}))
+            held = False
+            forget()
             found = timed(stepper(placed, fed, optimizer), steps=5, warm=2)
         word = "fused AdamW" if fused else "AdamW"
         measured[fused] = found
         print(json.dumps({"spilled losses": found.losses}))
+        name = f"{title}: within 20 GiB of the allocator, gaps and all, {word}"
+        report.add(SUITE, name, float(held), "bool", aim="1", reached=held)
         report.add(SUITE, f"{title}: spilled step in 20 GiB, {word}", found.step_s, "s")
         base = uncapped_fused_s if fused else uncapped_s
         ratio = found.step_s / base

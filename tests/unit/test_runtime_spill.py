@@ -62,6 +62,16 @@ def test_numbers_of_every_family_are_those_of_plain_training(name: str, every: i
     assert first_difference(trained(plain.model, plain), trained(model, again)) == ""
 
 
+@pytest.mark.parametrize("name", ["gpt2", "lstm"])
+def test_the_generated_code_of_whole_devices_gives_the_same_numbers(name: str) -> None:
+    plain, again = example(name), example(name)
+    model = spilled_model(again, all_of, window_bytes=1 << 14)
+    engine = model._engine
+    assert engine.spill is not None
+    engine.accounts = engine.spill.accounts = None  # as where no device is a part of one
+    assert first_difference(trained(plain.model, plain), trained(model, again)) == ""
+
+
 def hash_of(name: str) -> int:
     return sum(map(ord, name))
 
