@@ -1,12 +1,13 @@
 """Placed training steps, timed: what the suite `running` is made of, on this machine's devices."""
 
+import copy
 import gc
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.zoo.hf import SIZES, Size, sized
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +45,63 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def stepper(model: Any, made: Any, optimizer: Any) -> Callable[[], float]:
-    """One step of a plain loop; gives the loss."""
+def loss_on(model: Any, made: Any) -> Any:
+    """The loss of a batch; labels go where the output is, and the output is let go of."""
+    out, loss = model(*made.args, **made.kwargs), made.loss
+    labels = getattr(loss, "labels", None)
+    if isinstance(labels, torch.Tensor) and isinstance(out, torch.Tensor):
+        loss = copy.copy(loss)
+        loss.labels = labels.to(out.device)
+    return loss_of(out, loss)
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model(*made.args, **made.kwargs), made.loss)
+
+class Stepper:
+    """One step of a plain loop; gives the loss. It knows its phase, and on request the peaks of each."""
+
+    def __init__(self, model: Any, made: Any, optimizer: Any) -> None:
+        self._model, self._made, self._optimizer = model, made, optimizer
+        self.phase = ""
+        self.watched = False
+        self.peaks: dict[str, dict[str, float]] = {}
+
+    def __call__(self) -> float:
+        """zero_grad, forward, backward, step."""
+        self.phase = "forward"
+        self._optimizer.zero_grad()
+        loss = loss_on(self._model, self._made)
+        self._next("backward")
         loss.backward()
-        optimizer.step()
+        self._next("update")
+        self._optimizer.step()
+        self._next("")
         return float(loss.detach())
 
-    return step
+    def _next(self, phase: str) -> None:
+        if self.watched and torch.cuda.is_available():
+            self.peaks[self.phase] = gpu_memory()
+            torch.cuda.reset_peak_memory_stats()
+        self.phase = phase
+
+
+def gpu_memory() -> dict[str, float]:
+    """GiB now and at most since the last reset."""
+    return {
+        "allocated": round(torch.cuda.memory_allocated() / 2**30, 3),
+        "most allocated": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        "most reserved": round(torch.cuda.max_memory_reserved() / 2**30, 3),
+    }
+
+
+def by_phase(step: Stepper) -> dict[str, dict[str, float]]:
+    """The peaks of one more step, phase by phase."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    step.watched = True
+    try:
+        step()
+    finally:
+        step.watched = False
+    return step.peaks
 
 
 def timed(step: Callable[[], float], *, steps: int, warm: int) -> Run:
@@ -148,7 +196,47 @@ def placement_of(problem: Any, plan: Plan) -> Any:
     )
 
 
-def captured(case: Case) -> Any:
+@contextmanager
+def full_float32() -> Any:
+    """No TF32 in matrix products, nor in convolutions."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def shares_of_limit(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, float]:
+    """Per weight ||dg|| / (1e-5 ||g|| + 1e-7 max ||g||), the largest norm being that of any weight's."""
+    norms = {name: float(grad.double().norm()) for name, grad in wanted.items()}
+    most = max(norms.values())
+    return {
+        name: float((found[name].double() - grad.double()).norm()) / (1e-5 * norms[name] + 1e-7 * most)
+        for name, grad in wanted.items()
+    }
+
+
+class Shorter(NamedTuple):
+    """A model of fewer layers, at a batch."""
+
+    size: Size
+    batch: int
+    seq: int
+
+    def example(self, device: str) -> Any:
+        """The model and its inputs."""
+        return sized(self.size, batch=self.batch, seq=self.seq, device=device)
+
+
+def shorter(name: str, num_layers: int, *, batch: int, seq: int) -> Shorter:
+    """A GPT-2 of fewer layers: ten graphs of it are made in little time."""
+    size = SIZES[name]
+    return Shorter(replace(size, numbers={**size.numbers, "n_layer": num_layers}), batch, seq)
+
+
+def captured(case: Case | Shorter) -> Any:
     """The graph of a case, for a GPU where there is one."""
     made = case.example("meta")
     target = "cuda" if torch.cuda.is_available() else "cpu"

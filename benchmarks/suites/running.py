@@ -1,13 +1,15 @@
 """Running plans for real: overhead, prediction, memory, gradients, and 1.5 billion weights in 20 GiB.
 
 On a GPU all of it, in one process; elsewhere the overhead on the CPU. RUNNING_PARTS=spill,parity runs some
-parts. A part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
+parts, RUNNING_LIMIT_S=330 begins none later; `benchmarks.run --add` puts what is left into the same file. A
+part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
 """
 
 import copy
 import json
 import os
 import statistics
+import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -18,23 +20,26 @@ import numpy as np
 from benchmarks.measure import Report
 
 SUITE = "running"
-GIB = 2**30
-CAP_BYTES = 20 * GIB
 PAIRS = 50
-_BUDGET_S = 60.0
+_BUDGET_S = float(os.environ.get("RUNNING_BUDGET_S", 30.0))
 
 
 def run(report: Report) -> None:
     """All figures of the suite."""
     import torch
 
-    parts = {"overhead": _overhead}
+    parts: dict[str, Any] = {"overhead": _overhead}
     if torch.cuda.is_available():
         print(f"running: {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        parts |= {"parity": _parity, "predicted": _predicted, "caps": _caps, "spill": _spill}
+        parts = {"spill": _spill, "caps": _caps, "predicted": _predicted, "parity": _parity} | parts
     wanted = os.environ.get("RUNNING_PARTS", ",".join(parts)).split(",")
+    began, limit_s = time.perf_counter(), float(os.environ.get("RUNNING_LIMIT_S", "inf"))
     for name, part in parts.items():
         if name not in wanted:
+            continue
+        spent = time.perf_counter() - began
+        print(json.dumps({"part": name, "after_s": round(spent, 1), "left out": spent > limit_s}), flush=True)
+        if spent > limit_s:
             continue
         try:
             part(report)
@@ -73,7 +78,7 @@ def _overhead(report: Report) -> None:
     import torch
 
     import loadmaster as lm
-    from benchmarks.placed_runs import captured, forget, pairs_s, placement_of, stepper
+    from benchmarks.placed_runs import Stepper, captured, forget, pairs_s, placement_of
     from loadmaster.core.plan import plan_of
 
     gpu = torch.cuda.is_available()
@@ -88,7 +93,7 @@ def _overhead(report: Report) -> None:
     placed = lm.place(
         copy.deepcopy(eager), placement_of(problem, plan_of(np.zeros_like(order), order)), engine="graph"
     )
-    steps = [stepper(model, made, torch.optim.AdamW(model.parameters())) for model in (eager, placed)]
+    steps = [Stepper(model, made, torch.optim.AdamW(model.parameters())) for model in (eager, placed)]
     ratios = sorted(b / a - 1 for a, b in pairs_s(steps[0], steps[1], num=num))
     middle = statistics.median(ratios)
     low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
@@ -101,281 +106,168 @@ def _overhead(report: Report) -> None:
     forget()
 
 
-def _plans(case: Any, graph: Any, gpu: int, host: int) -> dict[str, Any]:
-    from benchmarks.placed_runs import by_module
+def _plans(case: Any, problem: Any, gpu: int, host: int) -> dict[str, Any]:
+    """Plans a user would take, and one that is mostly the host's."""
+    import loadmaster as lm
+    from benchmarks.placed_runs import by_module, limited, placement_of
 
     def on_host(*heads: str) -> Any:
         dotted = tuple(f"{head}." for head in heads)
-        return lambda module: host if module in heads or module.startswith(dotted) else gpu
+        where = lambda module: host if module in heads or module.startswith(dotted) else gpu  # noqa: E731
+        return placement_of(problem, by_module(problem.graph, where))
 
-    inner = ("transformer.h.5",) if case.family == "hf" else ("blocks.3", "layer2.1", "stages.1.1")
-    first = ("transformer.wte", "transformer.wpe") if case.family == "hf" else ("stem", "conv1", "first")
-    return {
-        "all on the GPU": by_module(graph, lambda _: gpu),
-        "one block on the host": by_module(graph, on_host(*inner)),
-        "the first layers on the host": by_module(graph, on_host(*first)),
+    text = case.family == "hf"
+    first = ("transformer.wte", "transformer.wpe") if text else ("stem",)
+    alone = on_host()
+    found = {
+        "all on the GPU": alone,
+        "the first layers on the host": on_host(*first),
+        "the last layers on the host": on_host("transformer.ln_f" if text else "classifier"),
+        "one block on the host": on_host("transformer.h.5" if text else "stages.1.1"),
     }
+    less = limited(problem.cluster, gpu, int(0.8 * alone.peak_bytes[gpu]))
+    spilled = lm.plan(_problem(problem.graph, less), budget=4.0, spill="host")
+    return found | {f"80 % of the memory: {spilled.algorithm}": spilled}
 
 
 def _predicted(report: Report) -> None:
-    """Three plans of two models: time and peak memory, predicted and measured."""
-    import torch
-
-    import loadmaster as lm
-    from benchmarks.placed_runs import captured, forget, on_gpu_first, placement_of, stepper, timed
+    """Plans of two models: time and peak memory, predicted and measured."""
+    from benchmarks.placed_runs import captured, on_gpu_first
 
     cluster = _here()
     gpu, host = on_gpu_first(cluster)
     for case in (_case("hf", "gpt2", 8, 512), _case("zoo", "resnet50", 64, 1)):
-        graph = captured(case)
-        problem = _problem(graph, cluster)
-        for name, plan in _plans(case, graph, gpu, host).items():
-            forget()
-            placement = placement_of(problem, plan)
-            made = case.example("cpu")
-            before = torch.cuda.memory_allocated()
-            placed = lm.place(made.model.train(), placement)
-            found = timed(stepper(placed, made, torch.optim.AdamW(placed.parameters())), steps=10, warm=3)
-            error = placement.score_s / found.step_s - 1
-            peak = (found.peak_bytes - before) / max(1, int(placement.peak_bytes[gpu]))
-            shown = {"hosted ops": int((plan.device == host).sum()), "predicted_s": placement.score_s}
-            print(json.dumps({"case": str(case), "plan": name, **shown, "measured_s": found.step_s}))
-            title = f"{case}, {name}"
-            report.add(SUITE, f"{title}: step measured", 1e3 * found.step_s, "ms")
-            report.add(
-                SUITE, f"{title}: step error", error, "ratio", aim="within 0.15", reached=abs(error) <= 0.15
-            )
-            report.add(
-                SUITE, f"{title}: peak / predicted", peak, "ratio", aim="<= 1.05", reached=peak <= 1.05
-            )
-            del placed, made
+        problem = _problem(captured(case), cluster)
+        for name, placement in _plans(case, problem, gpu, host).items():
+            try:
+                _one_plan(report, f"{case}, {name}", case, placement, (gpu, host))
+            except Exception as failure:  # the other plans shall run
+                traceback.print_exc()
+                print(json.dumps({"plan": f"{case}, {name}", "failed": str(failure)[:300]}))
+                report.add(SUITE, f"{case}, {name}: ran", 0.0, "bool", aim="1", reached=False)
 
 
-def _caps(report: Report) -> None:
-    """Ten random plans over two parts of the GPU and the host, each limited to 1.05 of its predicted peak."""
+def _one_plan(report: Report, title: str, case: Any, placement: Any, at: tuple[int, int]) -> None:
     import torch
 
     import loadmaster as lm
-    from benchmarks.placed_runs import captured, forget, placement_of, stepper
-    from loadmaster.cluster.parse import parse_cluster
-    from loadmaster.core.graph import units
-    from loadmaster.core.plan import plan_of
+    from benchmarks.placed_runs import Stepper, by_phase, forget, timed
 
-    case, done, worst = _case("hf", "gpt2", 2, 128), 0, 0.0
-    graph = captured(case)
+    gpu, host = at
+    forget()
+    made = case.example("cpu")
+    before = torch.cuda.memory_allocated()
+    placed = lm.place(made.model.train(), placement)
+    step = Stepper(placed, made, torch.optim.AdamW(placed.parameters()))
+    slow = placement.score_s > 0.4
+    found = timed(step, steps=3 if slow else 10, warm=1 if slow else 3)
+    error = placement.score_s / found.step_s - 1
+    peak = (found.peak_bytes - before) / max(1, int(placement.peak_bytes[gpu]))
+    shown = {"hosted ops": int((placement.plan.device == host).sum()), "predicted_s": placement.score_s}
+    print(json.dumps({"plan": title, **shown, "measured_s": found.step_s, "peaks GiB": by_phase(step)}))
+    report.add(SUITE, f"{title}: step measured", 1e3 * found.step_s, "ms")
+    name, reached = f"{title}: step error", abs(error) <= 0.15
+    report.add(SUITE, name, error, "ratio", aim="within 0.15", reached=reached)
+    report.add(SUITE, f"{title}: peak / predicted", peak, "ratio", aim="<= 1.05", reached=peak <= 1.05)
+
+
+def _caps(report: Report) -> None:
+    """Ten random plans over parts of the device and the host, each limited to 1.05 of its predicted peak."""
+    from benchmarks.placed_runs import captured, forget, shorter
+    from loadmaster.core.graph import units
+
+    case, shares = shorter("gpt2", 4, batch=2, seq=128), []
+    graph, made = captured(case), case.example("cpu")
     unit, num_units = units(graph)
     for seed in range(10):
         forget()
         where = np.random.default_rng(seed).integers(0, 3, num_units)[unit].astype(np.int32)
-        plan = plan_of(where, np.arange(graph.num_ops, dtype=np.int32))
-        wide = lm.problem(graph, "cuda:0#0-60GB, cuda:0#1-60GB, cpu#0-60GB")
-        peaks = lm.simulate(wide, plan).peak_bytes
-        names = ("cuda:0#0", "cuda:0#1", "cpu#0")
-        caps = ", ".join(f"{name}-{int(1.05 * peak)}B" for name, peak in zip(names, peaks, strict=True))
-        made = case.example("cpu")
+        began = time.perf_counter()
         try:
-            placed = lm.place(made.model, placement_of(lm.problem(graph, parse_cluster(caps)), plan))
-            step = stepper(placed, made, torch.optim.AdamW(placed.parameters()))
-            for _ in range(2):
-                step()
-            done += 1
-            shares = [
-                got / max(1, int(peak)) for got, peak in zip(placed.peak_bytes.values(), peaks, strict=True)
-            ]
-            worst = max(worst, *shares)
-        except lm.LoadmasterError as problem:
-            print(json.dumps({"caps": seed, "failed": str(problem)[:300]}))
-    name = "ten random plans under a cap of 1.05 predicted peaks: run"
-    report.add(SUITE, name, done, "plans", aim="10", reached=done == 10)
-    report.add(
-        SUITE,
-        "ten random plans: largest peak / predicted",
-        worst,
-        "ratio",
-        aim="<= 1.05",
-        reached=worst <= 1.05,
+            shares.append(_under_caps(graph, where, made))
+            shown = {"caps": seed, "peak / predicted": shares[-1]}
+        except Exception as failure:  # the others shall run
+            shown = {"caps": seed, "failed": f"{type(failure).__name__}: {failure}"[:400]}
+        print(json.dumps({**shown, "took_s": round(time.perf_counter() - began, 1)}), flush=True)
+    name, worst = (
+        "ten random plans under a cap of 1.05 predicted peaks: run",
+        max(map(max, shares), default=9.9),
     )
+    report.add(SUITE, name, len(shares), "plans", aim="10", reached=len(shares) == 10)
+    name = "ten random plans: largest peak / predicted"
+    report.add(SUITE, name, worst, "ratio", aim="<= 1.05", reached=worst <= 1.05)
+
+
+def _under_caps(graph: Any, where: Any, made: Any) -> list[float]:
+    """Two steps under the caps; each device's peak of what was predicted."""
+    import torch
+
+    import loadmaster as lm
+    from benchmarks.placed_runs import Stepper, placement_of
+    from loadmaster.core.plan import plan_of
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    names = (f"{device}#0", f"{device}#1", "cpu#2")
+    plan = plan_of(where, np.arange(graph.num_ops, dtype=np.int32))
+    wide = lm.problem(graph, ", ".join(f"{name}-60GB" for name in names))
+    peaks = lm.simulate(wide, plan).peak_bytes.tolist()
+    caps = ", ".join(f"{name}-{int(1.05 * peak)}B" for name, peak in zip(names, peaks, strict=True))
+    model = copy.deepcopy(made.model)
+    placed = lm.place(model, placement_of(lm.problem(graph, caps), plan))
+    step = Stepper(placed, made, torch.optim.AdamW(placed.parameters()))
+    for _ in range(2):
+        step()
+    return [got / max(1, peak) for got, peak in zip(placed.peak_bytes.values(), peaks, strict=True)]
 
 
 def _parity(report: Report) -> None:
     """Gradients of the first step, CUDA + CPU, in float32 without TF32, against the model itself."""
+    from benchmarks.placed_runs import forget, full_float32, shares_of_limit
+
+    for case in (_case("hf", "gpt2", 2, 128), _case("zoo", "resnet50", 4, 1)):
+        with full_float32():
+            wanted, found = _gradients(case)
+        for device, reference in wanted.items():
+            shares = shares_of_limit(reference, found)
+            worst = max(shares, key=lambda name: shares[name])
+            good = sum(share <= 1 for share in shares.values())
+            shown = {"parity": device, "worst": worst, "good": good, "of": len(shares)}
+            print(json.dumps({**shown, "share of the limit": shares[worst]}))
+            name = f"{case}: gradients over GPU and host against the {device} alone, largest of the limit"
+            aim, reached = ("<= 1", shares[worst] <= 1) if device == "CPU" else ("", None)
+            report.add(SUITE, name, shares[worst], "ratio", aim=aim, reached=reached)
+        forget()
+
+
+def _gradients(case: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """By the CPU alone, the GPU alone, and a plan over both, of one step of the same weights."""
     import torch
 
     import loadmaster as lm
-    from benchmarks.placed_runs import by_module, captured, forget, on_gpu_first, placement_of
-    from loadmaster.graph.torch_capture.step import loss_of
+    from benchmarks.placed_runs import by_module, captured, loss_on, on_gpu_first, placement_of
 
-    case = _case("hf", "gpt2", 2, 128)
     made = case.example("cpu")
     for module in made.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
 
     def grads(model: Any, device: str) -> dict[str, Any]:
+        args = tuple(value.to(device) for value in made.args)
         kwargs = {name: value.to(device) for name, value in made.kwargs.items()}
-        model.zero_grad()
-        loss_of(model(**kwargs), made.loss).backward()
+        loss_on(model, type(made)(model, args, kwargs, made.loss)).backward()
         return {name: weight.grad.double().cpu() for name, weight in model.named_parameters()}
 
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        wanted = {"CPU": grads(copy.deepcopy(made.model), "cpu")}
-        wanted["GPU"] = grads(copy.deepcopy(made.model).cuda(), "cuda")
-        cluster = _here()
-        gpu, host = on_gpu_first(cluster)
-        graph = captured(case)
-        problem = lm.problem(graph, cluster)
-        plan = by_module(graph, lambda module: host if module.startswith("transformer.h.4") else gpu)
-        placed = lm.place(copy.deepcopy(made.model), placement_of(problem, plan))
-        found = grads(placed, "cpu")
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    for device, reference in wanted.items():
-        ratios = {}
-        for name, grad in reference.items():
-            most = 1e-5 * grad.abs() + 1e-7 * grad.abs().max()
-            ratios[name] = float(((found[name] - grad).abs() / most).max())
-        worst = max(ratios, key=lambda name: ratios[name])
-        good = sum(ratio <= 1 for ratio in ratios.values())
-        print(json.dumps({"parity": device, "worst": worst, "of the limit": ratios[worst], "good": good}))
-        name = f"{case}: gradients over GPU and host against the {device} alone, largest of the limit"
-        reached = ratios[worst] <= 1 if device == "CPU" else None
-        report.add(
-            SUITE, name, ratios[worst], "ratio", aim="<= 1" if device == "CPU" else "", reached=reached
-        )
-    forget()
+    wanted = {"CPU": grads(copy.deepcopy(made.model), "cpu")}
+    wanted["GPU"] = grads(copy.deepcopy(made.model).cuda(), "cuda")
+    cluster = _here()
+    gpu, host = on_gpu_first(cluster)
+    problem, inner = lm.problem(captured(case), cluster), ("transformer.h.4.", "stages.1.1.")
+    plan = by_module(problem.graph, lambda module: host if f"{module}.".startswith(inner) else gpu)
+    return wanted, grads(lm.place(copy.deepcopy(made.model), placement_of(problem, plan)), "cpu")
 
 
 def _spill(report: Report) -> None:
     """A GPT of 1.5 billion weights, AdamW, the GPU capped at 20 GiB."""
-    import torch
+    from benchmarks.spill_runs import spill
 
-    import loadmaster as lm
-    from benchmarks.placed_runs import (
-        capped,
-        captured,
-        forget,
-        limited,
-        on_gpu_first,
-        placement_of,
-        stepper,
-        timed,
-    )
-    from loadmaster.graph.spill import window_of
-
-    seq = int(os.environ.get("RUNNING_SEQ", 1024))
-    case = _case("hf", "gpt2-xl", 1, seq)
-    title = f"{case} (1.5 B weights)"
-    forget()
-    made = case.example("cuda")
-    for fused in (False, True):
-        optimizer = torch.optim.AdamW(made.model.parameters(), fused=fused or None)
-        plain = timed(stepper(made.model, made, optimizer), steps=5, warm=2)
-        word = "fused AdamW" if fused else "AdamW"
-        report.add(SUITE, f"{title}: uncapped step, {word}", plain.step_s, "s")
-        report.add(SUITE, f"{title}: uncapped peak, {word}", plain.peak_bytes / GIB, "GiB")
-        if not fused:
-            uncapped_s = plain.step_s
-        else:
-            uncapped_fused_s = plain.step_s
-        del optimizer
-        made.model.zero_grad()
-        forget()
-    del made
-    forget()
-    cluster = _here()
-    gpu, host = on_gpu_first(cluster)
-    graph = captured(case)
-    problem = _problem(graph, limited(cluster, gpu, int(0.98 * CAP_BYTES)))
-    spilled = lm.plan(problem, budget=20.0, spill="host")
-    print(json.dumps({"members": [(m.name, m.score_s, m.reason) for m in spilled.members]}))
-    print(
-        json.dumps(
-            {"window GiB": window_of(spilled.problem.graph) / GIB, "peaks": spilled.peak_bytes.tolist()}
-        )
-    )
-    measured = {}
-    model = case.example("meta").model
-    torch.manual_seed(0)
-    placed = lm.place(model, spilled)
-    made = case.example("meta")
-    inputs = {
-        name: torch.randint(0, 50257, tuple(value.shape), device="cuda")
-        for name, value in made.kwargs.items()
-    }
-    fed = type(made)(model, (), inputs, made.loss)
-    for fused in (False, True):
-        forget()
-        optimizer = torch.optim.AdamW(placed.parameters(), fused=fused or None)
-        held = True
-        try:
-            with capped(CAP_BYTES):
-                found = timed(stepper(placed, fed, optimizer), steps=5, warm=2)
-        except torch.OutOfMemoryError as problem:  # gaps between blocks: say so, and time it without
-            print(json.dumps({"out of memory under the cap": str(problem)[:400]}))
-            held = False
-            forget()
-            found = timed(stepper(placed, fed, optimizer), steps=5, warm=2)
-        word = "fused AdamW" if fused else "AdamW"
-        measured[fused] = found
-        print(json.dumps({"spilled losses": found.losses}))
-        name = f"{title}: within 20 GiB of the allocator, gaps and all, {word}"
-        report.add(SUITE, name, float(held), "bool", aim="1", reached=held)
-        report.add(SUITE, f"{title}: spilled step in 20 GiB, {word}", found.step_s, "s")
-        base = uncapped_fused_s if fused else uncapped_s
-        ratio = found.step_s / base
-        report.add(
-            SUITE, f"{title}: spilled / uncapped, {word}", ratio, "ratio", aim="<= 2.5", reached=ratio <= 2.5
-        )
-        peak = found.peak_bytes / int(spilled.peak_bytes[gpu])
-        report.add(
-            SUITE, f"{title}: peak / predicted, {word}", peak, "ratio", aim="<= 1.05", reached=peak <= 1.05
-        )
-        del optimizer
-        placed.zero_grad()
-    error = spilled.score_s / measured[False].step_s - 1
-    report.add(
-        SUITE,
-        f"{title}: spilled step, error of the prediction",
-        error,
-        "ratio",
-        aim="within 0.20",
-        reached=abs(error) <= 0.2,
-    )
-    del placed, model, fed, made
-    forget()
-    filled = _greedy(problem, gpu, host)
-    greedy = placement_of(problem, filled)
-    print(json.dumps({"greedy predicted_s": greedy.score_s, "hosted": int((filled.device == host).sum())}))
-    model = case.example("meta").model
-    torch.manual_seed(0)
-    placed = lm.place(model, greedy)
-    fed = type(case.example("meta"))(model, (), inputs, None)
-    found = timed(stepper(placed, fed, torch.optim.AdamW(placed.parameters())), steps=2, warm=1)
-    report.add(SUITE, f"{title}: greedy module fill, step", found.step_s, "s")
-    times = found.step_s / measured[False].step_s
-    report.add(SUITE, f"{title}: greedy fill / spilled", times, "ratio", aim=">= 5", reached=times >= 5)
-    forget()
-
-
-def _greedy(problem: Any, gpu: int, host: int) -> Any:
-    """Blocks in order on the GPU as long as they fit, the rest on the host: what device maps do."""
-    import loadmaster as lm
-    from benchmarks.placed_runs import by_module
-
-    room = int(problem.cluster.usable_bytes[gpu])
-
-    def plan(num: int) -> Any:
-        def where(module: str) -> int:
-            block = module.split(".")[2] if module.startswith("transformer.h.") else ""
-            return host if block.isdecimal() and int(block) >= num else gpu
-
-        return by_module(problem.graph, where)
-
-    low, high = 0, 48
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = int(lm.simulate(problem, plan(middle)).peak_bytes[gpu]) <= room
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return plan(low)
+    spill(report, _here(), _problem)
