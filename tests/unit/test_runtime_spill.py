@@ -1,6 +1,7 @@
 """Spilled weights: they stay at home, are copied ahead of use and dropped, and the numbers are the same."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError, RunError  # noqa: E402
+from loadmaster.graph.spill import going_bytes  # noqa: E402
+from loadmaster.runtime import carriers  # noqa: E402
 from loadmaster.runtime.placed import placed_model  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, trained  # noqa: E402
@@ -283,3 +286,78 @@ def test_the_gradient_that_came_down_is_the_weights_own() -> None:
     weights = dict(model.named_parameters())
     assert all(weights[name].grad.data_ptr() == pointer for name, pointer in loads)
     assert len(loads) == DEEP
+
+
+class Witness:
+    """Stands for the GPU's allocator: bytes that copies and gradients hold there, by the life of storages.
+
+    On CUDA nothing of a load is marked with `record_stream`, so that the allocator has a block from the
+    moment that its tensor is made until the tensor is gone, however far the host is ahead of the device.
+    """
+
+    def __init__(self, going_bytes: int) -> None:
+        self.up_bytes = self.most_up = self.down_bytes = self.most_down = 0
+        self._going = carriers.Going(going_bytes)
+
+    def up(self, weight: Any) -> Any:
+        made = weight.detach().clone()
+        self.up_bytes += made.nbytes
+        self.most_up = max(self.most_up, self.up_bytes)
+        weakref.finalize(made.untyped_storage(), self._up_gone, made.nbytes)
+        return carriers.Sent(made, None)
+
+    def _up_gone(self, size: int) -> None:
+        self.up_bytes -= size
+
+    def use(self, sent: Any) -> None:
+        pass
+
+    def free(self, sent: Any) -> None:
+        pass
+
+    def down(self, grad: Any) -> Any:
+        self.down_bytes += grad.nbytes
+        self.most_down = max(self.most_down, self.down_bytes)
+        weakref.finalize(grad.untyped_storage(), self._down_gone, grad.nbytes)
+        self._going.add(grad.detach(), None)
+        while self._going.too_much:
+            self._going.pop()
+        return carriers.Sent(grad.detach().clone(), None)
+
+    def _down_gone(self, size: int) -> None:
+        self.down_bytes -= size
+
+    def settle(self) -> None:
+        while self._going:
+            self._going.pop()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_generated_code_holds_a_window_of_copies_and_few_gradients(window: int) -> None:
+    built = deep()
+    model = spilled_model(built, all_of, window_bytes=window * WEIGHT)
+    engine, witness = model._engine, Witness(going_bytes(WEIGHT))
+    engine.accounts = engine.spill.accounts = None  # as where no device is a part of one
+    engine.spill._carriers[COMPUTES, STORES] = witness
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(*built.args).backward()
+        optimizer.step()
+    assert witness.most_up == window * WEIGHT
+    assert WEIGHT <= witness.most_down <= going_bytes(WEIGHT) + WEIGHT
+    assert (witness.up_bytes, witness.down_bytes) == (0, 0)
+
+
+def test_the_generated_code_of_a_transformer_holds_no_more_than_the_plan_says() -> None:
+    built = example("gpt2")
+    model = spilled_model(built, all_of, window_bytes=1 << 15)
+    engine = model._engine
+    largest = max(weight.nbytes for weight in model.parameters())
+    witness = Witness(going_bytes(largest))
+    engine.accounts = engine.spill.accounts = None
+    engine.spill._carriers[COMPUTES, STORES] = witness
+    trained(model, built, steps=2)
+    assert 0 < witness.most_up <= max(engine.spill.window_bytes, largest)
+    assert 0 < witness.most_down <= going_bytes(largest) + largest
+    assert (witness.up_bytes, witness.down_bytes) == (0, 0)

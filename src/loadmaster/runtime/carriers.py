@@ -7,6 +7,10 @@
 Copies live in the memory pool of the upload stream: once that stream waits for the reader, the next upload
 may take the memory, in the order of the stream, and the host never has to wait for it. Gradients are kept
 until a later one is on its way; then the reader's stream waits for the oldest, and its memory is free.
+
+Nothing here is marked with `record_stream`: such blocks come back only when the device has come to them, and
+a host that runs ahead would take new ones for every weight. So what is allocated at any time is what Python
+holds, however far the host is ahead, and tests on the CPU can count it.
 """
 
 from collections import deque
@@ -69,15 +73,45 @@ class Direct:
         """Nothing is on its way."""
 
 
+class Going:
+    """Gradients on their way down, oldest first: how many may be kept on the device."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    @property
+    def too_much(self) -> bool:
+        """Whether the oldest must be let go of; the newest never is."""
+        return len(self._kept) > 1 and sum(grad.nbytes for grad, _ in self._kept) > self._limit_bytes
+
+    def add(self, grad: torch.Tensor, done: Any) -> None:
+        """Keep a gradient; `done` is the event of its copy."""
+        self._kept.append((grad, done))
+
+    @property
+    def oldest(self) -> Any:
+        """The event to wait for before the next one is let go of."""
+        return self._kept[0][1]
+
+    def pop(self) -> None:
+        """Let go of the oldest."""
+        self._kept.popleft()
+
+
 class Streams:
     """Copies between the host and one GPU, on two streams beside its ops."""
 
     def __init__(self, where: torch.device, going_bytes: int) -> None:
-        self._where, self._limit_bytes = where, going_bytes
+        self._where = where
         self._up, self._down = torch.cuda.Stream(where), torch.cuda.Stream(where)
         self._reader = torch.cuda.current_stream(where)
         self._last: torch.cuda.Event | None = None
-        self._going: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._going = Going(going_bytes)
 
     def up(self, weight: torch.Tensor) -> Sent:
         """Pinned weights are read where they are, others through pinned memory."""
@@ -112,10 +146,10 @@ class Streams:
             made.copy_(grad.detach(), non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._down)
-        self._going.append((grad.detach(), done))
-        while len(self._going) > 1 and sum(one.nbytes for one, _ in self._going) > self._limit_bytes:
-            now.wait_event(self._going[0][1])
-            self._going.popleft()
+        self._going.add(grad.detach(), done)
+        while self._going.too_much:
+            now.wait_event(self._going.oldest)
+            self._going.pop()
         return Sent(made, done)
 
     def settle(self) -> None:
@@ -123,8 +157,8 @@ class Streams:
         if self._last is not None:
             self._last.synchronize()
         while self._going:
-            self._going[0][1].synchronize()
-            self._going.popleft()
+            self._going.oldest.synchronize()
+            self._going.pop()
 
 
 def carrier(where: torch.device, home: torch.device, going_bytes: int) -> Carrier:
