@@ -29,6 +29,7 @@ class Run:
     step_s: float
     peak_bytes: int  # of the GPU, 0 = not asked
     losses: tuple[float, ...]
+    all_s: tuple[float, ...] = ()
 
 
 def synchronise() -> None:
@@ -117,7 +118,7 @@ def timed(step: Callable[[], float], *, steps: int, warm: int) -> Run:
         if at >= warm:
             taken.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return Run(statistics.median(taken), peak, tuple(losses))
+    return Run(statistics.median(taken), peak, tuple(losses), tuple(taken))
 
 
 def pairs_s(one: Callable[[], float], other: Callable[[], float], *, num: int) -> list[tuple[float, float]]:
