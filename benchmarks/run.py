@@ -1,10 +1,14 @@
-"""python -m benchmarks.run [SUITE ...]: run the suites, print the figures, write a dated result file."""
+"""python -m benchmarks.run [--add] [SUITE ...]: run the suites, print the figures, write a dated result file.
+
+With --add the figures of that file which this run did not take again are kept.
+"""
 
 import importlib
 import json
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks import suites
 from benchmarks.measure import Report, machine
@@ -15,7 +19,8 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Run the named suites, or all."""
     known = [module.name for module in pkgutil.iter_modules(suites.__path__)]
-    wanted = sys.argv[1:] or known
+    words = sys.argv[1:]
+    wanted = [word for word in words if word != "--add"] or known
     for name in wanted:
         if name not in known:
             sys.exit(f"unknown suite {name!r}; known: {', '.join(known)}")
@@ -25,12 +30,19 @@ def main() -> None:
         importlib.import_module(f"benchmarks.suites.{name}").run(report)
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{about['date']}-{'-'.join(wanted) if len(wanted) < len(known) else 'all'}.json"
-    target.write_text(
-        json.dumps({"machine": about, "figures": report.figures}, indent=1) + "\n", encoding="utf-8"
-    )
+    figures = report.figures
+    if "--add" in words and target.exists():
+        figures = _added(json.loads(target.read_text(encoding="utf-8"))["figures"], figures)
+    target.write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n", encoding="utf-8")
     missed = [figure["name"] for figure in report.figures if figure["reached"] is False]
     print(f"written to {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
     print(f"missed: {', '.join(missed)}" if missed else "every aim reached")
+
+
+def _added(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of an earlier run that were not taken again, and those of this one."""
+    again = {(figure["suite"], figure["name"]) for figure in now}
+    return [figure for figure in before if (figure["suite"], figure["name"]) not in again] + now
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ class _Step:
             self._book(tensor, [device] if written and targets else targets)
         del self.running[tables.engine[op]]
         self.woken.add(tables.engine[op])
-        if self.issue_s and tables.on_host[device]:
+        if self.issue_s and self._is_threads_own(op):
             self._issue_next_after_now()
 
     def _book(self, tensor: int, targets: list[int]) -> None:
@@ -352,8 +352,12 @@ class _Step:
             self.issued[op] = True
             self.woken.add(self.tables.engine[op])
             self.next_issue_s = NEVER
-            if not self.tables.on_host[self.tables.device[op]]:
+            if not self._is_threads_own(op):
                 self._issue_next_after_now()
+
+    def _is_threads_own(self, op: int) -> bool:
+        """Whether the issuing thread runs an op itself; what takes no time is only handed out."""
+        return self.tables.on_host[self.tables.device[op]] and self.tables.compute_s[op] > 0
 
     def _issue_next_after_now(self) -> None:
         if self.issue_s and self.num_issued < self.tables.num_ops:

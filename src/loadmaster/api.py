@@ -164,11 +164,13 @@ def plan(
     split: Split | str | None = None,
     *,
     pipeline: str | None = None,
+    spill: str | None = None,
     progress: Callable[[str, float], None] = silent,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
-    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'.
+    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'. With `spill` 'host' (or
+    the name of a device) weights may stay there while their ops run elsewhere (docs/running.md).
     """
     chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
     _require_usable(chosen, seed)
@@ -178,6 +180,8 @@ def plan(
     question = _question(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, question)
     limit = parse_budget(budget)
+    if spill is not None:
+        return _spilling(question, chosen, limit, seed, spill, progress)
     from loadmaster.placers.warm import warm_up
     from loadmaster.simulator import bounds, engine
 
@@ -197,6 +201,25 @@ def plan(
     if not isinstance(answer, Placement):
         raise InputError(f"{type(chosen).__name__} answered with a {type(answer).__name__}, not a Placement")
     return answer
+
+
+def _spilling(
+    question: Problem,
+    chosen: Placer,
+    limit: Budget,
+    seed: int,
+    spill: str,
+    progress: Callable[[str, float], None],
+) -> Placement:
+    """The better of two plans: one that keeps weights with their ops, and one that may spill them."""
+    from loadmaster.placers.spill import store_of, with_spill
+
+    store = store_of(question.cluster, spill)
+
+    def again(other: Problem) -> Placement:
+        return plan(other, algorithm=chosen, budget=limit, seed=seed, progress=progress)
+
+    return with_spill(again(question), store, plan=again, budget=limit)
 
 
 def fit(

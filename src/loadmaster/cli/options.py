@@ -65,6 +65,14 @@ PipelineName = Annotated[
         help="Stages with room for N micro-batches of training in flight: 1f1b:8 or gpipe:8.",
     ),
 ]
+Spill = Annotated[
+    str | None,
+    typer.Option(
+        "--spill",
+        metavar="DEVICE",
+        help="host: weights and their state may stay in host memory while their ops run on a GPU.",
+    ),
+]
 LoadName = Annotated[
     str | None,
     typer.Option("--load", metavar="NAME", help="How loads add up under --links host: sum, max2 or max3."),

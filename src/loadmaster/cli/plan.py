@@ -24,6 +24,7 @@ def command(
     split: o.SplitName = None,
     load: o.LoadName = None,
     pipeline: o.PipelineName = None,
+    spill: o.Spill = None,
     batch: o.Batch = None,
     seq: o.Seq = None,
     optimizer: o.Optimizer = None,
@@ -83,9 +84,9 @@ def command(
         database=database,
     )
     with progress("planning") as say:
-        placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, progress=say)
+        placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, spill=spill, progress=say)
     plan = placement.plan or placement.least_overflow_plan
-    timeline = api.simulate(problem, plan) if plan is not None else None
+    timeline = api.simulate(placement.problem, plan) if plan is not None else None
     written = {}
     if out is not None:
         api.save(placement, out)

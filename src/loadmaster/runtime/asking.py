@@ -18,6 +18,7 @@ from loadmaster.core.run import Budget
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.finite import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
 from loadmaster.runtime.shortage import Replan
@@ -34,12 +35,14 @@ class Wish(TypedDict, total=False):
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
+    spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
     engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
     output_device: str | torch.device | None
     verify: str | None  # 'first-step'
     compile: bool | str  # torch.compile of each part on one device; True, or a backend's name
     on_nan: str | None  # a loss that is not a number: 'warn' (default), 'raise', or None: nobody looks
+    weights: str | os.PathLike[str] | None  # a safetensors file or checkpoint's folder to fill the model from
 
 
 def placed(
@@ -62,6 +65,8 @@ def placed(
         placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
     elif devices != AUTO:
         raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
+    elif wishes.get("spill") is not None:
+        raise InputError("the plan says what is spilled; leave spill out, or give inputs to plan anew")
     made = on_devices(model, placement, wishes, replan)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
@@ -138,7 +143,8 @@ def _planned(
         train=model.training,
         target=_target(cluster),
     )
-    found: Placement = plan(problem(graph, cluster), budget=wishes.get("budget", 10.0))
+    budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
+    found: Placement = plan(problem(graph, cluster), budget=budget, spill=spill)
     return found
 
 
@@ -174,6 +180,10 @@ def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Rep
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph
-    made = placed_model(model, graph, plan, cluster, predicted_bytes=predicted, options=options)
+    source = wishes.get("weights")
+    weights = Checkpoint(source) if source is not None else None
+    made = placed_model(
+        model, graph, plan, cluster, predicted_bytes=predicted, options=options, weights=weights
+    )
     made._placement, made._replan = placement, replan
     return made

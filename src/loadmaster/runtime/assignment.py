@@ -20,6 +20,7 @@ from torch import fx
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
+from loadmaster.graph.spill import LOAD, window_of
 from loadmaster.runtime.facts import Facts
 from loadmaster.runtime.program import Program, op_kind
 
@@ -38,6 +39,8 @@ class Known:
     by_module: dict[str, int]  # the device of most ops of a module
     trains: bool  # the graph has a backward pass
     inputs: frozenset[str] = frozenset()
+    spilled: frozenset[str] = frozenset()  # weights that stay at home and are loaded for each reader
+    window_bytes: int = 0  # of their copies on a device at a time
 
 
 def known_of(graph: Graph, plan: Plan) -> Known:
@@ -49,6 +52,8 @@ def known_of(graph: Graph, plan: Plan) -> Known:
     forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
+        if kind[name] == LOAD:
+            continue
         if phase in (Phase.FORWARD, Phase.PARAM):
             votes.setdefault(module, Counter())[device[name]] += 1
         if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
@@ -61,7 +66,16 @@ def known_of(graph: Graph, plan: Plan) -> Known:
         by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
         trains=bool((graph.phase == Phase.BACKWARD).any()),
         inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
+        spilled=_spilled(graph),
+        window_bytes=window_of(graph),
     )
+
+
+def _spilled(graph: Graph) -> frozenset[str]:
+    """Weights that have loads: these are in the group of their weight."""
+    kinds = list(zip(graph.op_kind, graph.group.tolist(), graph.op_name, strict=True))
+    groups = {group for kind, group, _ in kinds if kind == LOAD}
+    return frozenset(name for kind, group, name in kinds if kind == "param" and group in groups)
 
 
 def differences(program: Program, facts: Facts, known: Known) -> list[str]:

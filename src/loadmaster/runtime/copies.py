@@ -80,9 +80,9 @@ def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
         if stride == 0 and size > 1:
             narrow = narrow.narrow(axis, 0, 1)
     if narrow.is_cuda or where.type == "cuda":
-        made = _lanes().copied(narrow, where, _room)
+        made = _lanes().copied(narrow, where, room)
     else:
-        made = _room(narrow, where)
+        made = room(narrow, where)
         made.copy_(narrow)
     return made if narrow is tensor else made.expand(tensor.shape)
 
@@ -93,7 +93,7 @@ def _lanes() -> Lanes:
     return Lanes()
 
 
-def _room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
+def room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
     """Empty memory for a tensor's values."""
     sizes = tuple(tensor.shape)
     if tensor.is_contiguous() or not _worth_it(tensor):

@@ -4,9 +4,10 @@
     lane (src, dst)        └──copy──●              ● event: the reader's stream waits until the copy is
     reader's stream                 └──op──
 
-Nothing waits for a whole device. The host waits only for a copy whose reader runs on the host. A tensor is
-kept by `record_stream` until its copy is done; host memory goes through pinned memory, kept likewise.
-Not tested yet: needs a GPU (marker `gpu`).
+Nothing waits for a whole device. The host waits only for a copy whose reader runs on the host. A copy that
+comes to a GPU is made in the memory pool of its lane, so that the lane need not wait for what the reader's
+stream still has to do; `record_stream` keeps that memory until the reader is done, and a source until its
+copy is. Host memory goes through pinned memory of the copy's own: the host may write its tensor at once.
 """
 
 from collections.abc import Callable
@@ -52,15 +53,12 @@ class Lanes:
 
     def _to_device(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
         lane, reader = self._lane(tensor.device, where), torch.cuda.current_stream(where)
-        staged = tensor
-        if not tensor.is_pinned():
-            staged = room(tensor, tensor.device, True)
-            staged.copy_(tensor)
-        made = room(tensor, where, False)
-        lane.wait_stream(reader)
+        staged = room(tensor, tensor.device, True)  # torch keeps pinned memory until its copy is done
+        staged.copy_(tensor)
         with torch.cuda.stream(lane):
+            made = room(tensor, where, False)
             made.copy_(staged, non_blocking=True)
-        made.record_stream(lane)
+        made.record_stream(reader)
         reader.wait_stream(lane)
         return made
 

@@ -5,6 +5,7 @@ are counted (logical devices) the graph is interpreted node by node, else its ge
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from loadmaster.runtime.clock import Clock, Timed
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
+from loadmaster.runtime.loads import Pass, Spill
 from loadmaster.runtime.order import issue_order
 from loadmaster.runtime.parts import Parts, compiled_parts
 from loadmaster.runtime.program import Program, program_of
@@ -62,6 +64,7 @@ class Engine:
     accounts: Accounts | None
     presum: bool = False
     backend: str = ""  # that compiles parts, '' = none
+    spill: Spill | None = None
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
@@ -122,22 +125,30 @@ class Engine:
 
     def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
         """Run a graph; `watcher` is told of every node."""
-        regions, flat = Regions(), ready.flat(leaves)
+        flat, loads = ready.flat(leaves), None
+        if ready.rewritten.readings and self.spill is not None:
+            loads = Pass(self.spill, ready.rewritten.readings, flat)
+        regions = Regions(loads)
         try:
-            if self.clock is not None and watcher is None:
-                timed = Timed(ready.rewritten.module, self.clock, ready.device)
-                out = timed.run(regions, *flat, enable_io_processing=False)
-            elif ready.parts is not None and watcher is None:
-                out = ready.parts.run(self.accounts, regions, *flat)
-            elif self.accounts is None and watcher is None:
-                out = ready.rewritten.module(regions, *flat)
-            else:
-                out = _Counted(ready.rewritten.module, self.accounts, watcher).run(
-                    regions, *flat, enable_io_processing=False
-                )
+            with nullcontext() if loads is None else loads.running():
+                out = self._out(ready, regions, flat, watcher)
         finally:
             regions.close()
+        if loads is not None:
+            loads.watch(out)
         return ready.program.handed(out)
+
+    def _out(self, ready: Ready, regions: Regions, flat: Sequence[Any], watcher: Any) -> Any:
+        """What the graph gives: timed, in compiled parts, by its generated code, or counted node by node."""
+        if self.clock is not None and watcher is None:
+            timed = Timed(ready.rewritten.module, self.clock, ready.device)
+            return timed.run(regions, *flat, enable_io_processing=False)
+        if ready.parts is not None and watcher is None:
+            return ready.parts.run(self.accounts, regions, *flat)
+        if self.accounts is None and watcher is None:
+            return ready.rewritten.module(regions, *flat)
+        counted = _Counted(ready.rewritten.module, self.accounts, watcher)
+        return counted.run(regions, *flat, enable_io_processing=False)
 
     @property
     def graphs(self) -> list[Ready]:
@@ -172,7 +183,14 @@ class Engine:
         order = issue_order(program, facts, priority)
         where = [device.where for device in self.devices]
         made = rewritten(
-            program, facts, device, order, where, presum=self.presum, output_device=self.output_device
+            program,
+            facts,
+            device,
+            order,
+            where,
+            presum=self.presum,
+            output_device=self.output_device,
+            spilled=self.spill.names if self.spill is not None else frozenset(),
         )
         parts = compiled_parts(made.module, backend=self.backend) if self.backend else None
         if parts is not None:

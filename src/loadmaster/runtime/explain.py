@@ -14,6 +14,11 @@ def explanation(engine: Engine, hooks: HookEngine | None) -> str:
         copies = f"{len(hooks.places)} modules"
     lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]
     lines += [_device_line(engine, at) for at in range(len(engine.devices))]
+    if engine.spill is not None:
+        window = format_bytes(engine.spill.window_bytes)
+        lines.append(
+            f"{len(engine.spill.names)} weights are loaded for each reader, at most {window} at a time"
+        )
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
 
 

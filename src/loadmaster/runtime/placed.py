@@ -17,11 +17,14 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
 from loadmaster.runtime.finite import WARN, Finite
 from loadmaster.runtime.hooks import HookEngine
+from loadmaster.runtime.loads import Spill
+from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.shortage import Replan, plan_that_fits
 from loadmaster.runtime.unplaced import Loss
@@ -166,8 +169,9 @@ def placed_model(
     *,
     predicted_bytes: list[int] | None = None,
     options: Options | None = None,
+    weights: Checkpoint | None = None,
 ) -> Placed:
-    """The model on the devices of a plan; its weights move there."""
+    """The model on the devices of a plan; its weights move there, or are made there (from `weights`)."""
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
     devices, known = run_devices(cluster), known_of(graph, plan)
@@ -177,7 +181,14 @@ def placed_model(
     if accounts is not None:
         accounts.predicted_bytes = list(predicted_bytes or [])
     optimizers = Optimizers(model, accounts, homes)
+    if weights is not None or is_meta(model):
+        materialise(
+            model,
+            lambda name, tensor: _move_one(name, tensor, homes[name], devices, accounts),
+            weights=weights,
+        )
     _move(model, homes, devices, accounts)
+    spill = _spill(model, known, devices, accounts)
     made = _of_class(model)
     chosen = (options or Options()).for_graph(graph)
     shared: dict[str, Any] = {
@@ -189,7 +200,7 @@ def placed_model(
         "accounts": accounts,
         "output_device": chosen.output_device,
     }
-    made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile)
+    made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile, spill=spill)
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
@@ -260,16 +271,36 @@ def _move(
 ) -> None:
     """Weights, buffers and gradients go home; the objects stay the same."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        home = homes[name]
-        where = devices[home].where
-        if tensor.is_meta:
-            raise InputError(f"weight {name!r} is on 'meta' and has no values; give it some before placing")
-        if accounts is not None:
-            accounts.add((tensor, tensor.grad), home, f"weight {name}")
-        if tensor.device != where:
-            tensor.data = tensor.data.to(where)
-            if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(where)
+        _move_one(name, tensor, homes[name], devices, accounts)
+
+
+def _move_one(
+    name: str, tensor: torch.Tensor, home: int, devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> None:
+    where = devices[home].where
+    if tensor.device != where:
+        tensor.data = tensor.data.to(where)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(where)
+    if accounts is not None:
+        accounts.add((tensor, tensor.grad), home, f"weight {name}")
+
+
+def _spill(
+    model: nn.Module, known: Known, devices: tuple[RunDevice, ...], accounts: Accounts | None
+) -> Spill | None:
+    """Weights that stay on the host while GPUs read them are pinned, so that copies run beside the ops."""
+    if not known.spilled:
+        return None
+    weights = [(name, weight) for name, weight in model.named_parameters() if name in known.spilled]
+    if any(device.where.type == "cuda" for device in devices):
+        for name, weight in weights:
+            if weight.device.type == "cpu" and not weight.is_pinned():
+                weight.data = weight.data.pin_memory()
+                if accounts is not None:
+                    accounts.move(weight, known.device[name])
+    largest = max(weight.nbytes for _, weight in weights)
+    return Spill(known.spilled, known.window_bytes, largest, devices, accounts)
 
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:

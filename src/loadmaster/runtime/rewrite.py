@@ -3,6 +3,7 @@
     x ─────► op            op on x's device: as it was
     x ─carried─► c         op elsewhere: one copy per (tensor, device), made anew once the tensor was written,
     x,c ─joined─► op       and one edge per reading, or one per device where gradients are added (presum)
+    fetched ─► op ─► dropped    a weight that stays at home is copied for each reader (`loads.py`)
 
 What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where
 the memory of its backward is); a copy also its role and source, the node of the program it is a copy of.
@@ -18,6 +19,7 @@ from torch import fx
 
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.facts import Facts, entered
+from loadmaster.runtime.loads import Pass, Reading, anchored, dropped, fetched, joined_load
 from loadmaster.runtime.program import Program, Region
 
 COPY, EDGE = "copy", "edge"
@@ -30,6 +32,7 @@ class Rewritten:
     module: fx.GraphModule
     original: dict[fx.Node, fx.Node]
     num_copies: int
+    readings: tuple[Reading, ...] = ()  # of weights that stay at home
 
 
 def rewritten(
@@ -41,21 +44,50 @@ def rewritten(
     *,
     presum: bool = False,
     output_device: torch.device | None = None,
+    spilled: frozenset[str] = frozenset(),
 ) -> Rewritten:
     """The graph of a program on devices; its first input is the stack of regions."""
     writer = _Writer(program, facts, device, where, presum=presum)
+    writer.drops = _drops(program, facts, order, spilled)
     for node in order:
         writer.op(node)
     writer.output(output_device)
     module = fx.GraphModule(program.root, writer.graph)
-    return Rewritten(module, writer.original, writer.num_copies)
+    return Rewritten(module, writer.original, writer.num_copies, tuple(writer.readings))
+
+
+def _drops(
+    program: Program, facts: Facts, order: Sequence[fx.Node], spilled: frozenset[str]
+) -> dict[tuple[fx.Node, fx.Node], fx.Node]:
+    """For each (weight that stays at home, reader): the last op that needs the copy.
+
+    A weight that is written to, or of which the graph gives a view, is left out: it is copied as others are.
+    """
+    place = {node: at for at, node in enumerate(order)}
+    found = {}
+    for weight in program.inputs:
+        own = set(facts.storages[weight])
+        if weight.meta["op"] not in spilled or weight.meta["slot"].kind != "weight" or own & facts.changing:
+            continue
+        for reader in weight.users:
+            waiting, views, last = [reader], {reader}, reader
+            while waiting:
+                node = waiting.pop()
+                last = max(last, node, key=lambda one: place.get(one, len(order)))
+                if node in place and own & set(facts.storages[node]):
+                    waiting += [user for user in node.users if user not in views]
+                    views.update(node.users)
+            if last in place:
+                found[weight, reader] = last
+    return found
 
 
 class Regions:
     """The contexts that are entered while a graph runs; left when it ends, however it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Pass | None = None) -> None:
         self._stack = ExitStack()
+        self.loads = loads
 
     def change(self, region: Region) -> None:
         """Leave what is entered, and enter these."""
@@ -88,6 +120,10 @@ class _Writer:
         self.graph = fx.Graph()
         self.original: dict[fx.Node, fx.Node] = {}
         self.num_copies = 0
+        self.drops: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.readings: list[Reading] = []
+        self._to_drop: dict[fx.Node, list[int]] = {}
+        self._num_edges = 0
         self._program, self._facts, self._device, self._where = program, facts, device, where
         self._presum = presum
         self._new: dict[fx.Node, fx.Node] = {}
@@ -98,6 +134,7 @@ class _Writer:
         self._regions = self.graph.placeholder("regions")
         for node in program.inputs:
             self._input(node)
+        self._top = list(self.graph.nodes)[-1]  # anchors follow: autograd comes to them last
 
     def _input(self, node: fx.Node) -> None:
         at = self._device[node]
@@ -112,7 +149,7 @@ class _Writer:
         readings: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), readings.append)
         here = self._facts.storages[node] or node in self._facts.written  # a size is read anywhere
-        ready = iter(self._at(readings, at) if here else [self._new[one] for one in readings])
+        ready = iter(self._at(node, readings, at) if here else [self._new[one] for one in readings])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
         args, kwargs = self._placed(node.target, args, kwargs, at=at, readings=readings)
         made = self.graph.call_function(node.target, args, kwargs)
@@ -121,6 +158,8 @@ class _Writer:
         self.original[made] = node
         for storage in self._facts.written.get(node, ()):
             self._version[storage] = self._version.get(storage, 0) + 1
+        for load in self._to_drop.pop(node, ()):
+            self.graph.call_function(dropped, (self._regions, load))
 
     def output(self, where: torch.device | None) -> None:
         """What the graph gives."""
@@ -133,7 +172,7 @@ class _Writer:
         made = self._new[node]
         return made if where is None else self._call(landed, (made, where), made.meta)
 
-    def _at(self, readings: list[fx.Node], at: int) -> list[fx.Node]:
+    def _at(self, reader: fx.Node, readings: list[fx.Node], at: int) -> list[fx.Node]:
         """Each reading on a device: copies first, then the edges, the last reading's first.
 
         Autograd runs the edges of one op in reverse, and so adds the gradients of an op that reads one
@@ -141,11 +180,38 @@ class _Writer:
         """
         found = {}
         far = [place for place, node in enumerate(readings) if self._is_far(node, at)]
+        loads: dict[int, tuple[int, fx.Node]] = {}
         for place in far:
-            self._copy(readings[place], at)
+            key = (readings[place], reader)
+            if key in self.drops:
+                same = [loads[other] for other in loads if readings[other] is key[0]]
+                loads[place] = same[0] if same else self._load(key, at)
+            else:
+                self._copy(readings[place], at)
         for place in reversed(far):
-            found[place] = self._edge(readings[place], self._copy(readings[place], at))
+            node = readings[place]
+            if place in loads:
+                found[place] = self._load_edge(node, *loads[place])
+            else:
+                found[place] = self._edge(node, self._copy(node, at))
         return [found.get(place, self._new[node]) for place, node in enumerate(readings)]
+
+    def _load(self, key: tuple[fx.Node, fx.Node], at: int) -> tuple[int, fx.Node]:
+        """The copy of a weight that stays at home, for one reader."""
+        weight, load = key[0], len(self.readings)
+        place = self._program.inputs.index(weight)
+        self.readings.append(Reading(weight.meta["op"], place, self._device[weight], at))
+        self._to_drop.setdefault(self.drops[key], []).append(load)
+        return load, self._call(fetched, (self._regions, load), {"op": weight.meta["op"]})
+
+    def _load_edge(self, weight: fx.Node, load: int, copy: fx.Node) -> fx.Node:
+        if weight not in self._facts.trained:
+            return copy
+        edge, meta = self._num_edges, {"op": weight.meta["op"]}
+        self._num_edges += 1
+        with self.graph.inserting_after(self._top):
+            self._top = anchor = self._call(anchored, (self._regions, edge, self._new[weight]), meta)
+        return self._call(joined_load, (self._regions, load, edge, anchor, copy), meta)
 
     def _is_far(self, node: fx.Node, at: int) -> bool:
         return self._device[node] != at and bool(self._facts.storages[node])

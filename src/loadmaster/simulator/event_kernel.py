@@ -134,7 +134,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 clock += issue_s[i]
                 push(heap_time, heap_code, heap_size, clock, arrivals_end + i)
                 heap_size += 1
-                issuing = not on_host[device[i]]
+                issuing = not (on_host[device[i]] and compute_s[i, kind[device[i]]] > 0)
             if heap_size == 0 or heap_time[0] != now:
                 break
             code = heap_code[0]
@@ -186,7 +186,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                         holders[hold] -= 1
                         if holders[hold] == 0:
                             used[here] -= held_bytes(hold, home_bytes, tensor_bytes, move_tensor)
-                if issue and on_host[here]:
+                if issue and on_host[here] and compute_s[code, kind[here]] > 0:
                     issuing, clock = True, now
             elif code < arrivals_end:  # 2
                 m = code - num_ops

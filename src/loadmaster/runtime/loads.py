@@ -1,0 +1,323 @@
+"""Loads: the weights of one pass that stay at home and are copied to where they are read, just ahead of it.
+
+    forward    fetched ─► op ─► dropped         the next copies are sent as soon as one is dropped,
+    backward   unpacked ─► op's backward ─► edge   a window of bytes at most; in reverse order
+
+What autograd would save of a copy is saved as a note (which weight, which view); when its backward asks for
+it, the weight is copied again. Nothing is kept from one pass for the other, so that weights which were
+changed in between are never used in an old version: such a change is an error, as it is in PyTorch.
+
+    weight ─anchored─► ─edge─► op              a gradient goes down as soon as it is made (edge); whoever adds
+                                               it up waits for it (anchor): the anchors' backward comes last
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from loadmaster.core.errors import RunError
+from loadmaster.graph.spill import going_bytes
+from loadmaster.runtime.accounts import Accounts
+from loadmaster.runtime.carriers import Carrier, Sent, carrier
+from loadmaster.runtime.devices import RunDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An op that reads a spilled weight."""
+
+    name: str  # of the weight
+    place: int  # of the weight among the inputs of the graph
+    home: int
+    device: int  # where it is read
+
+
+class Spill:
+    """What the passes of a placed model share: which weights stay at home, the window, the carriers."""
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        window_bytes: int,
+        largest_bytes: int,
+        devices: Sequence[RunDevice],
+        accounts: Accounts | None,
+    ) -> None:
+        self.names, self.window_bytes, self.accounts = names, window_bytes, accounts
+        self._largest_bytes, self._devices = largest_bytes, devices
+        self._carriers: dict[tuple[int, int], Carrier] = {}
+
+    def carrier(self, device: int, home: int) -> Carrier:
+        """Made when it is first needed."""
+        key = (device, home)
+        if key not in self._carriers:
+            there, here = self._devices[device].where, self._devices[home].where
+            self._carriers[key] = carrier(there, here, going_bytes(self._largest_bytes))
+        return self._carriers[key]
+
+
+class _Note(NamedTuple):
+    """What is saved of a copy: which reading, of which version, and how it was looked at."""
+
+    at: int
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _nobody() -> None:
+    """Where torch does not tell who asks, copies without an edge stay to the end of the backward pass."""
+
+
+class _Queue:
+    """Copies on one device: some are held, the next ones are sent as there is room."""
+
+    def __init__(self, loads: "Pass", order: list[int]) -> None:
+        self._loads, self._order = loads, order
+        self._place = {at: place for place, at in enumerate(order)}
+        self._next = 0
+        self.held: dict[int, Sent] = {}
+        self._user: dict[int, Any] = {}  # who asked for a copy
+
+    def ahead(self) -> None:
+        """Send what fits in the window."""
+        while self._next < len(self._order):
+            at = self._order[self._next]
+            if at not in self.held:
+                held_bytes = sum(sent.tensor.nbytes for sent in self.held.values())
+                if self.held and held_bytes + self._loads.nbytes(at) > self._loads.spill.window_bytes:
+                    return
+                self.held[at] = self._loads.sent_up(at)
+            self._next += 1
+
+    def fetch(self, at: int, user: Any = None) -> torch.Tensor:
+        """A copy that may be read; copies that another user is done with are dropped."""
+        for other in [one for one, by in self._user.items() if by is not user]:
+            self.drop(other)
+        if at not in self.held:
+            self._next = self._place.get(at, len(self._order))
+            self.held[at] = self._loads.sent_up(at)
+        self._user[at] = user
+        sent = self.held[at]
+        self._loads.carrier(at).use(sent)
+        self.ahead()
+        return sent.tensor
+
+    def drop(self, at: int) -> None:
+        """A copy is not needed any more."""
+        self._user.pop(at, None)
+        sent = self.held.pop(at, None)
+        if sent is not None:
+            self._loads.carrier(at).free(sent)
+            del sent
+            self.ahead()
+
+    def close(self) -> None:
+        """Drop all, and send nothing more."""
+        self._next = len(self._order)
+        for at in list(self.held):
+            self.drop(at)
+
+
+class Pass:
+    """The loads of one run of a graph and of its backward."""
+
+    def __init__(self, spill: Spill, readings: Sequence[Reading], flat: Sequence[Any]) -> None:
+        self.spill, self.readings = spill, readings
+        self._weights = [flat[reading.place] for reading in readings]
+        self._landing: dict[int, Any] = {}  # what to wait for, by edge
+        self._noted: list[int] = []
+        self._task = -1
+        self._backward: dict[int, _Queue] = {}
+        self._forward = self._queues(range(len(readings)))
+        self._copies: dict[int, int] = {}  # storages of copies held in the forward pass
+
+    def _queues(self, order: Sequence[int]) -> dict[int, _Queue]:
+        found: dict[int, list[int]] = {}
+        for at in order:
+            found.setdefault(self.readings[at].device, []).append(at)
+        return {device: _Queue(self, some) for device, some in found.items()}
+
+    def carrier(self, at: int) -> Carrier:
+        """Of a reading."""
+        return self.spill.carrier(self.readings[at].device, self.readings[at].home)
+
+    def nbytes(self, at: int) -> int:
+        """Of a reading's weight."""
+        return int(self._weights[at].nbytes)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The forward pass: copies come ahead, what is saved of them is noted; none is left behind."""
+        try:
+            for queue in self._forward.values():
+                queue.ahead()
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._copies.clear()
+            self._close(self._forward)
+
+    def _close(self, queues: dict[int, _Queue]) -> None:
+        for queue in queues.values():
+            queue.close()
+        for at in {reading.device: at for at, reading in enumerate(self.readings)}.values():
+            self.carrier(at).settle()
+
+    def fetch(self, at: int) -> torch.Tensor:
+        """The copy of a reading, in the forward pass."""
+        copy = self._forward[self.readings[at].device].fetch(at)
+        self._copies[copy.untyped_storage()._cdata] = at
+        return copy
+
+    def drop(self, at: int) -> None:
+        """The reader of the forward pass is done."""
+        queue = self._forward[self.readings[at].device]
+        if at in queue.held:
+            self._copies.pop(queue.held[at].tensor.untyped_storage()._cdata, None)
+        queue.drop(at)
+
+    def sent_up(self, at: int) -> Sent:
+        """A copy on its way, counted where it will be."""
+        reading, accounts = self.readings[at], self.spill.accounts
+        with _disable_current_modes(), torch.no_grad():
+            sent = self.carrier(at).up(self._weights[at])
+        if accounts is not None:
+            accounts.add(sent.tensor, reading.device, f"a copy of weight {reading.name}")
+        return sent
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        at = self._copies.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if at is None:
+            return tensor
+        if at not in self._noted:
+            self._noted.append(at)
+        look = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+        return _Note(at, self._weights[at]._version, *look)
+
+    def _unpack(self, saved: Any) -> Any:
+        if not isinstance(saved, _Note):
+            return saved
+        weight, reading = self._weights[saved.at], self.readings[saved.at]
+        if weight._version != saved.version:
+            raise RunError(
+                f"weight {reading.name!r} was changed in place between the forward and the backward pass"
+                f" (version {saved.version}, now {weight._version}), which needs it as it was; change it"
+                " after backward()"
+            )
+        self.begin_backward()
+        node = getattr(torch._C, "_current_autograd_node", _nobody)()
+        copy = self._backward[reading.device].fetch(saved.at, user=node)
+        return copy.as_strided(saved.size, saved.stride, saved.offset)
+
+    def watch(self, out: Any) -> None:
+        """Copies for the backward pass come as soon as it begins."""
+        for tensor in tree_leaves(out) if self._noted else ():
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self.begin_backward())
+
+    def begin_backward(self) -> None:
+        """The first time in a backward pass: begin to send copies, in reverse order."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        for queue in self._backward.values():  # of one that was broken off
+            queue.close()
+        self._task = task
+        self._backward = self._queues(self._noted[::-1])
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+        for queue in self._backward.values():
+            queue.ahead()
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        self._close(self._backward)
+        self._landing.clear()
+
+    def sent_down(self, at: int, edge: int, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient on its way home; its reader is done, so its copy is dropped."""
+        reading, accounts = self.readings[at], self.spill.accounts
+        with _disable_current_modes(), torch.no_grad():
+            sent = self.carrier(at).down(grad)
+        if accounts is not None:
+            accounts.add(sent.tensor, reading.home, f"the gradient of {reading.name}")
+        self._landing[edge] = sent.done
+        if reading.device in self._backward:
+            self._backward[reading.device].drop(at)
+        return sent.tensor
+
+    def wait_for(self, edge: int) -> None:
+        """Until a gradient is home."""
+        done = self._landing.pop(edge, None)
+        if done is not None:
+            done.synchronize()
+
+
+class _Anchor(torch.autograd.Function):
+    """Forward: the weight. Backward: its gradient, once it is home."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, loads: Pass, edge: int) -> torch.Tensor:
+        """The weight under a name of its own."""
+        ctx.loads, ctx.edge = loads, edge
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The same gradient."""
+        ctx.loads.wait_for(ctx.edge)
+        return grads[0], None, None
+
+
+class _Edge(torch.autograd.Function):
+    """Forward: the copy. Backward: the gradient, on its way home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, copy: torch.Tensor, loads: Pass, at: int, edge: int
+    ) -> torch.Tensor:
+        """The copy's memory under a name of its own."""
+        ctx.loads, ctx.at, ctx.edge = loads, at, edge
+        return copy.view_as(copy)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of one reader, not there yet."""
+        return ctx.loads.sent_down(ctx.at, ctx.edge, grads[0]), None, None, None, None
+
+
+def anchored(regions: Any, edge: int, weight: torch.Tensor) -> torch.Tensor:
+    """A node of the graph: where the gradient of one reading will come home."""
+    if torch.is_grad_enabled() and weight.requires_grad:
+        made: torch.Tensor = _Anchor.apply(weight, regions.loads, edge)
+        return made
+    return weight
+
+
+def fetched(regions: Any, at: int) -> torch.Tensor:
+    """A node of the graph: the copy of a reading."""
+    copy: torch.Tensor = regions.loads.fetch(at)
+    return copy
+
+
+def joined_load(regions: Any, at: int, edge: int, anchor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """A node of the graph: the copy, its gradient going home."""
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        made: torch.Tensor = _Edge.apply(anchor, copy, regions.loads, at, edge)
+        return made
+    return copy
+
+
+def dropped(regions: Any, at: int) -> None:
+    """A node of the graph: the copy of a reading is not needed any more."""
+    regions.loads.drop(at)

@@ -1,0 +1,46 @@
+"""Plans that spill chosen weights, and placed models that run them: what tests of spilling share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import loadmaster as lm
+from loadmaster.core.plan import Plan, plan_of
+from loadmaster.core.problem import Problem
+from loadmaster.graph.spill import NEW, readings
+from loadmaster.placers.spill import spilled_problem
+
+COMPUTES, STORES = 0, 1
+
+
+def spilling(problem: Problem, chosen: Callable[[str], bool], *, window_bytes: int) -> tuple[Problem, Plan]:
+    """Everything on the first device, but the weights of some names, which stay on the second."""
+    graph = problem.graph
+    found = readings(graph)
+    params = [param for param in found if chosen(graph.op_name[param])]
+    home = np.zeros(graph.num_ops, dtype=np.int32)
+    for param in params:
+        home[param] = STORES
+        if graph.group[param] >= 0:
+            home[graph.group == graph.group[param]] = STORES
+    picked = [reading for param in params for reading in found[param]]
+    made, origin = spilled_problem(problem, picked, home, window_bytes=window_bytes)
+    where = np.where(origin == NEW, STORES, home[np.maximum(origin, 0)]).astype(np.int32)
+    return made, plan_of(where, np.arange(len(where), dtype=np.int32))
+
+
+def spilled_model(
+    example: Any,
+    chosen: Callable[[str], bool],
+    *,
+    window_bytes: int = 1 << 16,
+    devices: str = "cpu#0-64MB, cpu#1-64MB",
+    **options: Any,
+) -> Any:
+    """A placed model whose chosen weights stay on the second device."""
+    from loadmaster.runtime.placed import placed_model
+    from tests.placing import captured
+
+    problem, plan = spilling(lm.problem(captured(example), devices), chosen, window_bytes=window_bytes)
+    return placed_model(example.model, problem.graph, plan, problem.cluster, **options)
