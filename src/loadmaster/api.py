@@ -63,7 +63,7 @@ __all__ = [
 def problem(
     source: Source,
     devices: Devices | None = None,
-    objective: Objective | str | None = Objective.STEP,
+    objective: Objective | str | None = None,
     *,
     links: Links | str | None = None,
     split: Split | str | None = None,
@@ -173,10 +173,11 @@ def plan(
     question = _question(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, question)
     limit = parse_budget(budget)
+    from loadmaster.placers.bounds import quick_bound
     from loadmaster.placers.warm import warm_up
-    from loadmaster.simulator import bounds, engine
+    from loadmaster.simulator import engine
 
-    bound = bounds.lower_bound(question)
+    bound = quick_bound(question)
     simulator = engine.prepare(question)
     simulator.warm_up(progress)
     warm_up(progress)
@@ -242,15 +243,21 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
 
 
-def lower_bound(problem: Problem, budget: Budget | float | str | None = None) -> Bound:
-    """What no plan of this problem can beat, and the argument's name.
+def lower_bound(
+    problem_or_source: Problem | Source,
+    budget: Budget | float | str | None = None,
+    *,
+    devices: Devices | None = None,
+) -> Bound:
+    """What no plan of this problem, or of a source on devices, can beat, and the argument's name.
 
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
-    from loadmaster.simulator import bounds
+    from loadmaster.placers.bounds import quick_bound
     from loadmaster.simulator.step_programme import relaxed_step
 
-    best = bounds.lower_bound(problem)
+    problem = _question(problem_or_source, devices, None, None, None, None)
+    best = quick_bound(problem)
     if problem.objective == Objective.STEP and not best.infeasible:
         programme = Bound(relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
         best = max(best, programme, key=lambda bound: bound.seconds)
