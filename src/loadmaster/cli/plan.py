@@ -57,11 +57,10 @@ def command(
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    only = objectives_of(chosen)
     problem = ask(
         source,
         devices,
-        objective=objective or (only[0].value if len(only) == 1 else None),
+        objective=objective,
         links=links,
         split=split,
         load=load,
@@ -82,8 +81,15 @@ def command(
         measure=measure,
         database=database,
     )
+    asked: dict[str, str | None] = {}
+    served = objectives_of(chosen)
+    if objective is None and pipeline is None and problem.objective not in served:
+        asked = {"objective": served[0].value, "split": split}
+        note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
+        stderr().print(printable(note), style="dim", soft_wrap=True)
     with progress("planning") as say:
-        placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, progress=say)
+        placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, progress=say, **asked)
+    problem = placement.problem
     plan = placement.plan or placement.least_overflow_plan
     timeline = api.simulate(problem, plan) if plan is not None else None
     written = {}
