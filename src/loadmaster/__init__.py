@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from loadmaster.core.run import Run as Run
     from loadmaster.core.timeline import Timeline as Timeline
     from loadmaster.graph.capture import capture as capture
+    from loadmaster.placers.registry import placer as placer
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOME = {
     "load": "api",
     "lower_bound": "api",
     "place": "api",
+    "placer": "placers.registry",
     "plan": "api",
     "problem": "api",
     "run": "api",

@@ -26,7 +26,7 @@ from loadmaster.core.pins import pins
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
-from loadmaster.core.run import Bound, Budget, Run, parse_budget, silent
+from loadmaster.core.run import Bound, Budget, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, parse_bytes
 from loadmaster.cost.asked import COSTS, costs_from_measuring, measure_seconds, optimized
@@ -34,6 +34,7 @@ from loadmaster.cost.measure import DEFAULT_BUDGET_S
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.models import Asked
 from loadmaster.graph.source import is_model, read_source
+from loadmaster.placers.ask import Ask, answered
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ __all__ = [
 def problem(
     source: Source,
     devices: Devices | None = None,
-    objective: Objective | str | None = Objective.STEP,
+    objective: Objective | str | None = None,
     *,
     links: Links | str | None = None,
     split: Split | str | None = None,
@@ -165,12 +166,14 @@ def plan(
     *,
     pipeline: str | None = None,
     spill: str | None = None,
+    order: str = "free",
     progress: Callable[[str, float], None] = silent,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
     `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'. With `spill` 'host' (or
-    the name of a device) weights may stay there while their ops run elsewhere (docs/running.md).
+    the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
+    'captured' ops run in the graph's own order, as torch runs a training step.
     """
     chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
     _require_usable(chosen, seed)
@@ -179,47 +182,7 @@ def plan(
         objective = only[0] if len(only) == 1 else None
     question = _question(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, question)
-    limit = parse_budget(budget)
-    if spill is not None:
-        return _spilling(question, chosen, limit, seed, spill, progress)
-    from loadmaster.placers.warm import warm_up
-    from loadmaster.simulator import bounds, engine
-
-    bound = bounds.lower_bound(question)
-    simulator = engine.prepare(question)
-    simulator.warm_up(progress)
-    warm_up(progress)
-    run = Run(
-        budget=limit,
-        rng=np.random.default_rng(seed),
-        score=simulator.score,
-        arrange=simulator.arranged,
-        bound=bound,
-        progress=progress,
-    )
-    answer = chosen(question, run)
-    if not isinstance(answer, Placement):
-        raise InputError(f"{type(chosen).__name__} answered with a {type(answer).__name__}, not a Placement")
-    return answer
-
-
-def _spilling(
-    question: Problem,
-    chosen: Placer,
-    limit: Budget,
-    seed: int,
-    spill: str,
-    progress: Callable[[str, float], None],
-) -> Placement:
-    """The better of two plans: one that keeps weights with their ops, and one that may spill them."""
-    from loadmaster.placers.spill import store_of, with_spill
-
-    store = store_of(question.cluster, spill)
-
-    def again(other: Problem) -> Placement:
-        return plan(other, algorithm=chosen, budget=limit, seed=seed, progress=progress)
-
-    return with_spill(again(question), store, plan=again, budget=limit)
+    return answered(question, Ask(chosen, parse_budget(budget), seed, order, spill, progress))
 
 
 def fit(
@@ -311,15 +274,21 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
 
 
-def lower_bound(problem: Problem, budget: Budget | float | str | None = None) -> Bound:
-    """What no plan of this problem can beat, and the argument's name.
+def lower_bound(
+    problem_or_source: Problem | Source,
+    budget: Budget | float | str | None = None,
+    *,
+    devices: Devices | None = None,
+) -> Bound:
+    """What no plan of this problem, or of a source on devices, can beat, and the argument's name.
 
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
-    from loadmaster.simulator import bounds
+    from loadmaster.placers.bounds import quick_bound
     from loadmaster.simulator.step_programme import relaxed_step
 
-    best = bounds.lower_bound(problem)
+    problem = _question(problem_or_source, devices, None, None, None, None)
+    best = quick_bound(problem)
     if problem.objective == Objective.STEP and not best.infeasible:
         programme = Bound(relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
         best = max(best, programme, key=lambda bound: bound.seconds)

@@ -6,6 +6,7 @@ What depends on the process runs in one; the rest calls the same `main` inside t
 import json
 import os
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,31 @@ def test_a_plan_that_does_not_fit_can_be_saved_simulated_and_shown(say: Say) -> 
     assert "does not fit" in say("simulate", "p.json")[1]
     code, out, _ = say("show", "p.json")
     assert code == 0
-    assert re.search(r"proven that nothing fits: .*18\.6 GiB.*14\.9 GiB", " ".join(out.split()))
+    assert re.search(r"proven that no plan fits: .*18\.6 GiB.*14\.9 GiB", " ".join(out.split()))
+    assert "a device more" not in out  # which would not help
+
+
+def test_an_algorithm_for_one_objective_is_asked_for_that_and_it_is_said(say: Say) -> None:
+    code, out, err = say("plan", "gen:chain:8", "-d", "2xT4", "-a", "ideal_dp", "--budget", "20x")
+    assert code == 0
+    assert "ideal_dp serves throughput alone: that is planned for, not step" in err
+    assert "above the best of any chain" in out
+
+
+def test_a_proof_of_chains_speaks_of_chains_and_names_the_free_split(say: Say) -> None:
+    """Each of three ops holds 9 GB; two devices of 16 GB take one each."""
+    write_graph(Path("g.json"), *({"id": name, "time_ms": 1, "memory": 9e9} for name in "abc"))
+    command = ("plan", "g.json", "-d", "2xT4", "--objective", "throughput", "--budget", "20x")
+    code, out, _ = say(*command)
+    assert code == 1
+    assert "infeasible (no chain fits, proven)" in out
+    assert "--split free" in out
+
+
+def test_members_passed_over_alike_have_one_row(say: Say) -> None:
+    code, out, _ = say("plan", "gen:chain:8", "-d", "2xT4", "--objective", "throughput", "--budget", "20x")
+    assert code == 0
+    assert out.count("makes free") == 1
 
 
 def test_a_reserve_is_kept_free(say: Say) -> None:
@@ -250,6 +275,7 @@ def test_doctor_tells_versions_devices_extras_and_cache(tmp_path: Path) -> None:
     assert found["versions"]["numpy"] == np.__version__
     assert set(found) == {"versions", "devices", "extras", "cache"}
     assert "cpu0" in found["devices"]
+    assert found["extras"]["exact"] == f"ortools {version('ortools')}"
     for section in found.values():
         for name in section:
             assert name in plain.stdout

@@ -1,11 +1,12 @@
 """Without the extra [exact] everything but the solver works, and what needs it says what is missing.
 
-Each test is a process of its own in which ortools cannot be imported.
+Each test is a process of its own in which ortools is not there, or is there and broken.
 """
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,50 @@ print(lm.lower_bound(problem).seconds > 0)
     done = without(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
+
+
+@pytest.fixture(params=["ortools/__init__.py", "ortools/sat/python/cp_model.py"])
+def broken(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """Code that puts an ortools first which is there and raises when it is imported, at once or late."""
+    module = tmp_path / request.param
+    module.parent.mkdir(parents=True, exist_ok=True)
+    for folder in ("ortools", "ortools/sat", "ortools/sat/python"):
+        if (tmp_path / folder).exists():
+            (tmp_path / folder / "__init__.py").touch()
+    module.write_text("raise ImportError('libortools.so.9: cannot open shared object file')\n")
+    return f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+
+
+def with_broken(broken: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", broken + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_solver_that_cannot_be_imported_is_left_out_with_the_cause(broken: str) -> None:
+    command = ("gen:layered:40", "-d", "2xT4", "--split", "free", "--budget", "200x", "--json")
+    done = with_broken(broken, MAIN, "plan", *command)
+    assert done.returncode == 0, done.stderr
+    (skipped,) = [m for m in json.loads(done.stdout)["members"] if m["name"] == "cpsat_latency"]
+    assert skipped["status"] is None
+    assert "installed but cannot be imported" in skipped["reason"]
+    assert "libortools.so.9" in skipped["reason"]
+    done = with_broken(broken, MAIN, "compare", *command, "-a", "cpsat_latency,heft")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["results"]}
+    assert "libortools.so.9" in rows["cpsat_latency"]["reason"]
+    assert rows["heft"]["step_s"] > 0
+
+
+def test_a_broken_solver_that_is_named_is_one_message_and_bounds_do_without(broken: str) -> None:
+    command = ("plan", "gen:chain:12", "-d", "2xT4", "--algorithm", "cpsat_latency", "--budget", "5x")
+    done = with_broken(broken, MAIN, *command)
+    assert done.returncode == 2
+    assert "installed but cannot be imported (ImportError: libortools.so.9" in done.stderr
+    assert "Traceback" not in done.stderr
+    code = """
+import loadmaster as lm
+problem = lm.problem("gen:layered:30", "2xT4")
+print(lm.lower_bound(problem, "50x") == lm.lower_bound(problem))
+"""
+    done = with_broken(broken, code)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -91,9 +91,21 @@ class TestKnownOptima:
 
 class TestWithoutTheSolver:
     def test_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+        monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
         with pytest.raises(InputError, match=r"loadmaster\[exact\]"):
             api.plan(instance_a(), algorithm="cpsat_latency", budget="10x")
+
+
+class TestProgramme:
+    def test_one_that_has_no_time_is_said_to_be_unsolved_by_auto_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        problem = api.problem("gen:layered:300", "T4, V100-16GB")
+        monkeypatch.setattr("loadmaster.placers.exact.cpsat_latency._PROGRAMME", 1e-6)
+        for algorithm in ("cpsat_latency", "auto"):
+            hurried = api.plan(problem, algorithm=algorithm, budget="2s")
+            (solver,) = [m for m in hurried.members if m.name == "cpsat_latency"]
+            assert "the step programme was not solved within" in solver.reason
 
 
 class TestTicks:
@@ -169,7 +181,7 @@ class TestStepProgramme:
 
 def latency_input(name: str) -> Problem:
     work = msr.read(shared("latency-inputs", f"{name}.json"), name)
-    return api.problem(work)
+    return api.problem(work, objective="step")
 
 
 class TestPublishedLatency:

@@ -12,6 +12,7 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Budget, Run
 from loadmaster.graph.formats import msr
+from loadmaster.placers.bounds import quick_bound
 from loadmaster.placers.exact._maxload.chains import ideals_of
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import free_model
@@ -275,7 +276,7 @@ class TestLimits:
         placement = asked(problem, placer("ideal_dp", max_ideals=1000))
         assert placement.status == Status.FEASIBLE
         assert "more than 1,000 ideals" in placement.members[0].reason
-        assert "raise max_ideals" in placement.members[0].reason
+        assert 'lm.placer("ideal_dp", max_ideals=' in placement.members[0].reason
 
     def test_beyond_its_memory_it_says_so_too(self) -> None:
         seconds = [1 + 0.37 * (at % 11) for at in range(20)]
@@ -300,6 +301,7 @@ class TestLimits:
         placement = asked(problem, "ideal_dp")
         assert placement.status == Status.INFEASIBLE
         assert "3 devices like d0 instead of 2 would do" in placement.proof
+        assert "--split free" in placement.proof
 
     def test_a_circle_that_no_device_holds_is_named(self) -> None:
         """Groups 0 and 1 feed each other: a chain keeps them together, 6 bytes in 5."""
@@ -307,6 +309,8 @@ class TestLimits:
         placement = asked(problem, "ideal_dp")
         assert placement.status == Status.INFEASIBLE
         assert "must share a stage" in placement.proof
+        assert "--split free" in placement.proof
+        assert asked(replace(problem, split=Split.FREE), "local_search").fits
 
     def crowded(self, room: int, groups: tuple[int, ...] = (0, 1, 2)) -> Problem:
         from loadmaster.graph.build import GraphBuilder
@@ -344,7 +348,32 @@ class TestLimits:
         assert 0 < placement.bound_s < placement.score_s
 
 
+class TestQuickBound:
+    def test_transfers_count_without_a_budget_and_for_algorithms_without_a_proof(self) -> None:
+        name = "OperatorGraphs/resnet50_inference"
+        problem = replace(problem_from(throughput_input(name)), split=Split.FREE)
+        bound = api.lower_bound(problem)
+        assert bound.name == "anchored cut"
+        assert 1.8 * lower_bound(problem).seconds < bound.seconds <= FREE_FAST[name] * (1 + 1e-6)
+        placement = api.plan(problem, algorithm="linear_dp", budget="5x")
+        assert (placement.bound_name, placement.bound_s) == (bound.name, bound.seconds)
+
+    def test_it_is_never_above_the_best_split(self) -> None:
+        for seed in range(60):
+            problem = random_problem(seed)
+            bound = quick_bound(problem)
+            best = every_split(problem)
+            assert bound.infeasible == "" or best.value == INF
+            assert bound.seconds <= best.value * (1 + 1e-9)
+
+
 class TestAuto:
+    def test_no_chain_fits_and_how_many_devices_would_do_within_a_small_budget(self) -> None:
+        placement = api.plan(TestLimits().crowded(5), budget="40x")
+        assert placement.status == Status.INFEASIBLE
+        assert "3 devices like d0 instead of 2 would do" in placement.proof
+        assert not [m for m in placement.members if m.status is not None and "repaired" in m.name]
+
     def test_the_best_chain_is_found_and_proven(self) -> None:
         problem = problem_from(throughput_input("LayerGraphs/resnet50_inference"))
         placement = api.plan(problem, budget="10s")

@@ -21,7 +21,9 @@ from tests.builders import cluster_of, plan_on, problem_of
 from tests.pipelines import INF, every_pipeline, judged, random_pipeline
 
 
-def layers(num: int, *, each: int, weight: int = 1, memory: int = 100, asked: str = "1f1b:8") -> Problem:
+def layers(
+    num: int, *, each: int, weight: int = 1, memory: int = 100, asked: str = "1f1b:8", devices: int = 2
+) -> Problem:
     """A row of layers, forward 1 s and backward 2 s, `each` bytes saved beside the 1 byte passed on."""
     builder = GraphBuilder("layers")
     ahead = [builder.op(f"f{at}", group=at, resident_bytes=weight) for at in range(num)]
@@ -31,12 +33,12 @@ def layers(num: int, *, each: int, weight: int = 1, memory: int = 100, asked: st
         if at + 1 < num:
             builder.use(builder.tensor(ahead[at], 1), ahead[at + 1])
             builder.use(builder.tensor(back[at + 1], 1), back[at])
-    routes = {(0, 1): [0], (1, 0): [0]}
+    routes = {(i, j): [0] for i in range(devices) for j in range(devices) if i != j}
     graph = builder.build()
     seconds = [1.0 if name.startswith("f") else 2.0 for name in graph.op_name]
     return problem_of(
         graph,
-        cluster_of(routes, kind=[0, 0], on_host=[False], memory=memory),
+        cluster_of(routes, kind=[0] * devices, on_host=[False], memory=memory),
         seconds,
         transfer_s=0.0,
         objective=Objective.THROUGHPUT,
@@ -152,6 +154,37 @@ class TestBruteForce:
         assert placement.score_s in (8.0, 9.0)
 
 
+class TestRemedies:
+    """What the proof that no pipeline fits says would do, against all pipelines there are."""
+
+    def test_so_many_devices_would_do_and_fewer_micro_batches_would_not(self) -> None:
+        """Two layers hold 22 bytes of one micro-batch already; one alone, made again, 14 at most."""
+        problem = layers(4, each=10, memory=17)
+        placement = agrees(problem, "ideal_dp")
+        assert placement.status == Status.INFEASIBLE
+        assert "use 4 devices like d0 instead of 2, a smaller batch or larger devices" in placement.proof
+        assert every_pipeline(layers(4, each=10, memory=17, devices=3)) == INF
+        assert every_pipeline(layers(4, each=10, memory=17, devices=4)) < INF
+        assert every_pipeline(layers(4, each=10, memory=17, asked="1f1b:1")) == INF
+
+    def test_so_many_micro_batches_would_do(self) -> None:
+        """Two layers made again: 22 bytes, and one more of every micro-batch on the second device."""
+        problem = layers(4, each=10, memory=26, asked="gpipe:8")
+        placement = agrees(problem, "ideal_dp")
+        assert placement.status == Status.INFEASIBLE
+        assert "use 3 devices like d0 instead of 2, 2 micro-batches, a smaller batch" in placement.proof
+        assert every_pipeline(layers(4, each=10, memory=26, asked="gpipe:4")) == INF
+        assert every_pipeline(layers(4, each=10, memory=26, asked="gpipe:2")) < INF
+        assert every_pipeline(layers(4, each=10, memory=26, asked="gpipe:8", devices=3)) < INF
+
+    def test_where_one_layer_is_too_large_nothing_is_promised(self) -> None:
+        placement = api.plan(layers(2, each=10, memory=10), algorithm="ideal_dp", budget="20x")
+        assert placement.status == Status.INFEASIBLE
+        assert "micro-batch" not in placement.proof.partition("; ")[2]
+        assert "instead of" not in placement.proof
+        assert "a device more" not in placement.proof
+
+
 class TestQuestion:
     def test_a_problem_says_what_is_asked(self) -> None:
         asked = layers(2, each=1)
@@ -162,7 +195,7 @@ class TestQuestion:
         ("text", "message"),
         [
             ("2f2b:8", "1f1b"),
-            ("1f1b", "micro-batches"),
+            ("1f1b", "does not say how many micro-batches; write e.g. 1f1b:8"),
             ("1f1b:0", "micro-batches"),
             ("gpipe:1e9", "give 1 to"),
         ],
@@ -173,9 +206,16 @@ class TestQuestion:
         with pytest.raises(ProblemError, match=message):
             layers(2, each=1, asked=text)
 
-    @pytest.mark.parametrize("fields", [{"objective": "step"}, {"split": "free"}])
-    def test_a_pipeline_is_a_chain_for_throughput(self, fields: Any) -> None:
-        with pytest.raises(ProblemError, match="chain of stages for throughput"):
+    @pytest.mark.parametrize(
+        ("fields", "wrong"),
+        [
+            ({"objective": "step"}, "not for objective 'step';"),
+            ({"split": "free"}, "not for split 'free';"),
+            ({"objective": "step", "split": "free"}, "not for objective 'step' and split 'free';"),
+        ],
+    )
+    def test_a_pipeline_is_a_chain_for_throughput(self, fields: Any, wrong: str) -> None:
+        with pytest.raises(ProblemError, match=f"chain of stages for throughput, {wrong}"):
             replace(layers(2, each=1), **fields)
 
     def test_a_graph_without_backward_ops_has_no_schedule(self) -> None:
@@ -184,7 +224,9 @@ class TestQuestion:
 
     def test_an_algorithm_that_makes_none_says_so(self) -> None:
         with pytest.raises(
-            LoadmasterError, match="single_device makes no pipelines, and 1f1b:8 is asked for"
+            LoadmasterError,
+            match=r"single_device makes no pipelines, and 1f1b:8 is asked for; choose one that does"
+            r" \(auto, chain_balance, ideal_dp, linear_dp\)",
         ):
             api.plan(layers(2, each=1), algorithm="single_device")
 

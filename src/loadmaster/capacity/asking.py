@@ -13,7 +13,7 @@ from loadmaster.capacity.setting import Asker, Setting
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.placement import Placement, Status
-from loadmaster.core.problem import Problem, Workload
+from loadmaster.core.problem import Objective, Problem, Workload
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER
 from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, Asked
@@ -111,9 +111,9 @@ def _poser(
 
     def posed(setting: Setting, workload: Workload, cluster: Cluster | None) -> Problem:
         if is_model:
-            return pose(workload, cluster, reserve_bytes=reserve_bytes)
+            return pose(workload, cluster, Objective.STEP, reserve_bytes=reserve_bytes)
         chosen = {"optimizer": setting.optimizer, "precision": setting.precision}
-        return pose(workload, cluster, reserve_bytes=reserve_bytes, **chosen)
+        return pose(workload, cluster, Objective.STEP, reserve_bytes=reserve_bytes, **chosen)
 
     return posed
 

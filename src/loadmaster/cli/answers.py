@@ -9,7 +9,7 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase, home_bytes
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement, Status
-from loadmaster.core.problem import Objective, Origin
+from loadmaster.core.problem import Objective, Origin, Problem, Split
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes
 from loadmaster.cost.measure import measured_share
@@ -102,20 +102,28 @@ def measured_part(placement: Placement) -> float | None:
     return measured_share(placement.problem, plan)
 
 
+def kind_of_plan(problem: Problem) -> str:
+    """What plans of a problem are: pipelines or chains where only those are asked for."""
+    if problem.pipeline:
+        return "pipeline"
+    asked_for_chains = problem.objective == Objective.THROUGHPUT and problem.split == Split.CHAIN
+    return "chain" if asked_for_chains else "plan"
+
+
 def why_not_fit(placement: Placement) -> list[str]:
     """One line per reason: the proof, or which device lacks how many bytes and what to do."""
-    cluster = placement.problem.cluster
+    cluster, kind = placement.problem.cluster, kind_of_plan(placement.problem)
     proven = placement.status == Status.INFEASIBLE
-    lines = [f"proven that nothing fits: {placement.proof}"] if proven else []
-    remedy = "a smaller batch or a device more"
-    if not proven:
-        spill = "" if cluster.on_host[cluster.kind].any() else ", host memory as a device (cpu-64GB)"
-        remedy = f"a smaller batch, a device more{spill}, or a longer --budget"
+    lines = [f"proven that no {kind} fits: {placement.proof}"] if proven else []
+    spill = "" if cluster.on_host[cluster.kind].any() else ", host memory as a device (cpu-64GB)"
+    remedy = f": a smaller batch, a device more{spill}, or a longer --budget"
+    if proven:
+        remedy = ""  # the proof says what would help
     for d in np.flatnonzero(placement.shortfall_bytes > 0):
         need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
         lines.append(
             f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)}; free"
-            f" {format_bytes(need - have)} more: {remedy}{_largest(placement, int(d))}"
+            f" {format_bytes(need - have)} more{remedy}{_largest(placement, int(d))}"
         )
     return lines or [placement.proof or "no plan was found"]
 

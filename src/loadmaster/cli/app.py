@@ -77,6 +77,8 @@ def _usage(trouble: Exception) -> str:
     message = str(trouble.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(trouble, "ctx", None)
     path = context.command_path if context is not None else "loadmaster"
+    if "unexpected extra argument" in message:
+        message += "; devices are named with --devices"
     return f"{message} (see: {path} --help)"
 
 

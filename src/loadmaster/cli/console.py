@@ -16,7 +16,7 @@ from loadmaster.cli.plain import printable
 
 _FIRST_LINE_S = 1.0
 _LINES_SLOW_DOWN = 1.5
-_LONGEST_SILENCE_S = 20.0
+_LONGEST_SILENCE_S = 20.0  # and the least between two lines while compiling, which is long and dull
 
 
 class _Console(Console):
@@ -56,6 +56,12 @@ class _News:
         self.what = what
         self.message = ""
         self.began = time.perf_counter()
+        self.told = -_LONGEST_SILENCE_S  # when a line was last printed
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a line is worth printing now."""
+        return "compiling" not in self.message or time.perf_counter() - self.told >= _LONGEST_SILENCE_S
 
     def __rich__(self) -> Text:
         seconds = time.perf_counter() - self.began
@@ -71,7 +77,7 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
     def say(message: str, _share: float) -> None:
         raise_if_lost()
         news.message = message
-        if "compiling" in message and not console.is_terminal:
+        if "compiling" in message and not console.is_terminal and news.is_due:
             _tell_once(console, news)
 
     if console.is_terminal:
@@ -92,10 +98,12 @@ def _tell(console: Console, news: _News, done: Event) -> None:
     """A line now and then until it is done."""
     wait_s = _FIRST_LINE_S
     while not done.wait(wait_s):
-        _tell_once(console, news)
+        if news.is_due:
+            _tell_once(console, news)
         wait_s = min(wait_s * _LINES_SLOW_DOWN, _LONGEST_SILENCE_S)
 
 
 def _tell_once(console: Console, news: _News) -> None:
+    news.told = time.perf_counter()
     with suppress(OSError):  # work goes on where nobody listens
         console.print(news, style="dim", soft_wrap=True)

@@ -10,6 +10,7 @@ EXTRAS = {
     "torch": ("torch",),
     "hf": ("torch", "transformers", "safetensors"),
     "onnx": ("onnx",),
+    "exact": ("ortools",),
     "train": ("torch", "safetensors", "optuna"),
     "ray": ("ray",),
 }
@@ -62,7 +63,7 @@ def findings() -> dict[str, dict[str, Any]]:
         "cache": {
             "folder": str(folder),
             "writable": os.access(folder, os.W_OK),
-            "compiled": "yes" if is_warm("placers") else "no: the first plan compiles for about a minute",
+            "compiled": "yes" if is_warm("placers") else "no: the first plan compiles for about two minutes",
         },
     }
 

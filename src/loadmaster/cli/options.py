@@ -65,6 +65,14 @@ PipelineName = Annotated[
         help="Stages with room for N micro-batches of training in flight: 1f1b:8 or gpipe:8.",
     ),
 ]
+Order = Annotated[
+    str,
+    typer.Option(
+        "--order",
+        metavar="ORDER",
+        help="captured: ops run in the graph's order, as torch trains; free: in the plan's.",
+    ),
+]
 Spill = Annotated[
     str | None,
     typer.Option(

@@ -25,6 +25,7 @@ def command(
     load: o.LoadName = None,
     pipeline: o.PipelineName = None,
     spill: o.Spill = None,
+    order: o.Order = "free",
     batch: o.Batch = None,
     seq: o.Seq = None,
     optimizer: o.Optimizer = None,
@@ -58,11 +59,10 @@ def command(
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    only = objectives_of(chosen)
     problem = ask(
         source,
         devices,
-        objective=objective or (only[0].value if len(only) == 1 else None),
+        objective=objective,
         links=links,
         split=split,
         load=load,
@@ -83,8 +83,23 @@ def command(
         measure=measure,
         database=database,
     )
+    asked: dict[str, str | None] = {}
+    served = objectives_of(chosen)
+    if objective is None and pipeline is None and problem.objective not in served:
+        asked = {"objective": served[0].value, "split": split}
+        note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
+        stderr().print(printable(note), style="dim", soft_wrap=True)
     with progress("planning") as say:
-        placement = api.plan(problem, algorithm=chosen, budget=limit, seed=seed, spill=spill, progress=say)
+        placement = api.plan(
+            problem,
+            algorithm=chosen,
+            budget=limit,
+            seed=seed,
+            spill=spill,
+            order=order,
+            progress=say,
+            **asked,
+        )
     plan = placement.plan or placement.least_overflow_plan
     timeline = api.simulate(placement.problem, plan) if plan is not None else None
     written = {}
@@ -128,5 +143,24 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
         console.print()
     for line in [] if placement.fits else answers.why_not_fit(placement):
         console.print(printable(line), style="red", soft_wrap=True)
+    for line in _as_torch_runs_it(placement):
+        console.print(printable(line), style="dim", soft_wrap=True)
     for what, path in written.items():
         console.print(printable(f"{what} written to {path}"), soft_wrap=True)
+
+
+def _as_torch_runs_it(placement: "Placement") -> list[str]:
+    """What to know of a captured step whose plan has another order than torch's."""
+    from loadmaster import api
+    from loadmaster.core.check import why_not_runnable
+    from loadmaster.core.plan import in_order
+    from loadmaster.core.units import format_seconds
+
+    problem, plan = placement.problem, placement.plan
+    if plan is None or not problem.graph.capture or not why_not_runnable(problem, plan):
+        return []
+    slower = format_seconds(api.simulate(problem, in_order(plan)).step_s)
+    return [
+        f"the plan puts off gradients, which torch does not: as it trains, this step takes {slower};"
+        " --order captured plans for that"
+    ]

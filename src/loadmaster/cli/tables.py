@@ -1,5 +1,6 @@
 """Tables for people: plans, devices, algorithms side by side."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,20 +10,21 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli.answers import measured_part, recomputed_stages, why_not_fit
+from loadmaster.cli.answers import kind_of_plan, measured_part, recomputed_stages, why_not_fit
 from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
-from loadmaster.core.placement import Placement, Status
+from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline
 from loadmaster.core.problem import Objective
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 
 _MOST_PEAKS = 6
+_LONG_REASON = 240
 _STATUS = {
     Status.OPTIMAL: "optimal (proven)",
     Status.FEASIBLE: "feasible",
-    Status.INFEASIBLE: "infeasible (proven: no plan fits)",
+    Status.INFEASIBLE: "infeasible (no {kind} fits, proven)",
     Status.NOT_FOUND: "no plan that fits was found",
 }
 
@@ -83,7 +85,7 @@ def summary(placement: Placement) -> Table:
     """What was found, how good it is, and what proves it."""
     rows: dict[str, object] = {
         "algorithm": _winner(placement),
-        "status": Text(_STATUS[placement.status], style="green" if placement.fits else "red"),
+        "status": Text(status_text(placement), style="green" if placement.fits else "red"),
     }
     if placement.score_s is not None:
         rows[time_word(placement.problem.objective)] = format_seconds(placement.score_s)
@@ -91,7 +93,9 @@ def summary(placement: Placement) -> Table:
         rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline)
     rows["lower bound"] = bound_text(placement)
     if placement.gap is not None:
-        rows["gap"] = f"at most {gap_text(placement.gap)} above the best possible"
+        kind = kind_of_plan(placement.problem)
+        best = "the best possible" if kind == "plan" else f"the best of any {kind}"
+        rows["gap"] = f"at most {gap_text(placement.gap)} above {best}"
     elif placement.fits:
         rows["gap"] = "unknown: nothing is proven but 0 s"
     measured = measured_part(placement)
@@ -100,6 +104,11 @@ def summary(placement: Placement) -> Table:
     rows["plan time"] = format_seconds(placement.wall_s)
     rows["digest"] = placement.digest[:16]
     return fields(rows)
+
+
+def status_text(placement: Placement) -> str:
+    """What is known about the answer; proofs speak of chains or pipelines where those are asked for."""
+    return _STATUS[placement.status].format(kind=kind_of_plan(placement.problem))
 
 
 def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:
@@ -111,7 +120,7 @@ def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:
 
 
 def _winner(placement: Placement) -> str:
-    best = [m.name for m in placement.members if m.reason == "best"]
+    best = [m.name for m in placement.members if m.reason.split(";")[0] == "best"]
     return f"{placement.algorithm} ({best[0]})" if best else placement.algorithm
 
 
@@ -190,17 +199,29 @@ def modules(placement: Placement, depth: int = 2, most: int = 24) -> Table:
 def members(placement: Placement) -> Table:
     """How the members of a portfolio did."""
     table = columns("member", "status", "time", "took", "why", whole=("member", "status", "time", "took"))
-    passed_over: dict[str, list[str]] = {}
+    passed_over: dict[str, list[Member]] = {}
     for m in placement.members:
         if m.status is None:
-            passed_over.setdefault(m.reason, []).append(m.name)
+            passed_over.setdefault(_kind_of_reason(m), []).append(m)
             continue
         seconds = "-" if m.score_s is None else format_seconds(m.score_s)
         took, status = format_seconds(m.seconds), m.status.replace("_", " ")
-        table.add_row(one_line(m.name), status, seconds, took, one_line(m.reason, 70))
-    for reason, names in passed_over.items():
-        table.add_row(f"{len(names)} more", "-", "-", "-", one_line(f"{', '.join(names)}: {reason}", 120))
+        table.add_row(one_line(m.name), status, seconds, took, one_line(m.reason, _LONG_REASON))
+    for alike in passed_over.values():
+        names = ", ".join(m.name for m in alike)
+        why = one_line(f"{names}: not tried: {_own_reason(alike[-1])}", _LONG_REASON)
+        table.add_row(f"{len(alike)} more", "-", "-", "-", why)
     return table
+
+
+def _own_reason(member: Member) -> str:
+    """Why a member was not tried, without its name."""
+    return re.sub(r"^not tried: ", "", member.reason).removeprefix(f"{member.name.split('(')[0]} ")
+
+
+def _kind_of_reason(member: Member) -> str:
+    """The same for members that were passed over alike, though the numbers may have changed meanwhile."""
+    return re.sub(r"[0-9][0-9.,e-]*", "#", _own_reason(member))
 
 
 def comparison(rows: Sequence[tuple[str, Placement | str]]) -> Table:

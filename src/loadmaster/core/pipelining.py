@@ -52,6 +52,8 @@ def parse_schedule(text: str) -> Schedule:
     name, _, count = text.partition(":")
     if name not in SCHEDULES:
         raise UnknownNameError("pipeline schedule", name, SCHEDULES)
+    if not count:
+        raise InputError(f"pipeline {text!r} does not say how many micro-batches; write e.g. {name}:8")
     if not re.fullmatch(r"[0-9]{1,7}", count, re.ASCII) or not 1 <= int(count) <= _MOST_MICROBATCHES:
         raise InputError(
             f"pipeline {text!r} has {count!r} micro-batches; give 1 to {_MOST_MICROBATCHES:,}, e.g. {name}:8"

@@ -1,7 +1,7 @@
 """Plan and Pipeline: where every op goes and in what order."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,3 +114,8 @@ def plan_of(device: Ints, priority: Ints | None = None) -> Plan:
     num_ops = len(device)
     order = np.zeros(num_ops, dtype=np.int32) if priority is None else priority
     return Plan(device=device, priority=order, recompute=np.zeros(num_ops, dtype=np.bool_), pipeline=None)
+
+
+def in_order(plan: Plan) -> Plan:
+    """The plan with its ops in the graph's own order."""
+    return replace(plan, priority=np.arange(len(plan.device), dtype=np.int32))

@@ -150,10 +150,15 @@ class Problem:
         except InputError as problem:
             raise ProblemError(f"Problem.pipeline: {problem}") from None
         asked = f"pipeline {self.pipeline!r}"
-        if self.objective != Objective.THROUGHPUT or self.split != Split.CHAIN:
+        wrong = [
+            f"{field} {getattr(self, field).value!r}"
+            for field, right in (("objective", Objective.THROUGHPUT), ("split", Split.CHAIN))
+            if getattr(self, field) != right
+        ]
+        if wrong:
             raise ProblemError(
-                f"{asked} is a chain of stages for throughput, not for objective {self.objective.value!r} and"
-                f" split {self.split.value!r}; ask for throughput and chain, or leave the pipeline out"
+                f"{asked} is a chain of stages for throughput, not for {' and '.join(wrong)};"
+                " leave that out, or the pipeline"
             )
         if not (self.graph.phase == Phase.BACKWARD).any():
             raise ProblemError(

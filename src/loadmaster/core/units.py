@@ -52,8 +52,8 @@ def parse_flops_per_s(text: str | int | float) -> float:
     return float(match[1]) * _DECIMAL[(match[2] or "").lower()]
 
 
-def format_bytes(count: float) -> str:
-    """'9.3 GiB', '512 B', '-1.0 MiB'."""
+def format_bytes(count: float, *, digits: int = 1) -> str:
+    """'9.3 GiB', '512 B', '-1.0 MiB'; with so many digits behind the point."""
     if not math.isfinite(count):
         return "unlimited" if count > 0 else "-"
     size = abs(count)
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
             break
         size /= 1024
     sign = "-" if count < 0 else ""
-    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.{digits}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -202,12 +202,19 @@ def best_of(
 
 
 def best_repaired(
-    problem: Problem, run: Run, cargo: Cargo, builders: Iterable[Builder], *, algorithm: str
+    problem: Problem,
+    run: Run,
+    cargo: Cargo,
+    builders: Iterable[Builder],
+    *,
+    algorithm: str,
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> Placement:
     """The best of several builders' plans; one whose peak overflows is built again with less room there.
 
     Room is first what a device may hold at the end of the step. Tensors that are gone by then decide a peak
     too: after a failure room is counted in all bytes that units make, as many as the memory stood for.
+    Where a builder has proven on the way that nothing fits (`hopeless`), nothing more is tried.
     """
     tally = Tally(problem, run)
     usable = problem.cluster.usable_bytes
@@ -218,14 +225,15 @@ def best_repaired(
             peak = np.array(tally.offer(plan_of(device[cargo.of_op])).peak_bytes)
             over = peak > usable
             made = np.bincount(device, cargo.made_bytes, len(usable))
-            if tally.spent or not over.any() or not made.any():
+            if tally.spent or not over.any() or not made.any() or hopeless():
                 break
             if attempt == 0:
                 unit_bytes = cargo.made_bytes
                 room = usable * np.where(made > 0, made / np.maximum(peak, 1), made.sum() / peak.sum())
             room = np.where(over, _SHRINK * np.minimum(room, made) * usable / np.maximum(peak, 1), room)
             room = room * max(1.0, made.sum() / room.sum())  # what has no room anywhere is spread
-        if tally.spent:
+        if tally.spent or hopeless():
             break
-    tally.mend()
+    if not hopeless():
+        tally.mend()
     return tally.answer(algorithm=algorithm)

@@ -21,6 +21,7 @@ from loadmaster.core.run import Bound, Run
 from loadmaster.core.units import format_bytes
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.exact._maxload.answering import limit, with_bound, with_note
+from loadmaster.placers.exact._maxload.chains import Ideals
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import MaxLoad
 from loadmaster.placers.exact._maxload.prices import prices
@@ -29,7 +30,9 @@ from loadmaster.placers.exact._maxload.staged import (
     Staged,
     best_order,
     best_staged,
+    devices_needed,
     flight_of,
+    most_microbatches,
     num_states_of,
     turned_ideals,
 )
@@ -40,6 +43,10 @@ _ATTEMPTS = 8
 _BELOW = 6e-10  # what a pass leaves open, and rounding
 _ANY_ROOM = 2**60
 _IDEALS_PER_S = 100_000
+RAISED = (  # how the limits of the programme over ideals are raised
+    "a longer budget, or more ideals or memory in Python:"
+    ' lm.plan(..., algorithm=lm.placer("ideal_dp", max_ideals=..., max_bytes=...))'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ class _Search:
             memory = format_bytes(self.effort.max_bytes)
             self.note = (
                 f"more than {most:,} ideals, or more than fit in {memory}: the best cut of several orders"
-                " instead; raise max_ideals, max_bytes or the budget for a proof"
+                f" instead; for a proof give {RAISED}"
             )
             return start
         self.run.progress(f"{ideals.num:,} ideals", 0.0)
@@ -153,19 +160,34 @@ class _Search:
         if not proven:
             self.note = "the budget, or too many kinds of devices, left it without a proof"
         elif own and self.model.bounding and not self.model.restricted:
-            self._claim(best, ideals.num)
+            self._claim(best, ideals)
         elif self.model.restricted:
             self.note = f"the best of its kind: {self.model.restricted}"
         return best
 
-    def _claim(self, best: Staged | None, num_ideals: int) -> None:
+    def _claim(self, best: Staged | None, ideals: Ideals) -> None:
         if best is not None:
-            self.bound = Bound(best.value_s * (1 - _BELOW), f"best pipeline, {num_ideals:,} ideals")
+            self.bound = Bound(best.value_s * (1 - _BELOW), f"best pipeline, {ideals.num:,} ideals")
             return
         devices, asked = self.problem.cluster.num_devices, self.problem.pipeline
         reason = f"no pipeline {asked} has room for its micro-batches in flight on {devices} devices"
-        remedy = "a device more, a smaller batch or fewer micro-batches"
+        remedies = [*self._remedies(ideals), "a smaller batch", "larger devices"]
+        remedy = f"{', '.join(remedies[:-1])} or {remedies[-1]}"
         self.bound = Bound(0.0, "none", infeasible=f"{reason}, recomputed or not; use {remedy}")
+
+    def _remedies(self, ideals: Ideals) -> list[str]:
+        """What was tried and would do, with room for temporary tensors: more devices, fewer micro-batches."""
+        running = op_running_bytes(self.problem.graph, workspace=True)
+        flight = flight_of(self.problem, self.model, self.problem.cluster.usable_bytes, running)
+        spent, common = limit(self.run), max(flight.model.devices, key=len)
+        name, found = self.problem.cluster.device_name[common[0]], []
+        need = devices_needed(flight, ideals, max_bytes=self.effort.max_bytes, spent=lambda: spent(0))
+        if need is not None:
+            found.append(f"{need} devices like {name} instead of {len(common)}")
+        fewer = most_microbatches(flight, ideals, spent=lambda: spent(0))
+        if fewer:
+            found.append(f"{fewer} micro-batch{'es' if fewer > 1 else ''}")
+        return found
 
     def anyhow(self) -> Plan:
         """Where nothing fits: the stages of a cluster with all the room in the world."""

@@ -27,7 +27,8 @@ class Placer(Protocol):
     """An algorithm: a frozen dataclass whose fields are its parameters.
 
     It may say which `objectives`, `splits` and how many ops (`max_ops`) it serves, as class
-    attributes; all by default. And which package it `needs`, with the extra that brings it.
+    attributes; all by default. And which package or module of one it `needs`, with the extra that brings
+    it, and whether it makes `pipelines`.
     """
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
@@ -107,39 +108,84 @@ def objectives_of(algorithm: Placer) -> tuple[Objective, ...]:
 
 
 def why_not(algorithm: Placer, problem: Problem) -> str:
-    """Why an algorithm does not serve a problem, '' if it does."""
+    """Why an algorithm does not serve a problem, or cannot run here, '' if it does."""
+    return unsuited(algorithm, problem) or lacking(algorithm)
+
+
+def unsuited(algorithm: Placer, problem: Problem) -> str:
+    """Why an algorithm does not serve a problem, '' if it does; imports nothing."""
     served = objectives_of(algorithm)
     if problem.objective not in served:
         return f"{name_of(algorithm)} serves {' and '.join(served)}, not {problem.objective}"
     most = getattr(algorithm, "max_ops", problem.graph.num_ops)
     if problem.graph.num_ops > most:
         return f"{name_of(algorithm)} serves at most {most} ops, not {problem.graph.num_ops}"
-    splits: tuple[Split, ...] = getattr(algorithm, "splits", tuple(Split))
-    if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
-        return f"{name_of(algorithm)} makes {' or '.join(splits)} splits, not {problem.split}"
     if problem.pipeline and not getattr(algorithm, "pipelines", False):
         return f"{name_of(algorithm)} makes no pipelines, and {problem.pipeline} is asked for"
-    return lacking(algorithm)
+    if problem.objective == Objective.THROUGHPUT and problem.split not in splits_of(algorithm):
+        return f"{name_of(algorithm)} makes {' or '.join(splits_of(algorithm))} splits, not {problem.split}"
+    return ""
+
+
+def splits_of(algorithm: Placer) -> tuple[Split, ...]:
+    """The splits an algorithm makes."""
+    return tuple(getattr(algorithm, "splits", tuple(Split)))
 
 
 def lacking(algorithm: Placer) -> str:
-    """The package that an algorithm needs and that is not installed, '' if none."""
-    package, extra = getattr(algorithm, "needs", ("", ""))
-    if not package or is_installed(package):
+    """What an algorithm needs and cannot be imported, and why not, '' if nothing. It is imported."""
+    module, extra = getattr(algorithm, "needs", ("", ""))
+    package = module.partition(".")[0]
+    if not package:
         return ""
-    return f"{name_of(algorithm)} needs {package}, which is not installed: pip install 'loadmaster[{extra}]'"
+    if not is_installed(package):
+        missing = f"{name_of(algorithm)} needs {package}, which is not installed"
+        return f"{missing}: pip install 'loadmaster[{extra}]'"
+    cause = why_not_importable(module)
+    if not cause:
+        return ""
+    return (
+        f"{name_of(algorithm)} needs {package}, which is installed but cannot be imported ({cause});"
+        f" repair it: pip install --force-reinstall 'loadmaster[{extra}]'"
+    )
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Whether a package is there, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # something that was imported under its name, or keeps it out
         return False
 
 
+def why_not_importable(module: str) -> str:
+    """What importing a module raises, '' if nothing."""
+    try:
+        importlib.import_module(module)
+    except Exception as trouble:  # a broken package may raise anything
+        told = str(trouble).strip().partition("\n")[0]
+        return f"{type(trouble).__name__}: {told}" if told else type(trouble).__name__
+    return ""
+
+
 def require_served(algorithm: Placer, problem: Problem) -> None:
-    """Refuse a problem that an algorithm does not serve."""
-    reason = why_not(algorithm, problem)
+    """Refuse a problem that an algorithm does not serve, and say what would be served."""
+    reason = unsuited(algorithm, problem)
     if reason:
-        raise ProblemError(f"{reason}; choose another algorithm or another question")
+        raise ProblemError(f"{reason}; {_remedy(algorithm, problem)}")
+    reason = lacking(algorithm)
+    if reason:
+        raise ProblemError(f"{reason}; or choose another algorithm")
+
+
+def _remedy(algorithm: Placer, problem: Problem) -> str:
+    """What to ask instead."""
+    served, splits = objectives_of(algorithm), splits_of(algorithm)
+    if problem.objective not in served:
+        return f"ask for --objective {served[0]}, or choose another algorithm"
+    if problem.pipeline and not getattr(algorithm, "pipelines", False):
+        able = [name for name in own() if getattr(placer(name), "pipelines", False)]
+        return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"
+    if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
+        return f"ask for --split {splits[0]}, or choose another algorithm"
+    return "choose another algorithm"

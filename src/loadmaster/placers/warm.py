@@ -12,10 +12,10 @@ from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import brought, fork_join
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import own, placer, why_not
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.engine import Simulator, prepare
 from loadmaster.simulator.jit import is_warm, mark_warm
 
-_MESSAGE = "compiling (once on this machine, about a minute)"
+_MESSAGE = "compiling (once on this machine, about two minutes of processor time)"
 _OPS = 40
 _TRIES = 60
 _TIGHT = 0.55  # of the memory: some plans have to be repaired
@@ -25,33 +25,40 @@ def warm_up(progress: Callable[[str, float], None] = silent) -> None:
     """Have every algorithm answer tiny problems, unless they did so on this machine before."""
     if is_warm("placers"):
         return
+    questions = _questions()
     progress(_MESSAGE, 0.0)
+    grouped(questions[0], max_ops=1)
+    tasks = [(at, name) for at, asked in enumerate(questions) for name in own() if _serves(name, asked)]
+    simulators: dict[int, Simulator] = {}
+    for done, (at, name) in enumerate(tasks):
+        progress(f"{_MESSAGE}: {done + 1} of {len(tasks)}", done / len(tasks))
+        if at not in simulators:
+            simulators[at] = prepare(questions[at])
+            simulators[at].warm_up()
+        run = Run(
+            budget=Budget(count=_TRIES),
+            rng=np.random.default_rng(0),
+            score=simulators[at].score,
+            arrange=simulators[at].arranged,
+            bound=Bound(0.0, "none"),
+        )
+        placer(name)(questions[at], run)
+    mark_warm("placers")
+
+
+def _serves(name: str, question: Problem) -> bool:
+    return not why_not(placer(name), question)
+
+
+def _questions() -> tuple[Problem, ...]:
+    """Tiny problems that between them reach every kernel."""
     problem = _tiny()
     cluster = problem.cluster
     less = (_TIGHT * cluster.memory_bytes).astype(np.int64)
-    grouped(problem, max_ops=1)
     tight = replace(problem, cluster=replace(cluster, memory_bytes=less))
     pipelined = replace(problem, objective=Objective.THROUGHPUT, links=Links.HALF_DUPLEX)
     chained = replace(pipelined, split=Split.CHAIN)
-    for question in (problem, tight, pipelined, chained, _in_flight()):
-        simulator = prepare(question)
-        simulator.warm_up(progress)
-        for name in own():
-            algorithm = placer(name)
-            if why_not(algorithm, question):
-                continue
-            progress(_MESSAGE, 0.0)
-            algorithm(
-                question,
-                Run(
-                    budget=Budget(count=_TRIES),
-                    rng=np.random.default_rng(0),
-                    score=simulator.score,
-                    arrange=simulator.arranged,
-                    bound=Bound(0.0, "none"),
-                ),
-            )
-    mark_warm("placers")
+    return problem, tight, pipelined, chained, _in_flight()
 
 
 def _tiny() -> Problem:

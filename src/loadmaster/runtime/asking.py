@@ -144,7 +144,8 @@ def _planned(
         target=_target(cluster),
     )
     budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
-    found: Placement = plan(problem(graph, cluster), budget=budget, spill=spill)
+    order = "captured" if model.training else "free"  # autograd has an order of its own
+    found: Placement = plan(problem(graph, cluster), budget=budget, spill=spill, order=order)
     return found
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
-from loadmaster.core.plan import Plan
+from loadmaster.core.plan import Plan, in_order
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import silent
 from loadmaster.core.timeline import Timeline
@@ -58,7 +59,8 @@ def launched(
     made = on_devices(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
     plan = placement.plan
     assert plan is not None, "it was placed"
-    running = Running(made, placement, task_of(parts, asked), simulate(placement.problem, plan), seed)
+    predicted = simulate(placement.problem, _as_run(placement.problem, plan))
+    running = Running(made, placement, task_of(parts, asked), predicted, seed)
     running.run(steps, tell)
     rows, path = (running.cost_rows() if calibrate else []), None
     if rows:
@@ -67,6 +69,11 @@ def launched(
             path = str(known.path)
     report = running.report(source, steps, num_calibrated=len(rows), database=path)
     return Outcome(report, placement, running.predicted, running.timeline)
+
+
+def _as_run(problem: Problem, plan: Plan) -> Plan:
+    """The plan in the order in which torch runs it: a backward pass has the captured order."""
+    return in_order(plan) if why_not_runnable(problem, plan) else plan
 
 
 def plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:

@@ -26,6 +26,7 @@ from loadmaster.simulator.relaxation import Classes, fractional_s
 from loadmaster.simulator.travel import travel
 
 _MANY_SETS = 10
+_MOST_DIGITS = 7
 
 
 def lower_bound(problem: Problem) -> Bound:
@@ -183,9 +184,12 @@ def _smallest_copies(graph: Graph, tensor: Longs, most: int) -> list[int]:
 
 
 def _told_apart(need: int, have: int) -> tuple[str, str]:
-    """Two sizes in words, to the byte where they would read alike."""
-    texts = format_bytes(need), format_bytes(have)
-    return texts if texts[0] != texts[1] else (f"{need} B", f"{have} B")
+    """Two sizes in words, with as many digits as tell them apart."""
+    for digits in range(1, _MOST_DIGITS):
+        texts = format_bytes(need, digits=digits), format_bytes(have, digits=digits)
+        if texts[0] != texts[1]:
+            return texts
+    return f"{need:,} B", f"{have:,} B"
 
 
 def _num_components(one: Ints, other: Longs, num_units: int) -> int:

@@ -40,6 +40,7 @@ class Relaxed:
 
     bound_s: float  # no step is shorter
     share: Floats | None  # [units, D] of the relaxed optimum; None where it was not solved
+    ended: bool = True  # False: the programme is larger than the time, or did not end within it
 
 
 def relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 8) -> Relaxed:
@@ -50,7 +51,7 @@ def relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 
     """
     frame = skeleton(problem)
     if frame.bound_s <= 0 or _num_columns(frame) > min(MOST_COLUMNS, _COLUMNS_PER_S * limit_s):
-        return Relaxed(frame.bound_s, None)
+        return Relaxed(frame.bound_s, None, ended=frame.bound_s <= 0)
     started = time.perf_counter()
     programme = _Programme(problem, frame)
     root = programme.solve({}, limit_s)
@@ -115,7 +116,7 @@ class _Programme:
         upper[: self.first_start] = allowed.reshape(-1)
         found = solve_certified(cost, self.most, self.equal, upper, limit_s=limit_s)
         if found is None:
-            return Relaxed(self.frame.bound_s, None)
+            return Relaxed(self.frame.bound_s, None, ended=False)
         proven = min(found.proven, top) * self.unit_s
         return Relaxed(max(proven, self.frame.bound_s), found.z[: self.first_start].reshape(-1, self.num))
 

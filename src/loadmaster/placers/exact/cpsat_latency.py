@@ -19,9 +19,11 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound, Budget, Run
+from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally, broken_rules
 from loadmaster.placers.exact._latency.search import search
 from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
+from loadmaster.placers.exact._maxload.answering import with_note
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.simulator.engine import is_unordered
@@ -53,9 +55,9 @@ class CpsatLatency:
         cp_model = require_solver("cpsat_latency")
         meter, tally = Meter(run), Tally(problem, run)
         self._begin(problem, meter, tally)
-        bound, rounded = run.bound, None
+        bound, rounded, note = run.bound, None, ""
         if problem.graph.num_ops > _FEW_OPS and not bound.infeasible and not meter.spent:
-            bound, rounded = _programme(problem, meter.member())
+            bound, rounded, note = _programme(problem, meter.member())
         if not bound.infeasible and not meter.spent and not _reached(tally, bound):
             if problem.graph.num_ops <= self.exact_ops:
                 bound = _exact(cp_model, meter, tally, bound)
@@ -64,7 +66,8 @@ class CpsatLatency:
                 _round(meter, tally, rounded)
         tally.run = replace(run, bound=bound)
         fits = tally.best_score.overflow_bytes == 0
-        return tally.answer(algorithm="cpsat_latency", proof="" if fits else bound.infeasible)
+        answer = tally.answer(algorithm="cpsat_latency", proof="" if fits else bound.infeasible)
+        return with_note(answer, "cpsat_latency", note)
 
     def _begin(self, problem: Problem, meter: Meter, tally: Tally) -> None:
         """The best plan of the constructors, refined for a moment."""
@@ -108,17 +111,18 @@ def _reached(tally: Tally, bound: Bound) -> bool:
     return score.overflow_bytes == 0 and score.time_s <= bound.seconds * (1 + 1e-9)
 
 
-def _programme(problem: Problem, run: Run) -> tuple[Bound, Plan | None]:
-    """The bound of the linear programme where it beats what is known, and its shares rounded to a plan."""
+def _programme(problem: Problem, run: Run) -> tuple[Bound, Plan | None, str]:
+    """The bound of the linear programme where it beats what is known, its shares as a plan, and a note."""
     limit_s = _LONG_S if run.budget.seconds is None else _PROGRAMME * run.budget.seconds
     found = relaxed_step(problem, limit_s=limit_s)
     bound = replace(run.bound, seconds=found.bound_s * (1.0 - 1e-12), name="step programme")
     bound = max(run.bound, bound, key=lambda known: known.seconds)
+    note = "" if found.ended else f"the step programme was not solved within {format_seconds(limit_s)}"
     if found.share is None:
-        return bound, None
+        return bound, None, note
     unit, _ = units(problem.graph)
     device: Ints = found.share.argmax(axis=1).astype(np.int32)[unit]
-    return bound, plan_of(device)
+    return bound, plan_of(device), note
 
 
 def _round(meter: Meter, tally: Tally, plan: Plan | None) -> None:

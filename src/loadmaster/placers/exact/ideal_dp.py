@@ -40,7 +40,7 @@ from loadmaster.placers.exact._maxload.closing import free_bound
 from loadmaster.placers.exact._maxload.lines import Stages, best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad, allowed_types, free_model
 from loadmaster.placers.exact._maxload.prices import prices
-from loadmaster.placers.pipeline import Effort, pipelined
+from loadmaster.placers.pipeline import RAISED, Effort, pipelined
 from loadmaster.placers.registry import Placer
 
 _ROUNDS = 10  # of shuffling after each pass of the programme
@@ -72,7 +72,14 @@ class IdealDp:
             return pipelined(problem, run, effort, algorithm="ideal_dp")
         search = _Search(self, problem, run)
         build, cargo = chain_builder(problem, search.solve)
-        placement = best_repaired(problem, run, cargo, [build], algorithm="ideal_dp")
+        placement = best_repaired(
+            problem,
+            run,
+            cargo,
+            [build],
+            algorithm="ideal_dp",
+            hopeless=lambda: bool(search.bound.infeasible),
+        )
         bound = search.bound
         if placement.score_s is not None and bound.seconds == 0.0 and not limit(run)(0):
             bound = free_bound(free_model(problem), placement.score_s, probes=0)
@@ -135,7 +142,7 @@ class _Search:
     def _give_up(self, start: Stages | None, most: int) -> Stages | None:
         self.note = (
             f"more than {most:,} ideals, or more than fit in {format_bytes(self.limits.max_bytes)}: the best"
-            " cut of several orders instead; raise max_ideals, max_bytes or the budget for a proof"
+            f" cut of several orders instead; for a proof give {RAISED}"
         )
         self.run.progress(f"ideal_dp: {self.note}", 0.0)
         return start
@@ -180,7 +187,8 @@ class _Search:
         lack = f"they need {format_bytes(need)}, the largest allowed device has {format_bytes(most)}"
         lack = lack if np.isfinite(model.seconds[v]).any() else f"none of {devices} devices may run them all"
         reason = (
-            f"ops {few} must share a stage of a chain, but {lack}; use a free split, other pins or devices"
+            f"ops {few} must share a stage of a chain, but {lack}; use a split of any shape (--split free),"
+            " a smaller batch, other pins or larger devices"
         )
         self.bound = Bound(0.0, "none", infeasible=reason)
 
@@ -191,9 +199,11 @@ class _Search:
         common = max(model.devices, key=len)
         name = self.problem.cluster.device_name[common[0]]
         need = devices_needed(model, ideals, spent=limit(self.run))
-        more = f"; {need} devices like {name} instead of {len(common)} would do" if need else ""
+        more = f"{need} devices like {name} instead of {len(common)} would do, or" if need else "try"
+        devices = self.problem.cluster.num_devices
         reason = (
-            f"no chain of stages has room for all ops on {self.problem.cluster.num_devices} devices{more}"
+            f"no chain of stages has room for all ops on {devices} devices; {more} a split of any shape"
+            " (--split free), or a smaller batch"
         )
         self.bound = Bound(0.0, "none", infeasible=reason)
 

@@ -1,7 +1,8 @@
 """The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
 
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
-ones first, without repair; where none of them fits `memory_first`, then constructors that repair; the oracle
+ones first, without repair; where none of them fits, for chains `ideal_dp`, whose proof may end it, then
+`memory_first`, then constructors that repair; the oracle
 where the problem is tiny; for training steps segments of the forward order; last, local search from
 `m_etf`'s plan with a quarter of the budget, unless it is far behind, and from the best plan with the rest;
 before that CP-SAT for a better bound, or after it, where the graph is small, for a better plan too. It ends
@@ -21,7 +22,7 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
-from loadmaster.placers.registry import Placer, own, placer, why_not
+from loadmaster.placers.registry import Placer, lacking, own, placer, unsuited, why_not
 
 _FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
 _LAST = ("m_sct",)  # not worth it when the plan is good enough
@@ -62,6 +63,8 @@ class Auto:
             portfolio.construct(name)
         if problem.objective == Objective.THROUGHPUT:
             portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
+        if problem.split == Split.CHAIN and not portfolio.fits:
+            _chained(portfolio, share=_MOST_OF_IT)  # before repairs: it may prove that they are in vain
         portfolio.make_fit()
         if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
             portfolio.search("brute_force", placer("brute_force"))
@@ -74,7 +77,7 @@ class Auto:
         """Local search: what a quarter of the budget makes of m_etf's plan is hardly ever missed."""
         if portfolio.plan is None:
             return
-        small = _solvable(portfolio.problem) and portfolio.problem.graph.num_ops <= self.small_ops
+        small = portfolio.problem.graph.num_ops <= self.small_ops and _solvable(portfolio.problem)
         if _trains(portfolio.problem):
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
             portfolio.search("segments", placer("segments"), share=_FOR_SEGMENTS)
@@ -113,10 +116,16 @@ def _staged(portfolio: "_Portfolio") -> Placement:
     return portfolio.answer()
 
 
+def _chained(portfolio: "_Portfolio", *, share: float) -> None:
+    """The best chain there is, or the proof that none fits, once."""
+    if portfolio.problem.objective == Objective.THROUGHPUT and portfolio.result("ideal_dp") is None:
+        portfolio.search("ideal_dp", placer("ideal_dp"), share=share, to_the_end=True)
+
+
 def _pipelined(portfolio: "_Portfolio") -> None:
     """The best chain there is; or splits of any shape: local search, then CP-SAT for plan and bound."""
     if portfolio.problem.split != Split.FREE:
-        portfolio.search("ideal_dp", placer("ideal_dp"), share=_MOST, to_the_end=True)
+        _chained(portfolio, share=_MOST)
     else:
         portfolio.search("local_search", placer("local_search", start=portfolio.plan), share=_QUARTER)
     algorithm = placer("cpsat_throughput", start=portfolio.plan)
@@ -204,7 +213,7 @@ class _Portfolio:
             self.meter.charge(before + member.budget.count)
 
     def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
-        reason = why_not(algorithm, self.problem) or reason
+        reason = unsuited(algorithm, self.problem) or reason or lacking(algorithm)  # the last one imports
         if reason:
             self.skip(name, reason)
             return
@@ -227,7 +236,7 @@ class _Portfolio:
         if certain is None:
             return ""
         optimal = certain.status == Status.OPTIMAL
-        return "the best plan is proven optimal" if optimal else "it is proven that nothing fits"
+        return "the best plan is proven optimal" if optimal else "it is proven that none fits"
 
     def _enough(self) -> str:
         if self.best is None or self.best.score_s is None or self.bound.seconds <= 0:
@@ -275,7 +284,7 @@ def _rank(result: Placement) -> tuple[bool, float, float]:
 
 
 def _member(name: str, result: Placement, best: Placement) -> Member:
-    """How a member did, in words."""
+    """How a member did, in words, with what it says of itself."""
     if result is best:
         reason = "best" if result.fits else "nearest to fitting"
     elif not result.fits:
@@ -287,7 +296,8 @@ def _member(name: str, result: Placement, best: Placement) -> Member:
         assert best.score_s is not None
         later = result.score_s - best.score_s
         reason = f"{format_seconds(later)} slower" if later > 0 else "as good"
-    return Member(name, result.status, result.score_s, result.wall_s, reason)
+    notes = [note.reason for note in result.members if note.name == result.algorithm]
+    return Member(name, result.status, result.score_s, result.wall_s, "; ".join([reason, *notes]))
 
 
 PLACER: type[Placer] = Auto

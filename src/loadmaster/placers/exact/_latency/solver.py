@@ -8,16 +8,17 @@ from loadmaster.core.run import Budget
 WORKERS = 2
 MEMORY_MB = 4000  # a search that needs more stops, with the best it has
 _DETERMINISTIC_PER_COUNT = 2e-3  # of CP-SAT's deterministic seconds for one scored plan
-NEEDS = ("ortools", "exact")  # the package, and the extra that brings it
+NEEDS = ("ortools.sat.python.cp_model", "exact")  # the module, and the extra that brings it
 
 
 def require_solver(what: str) -> Any:
     """ortools' CP-SAT module, or an error that names the extra."""
     try:
         from ortools.sat.python import cp_model
-    except ImportError:
+    except ImportError as trouble:
         raise InputError(
-            f"{what} needs the solver CP-SAT, which cannot be imported; pip install 'loadmaster[exact]'"
+            f"{what} needs the solver CP-SAT, which cannot be imported ({trouble});"
+            " pip install 'loadmaster[exact]'"
         ) from None
     return cp_model
 

@@ -24,7 +24,7 @@ _CLOSE = 2e-3  # of the value: an open interval so small is not halved again bef
 _FIRST_S, _MORE = 0.5, 2.0
 _STEPS_PER_PLAN = 0.02  # deterministic time that a plan of a count budget stands for
 _PROBES = 12
-_MOST_CLASSES = 1000  # beyond, the bound is that of work
+MOST_CLASSES = 1000  # beyond, the bound is that of work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ def closed(
 ) -> Closed:
     """Ask until the gap is closed or the clock is over."""
     gap = _Gap(model, best, bound_s, chain=chain)
-    if model.num_classes <= _MOST_CLASSES:
+    if model.num_classes <= MOST_CLASSES:
         gap.halve_by_reduction(over=lambda: clock.over)
     slice_s = _FIRST_S
     if too_large(model):
@@ -94,12 +94,12 @@ def closed(
 
 def too_large(model: MaxLoad) -> bool:
     """Whether the solver is not asked at all."""
-    return num_booleans(model) > MOST_BOOLEANS or model.num_classes > _MOST_CLASSES
+    return num_booleans(model) > MOST_BOOLEANS or model.num_classes > MOST_CLASSES
 
 
 def free_bound(model: MaxLoad, value_s: float, *, probes: int = _PROBES) -> Bound:
     """What prices and cuts alone prove of a model, given that a split has this value."""
-    if not model.bounding or model.restricted or model.num_classes > _MOST_CLASSES:
+    if not model.bounding or model.restricted or model.num_classes > MOST_CLASSES:
         return Bound(0.0, "none")
     best = Assigned(np.zeros(0, dtype=np.int32), value_s)
     gap = _Gap(model, best, prices(model).bound_s, chain=False)

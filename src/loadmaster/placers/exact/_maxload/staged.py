@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.core.arrays import Ints, Longs
+from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.pipelining import Schedule, settled_bytes
 from loadmaster.core.problem import Problem
 from loadmaster.placers.exact._maxload.chains import Ideals, ideals_of, tracks
@@ -29,6 +29,7 @@ from loadmaster.placers.exact._maxload.packed import (
 )
 
 _MOST_STATES = 1024
+_MOST_DEVICES = 256  # of one type, when it is asked how many would do
 _MOST_PLACES = 600  # of a longer order, rows of neighbours stay together
 _FUEL = 2_000_000  # stages looked at between two looks at the clock
 _BETTER = 1e-12
@@ -145,6 +146,55 @@ def best_staged(
     return best, proven
 
 
+def devices_needed(flight: Flight, ideals: Ideals, *, max_bytes: int, spent: Spent) -> int | None:
+    """How many devices of the commonest type would hold everything with the others as they are, if known."""
+    model = flight.model
+    kind, most = int(model.count.argmax()), min(model.num_classes, _MOST_DEVICES)
+    num = len(model.devices[kind])
+    while num < most and not spent():
+        num = min(2 * num, most)
+        alike = (*model.devices[kind], *[-1] * (num - len(model.devices[kind])))
+        devices = (*model.devices[:kind], alike, *model.devices[kind + 1 :])
+        more = replace(flight, model=replace(model, devices=devices))
+        count = num_states(more.model.count.tolist())
+        if count > _MOST_STATES or 16 * count * ideals.num > max_bytes:
+            break
+        states = counted(more.model.count.tolist())
+        fits = np.isfinite(_Pass(more, ideals, states).swept(np.inf, spent).best[-1])
+        if fits.any():
+            return int(states.used[kind, fits].min())
+    return None
+
+
+def most_microbatches(flight: Flight, ideals: Ideals, *, spent: Spent) -> int:
+    """With how many micro-batches all has room on the devices there are, 0 if with none, or time is out."""
+    schedule, fits = flight.schedule, 0
+    fails = schedule.num_microbatches
+    if schedule.name == "1f1b":  # no stage holds more than there are stages
+        fails = min(fails, int(flight.model.count.sum()))
+    while fails - fits > 1 and not spent():
+        middle = (fits + fails) // 2
+        fewer = replace(flight, schedule=replace(schedule, num_microbatches=middle))
+        found, ended = best_staged(fewer, ideals, np.inf, spent=spent)
+        if found is not None:
+            fits = middle
+        elif ended:
+            fails = middle
+        else:
+            break
+    return fits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Swept:
+    """What a pass over ideals found: values, and whence and how they came about."""
+
+    best: Floats  # [I, states]
+    came_from: Ints
+    came_by: Ints
+    ended: bool
+
+
 class _Pass:
     """One table of states over all ideals."""
 
@@ -153,6 +203,15 @@ class _Pass:
 
     def run(self, limit_s: float, spent: Spent) -> tuple[Staged | None, bool]:
         """The best stages within the limit, and whether the pass came to its end."""
+        found = self.swept(limit_s, spent)
+        state = int(found.best[-1].argmin())
+        value_s = float(found.best[-1, state])
+        if not found.ended or value_s > limit_s or value_s == np.inf:
+            return None, found.ended
+        return self._traced(found.came_from, found.came_by, state, value_s), True
+
+    def swept(self, limit_s: float, spent: Spent) -> _Swept:
+        """The least busiest load of every ideal and state within the limit."""
         num, states = self.ideals.num, self.states
         best = np.full((num, states.num), np.inf)
         best[0, 0] = 0.0
@@ -170,10 +229,7 @@ class _Pass:
         at = 0
         while at < num and not (at and spent()):
             at, _ = flights(*(at, _FUEL, limit_s), *given)
-        state = int(best[-1].argmin())
-        if at < num or best[-1, state] > limit_s or best[-1, state] == np.inf:
-            return None, at >= num
-        return self._traced(came_from, came_by, state, float(best[-1, state])), True
+        return _Swept(best, came_from, came_by, ended=at >= num)
 
     def _fixed(self) -> tuple[Any, ...]:
         """What the kernel reads, and the number of tracks."""
