@@ -1,6 +1,7 @@
 """The same words in Python: parameters, algorithms as instances, and mistakes."""
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import loadmaster as lm
 from loadmaster.core.errors import InputError, ProblemError
 from loadmaster.placers.heuristic.round_robin import RoundRobin
+from tests.unit.format_samples import MSR
 
 
 def test_the_functions_have_the_promised_parameters() -> None:
@@ -18,7 +20,7 @@ def test_the_functions_have_the_promised_parameters() -> None:
 
     asked = defaults(lm.problem)
     assert list(asked)[:3] == ["source", "devices", "objective"]
-    assert (asked["devices"], asked["objective"]) == (None, "step")
+    assert (asked["devices"], asked["objective"]) == (None, None)
     planned = defaults(lm.plan)
     assert list(planned)[:8] == [
         "problem_or_source", "devices", "algorithm", "budget", "seed", "objective", "links", "split",
@@ -63,3 +65,34 @@ def test_mistakes_in_python_are_answered_like_those_on_the_command_line() -> Non
             call()
     with pytest.raises(ProblemError, match="brings no devices"):
         lm.plan(lm.problem("gen:chain:4").graph)  # a bare graph brings none
+
+
+def test_a_source_brings_its_own_objective_unless_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "msr.json"
+    path.write_text(json.dumps(MSR))
+    assert lm.problem(path).objective == "throughput"
+    assert lm.problem(path, objective="step").objective == "step"
+    assert lm.problem("gen:chain:4").objective == "step"
+
+
+def test_a_source_has_a_bound_as_its_problem_has(tmp_path: Path) -> None:
+    bound = lm.lower_bound("gen:chain:6", devices="2xT4")
+    assert bound == lm.lower_bound(lm.problem("gen:chain:6", "2xT4"))
+    assert bound.seconds > 0
+
+
+def test_an_algorithm_is_made_with_parameters_of_its_own() -> None:
+    made = lm.placer("ideal_dp", max_ideals=7)
+    assert made.max_ideals == 7  # type: ignore[attr-defined]
+    placement = lm.plan("gen:chain:8", "2xT4", algorithm=made, budget="5x")
+    assert "more than 7 ideals" in placement.members[0].reason
+    with pytest.raises(InputError, match="algorithm 'ideal_dp'"):
+        lm.placer("ideal_dp", most=7)
+
+
+def test_a_refusal_names_what_would_be_served() -> None:
+    problem = lm.problem("gen:chain:8", "2xT4", "throughput")
+    with pytest.raises(ProblemError, match="makes free splits, not chain; ask for --split free"):
+        lm.plan(problem, algorithm="local_search")
+    with pytest.raises(ProblemError, match="serves step, not throughput; ask for --objective step"):
+        lm.plan(problem, algorithm="refine")

@@ -256,6 +256,7 @@ def word_cases() -> list[Case]:
             "--algoritm.*--algorithm.*see: loadmaster plan --help",
         ),
         case("missing argument", "plan", "SOURCE.*see: loadmaster plan --help"),
+        case("devices without their option", "plan gen:chain:4 2xT4", "extra argument.*with --devices"),
     ]
 
 

@@ -175,6 +175,8 @@ def placed_model(
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
     devices, known = run_devices(cluster), known_of(graph, plan)
+    if known.spilled and options is not None and options.compile:
+        raise PlanError("the plan spills weights, which compiled parts cannot load; leave one of them out")
     require_weights(model, graph)
     homes = _homes(model, known)
     accounts = Accounts(devices) if any(device.logical for device in devices) else None
