@@ -135,7 +135,7 @@ def _compare(report: Report, title: str, found: Run, base_s: float, predicted: i
     report.add(_SUITE, f"{title}: spilled step in 20 GiB, {word}", found.step_s, "s")
     name = f"{title}: spilled / uncapped, {word}"
     report.add(_SUITE, name, ratio, "ratio", aim="<= 2.5", reached=ratio <= 2.5)
-    peak = found.peak_bytes / predicted
+    peak = found.peak_bytes / max(1, predicted)
     name = f"{title}: peak / predicted, {word}"
     report.add(_SUITE, name, peak, "ratio", aim="<= 1.05", reached=peak <= 1.05)
 
