@@ -53,6 +53,8 @@ def landed(tensor: Any, where: torch.device) -> Any:
     """A tensor on a device, itself if it is there; what is no tensor stays itself."""
     if not isinstance(tensor, torch.Tensor) or tensor.device == where:
         return tensor
+    if where.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(where, non_blocking=True)  # torch keeps pinned memory until it is read
     return tensor.to(where)
 
 

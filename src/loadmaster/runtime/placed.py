@@ -26,6 +26,7 @@ from loadmaster.runtime.hooks import HookEngine
 from loadmaster.runtime.loads import Spill
 from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
+from loadmaster.runtime.outputs import outputs
 from loadmaster.runtime.shortage import Replan, plan_that_fits
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
@@ -89,7 +90,7 @@ class Placed(nn.Module):
         out = self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
         if looks is not None:
             looks.loss(out)
-        return out
+        return outputs(out, (args, kwargs))
 
     def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
         """One batch compared with the unplaced model; nothing changes."""
