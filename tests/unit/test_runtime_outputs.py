@@ -56,14 +56,16 @@ def test_gradients_are_those_of_an_ordinary_tensor() -> None:
     assert torch.equal(weight.grad, wanted)
 
 
-def test_a_loss_that_the_model_gives_itself_can_be_used_as_one() -> None:
-    weight = torch.randn(3, requires_grad=True)
-    loss = outputs((weight * weight).sum(), (ELSEWHERE,))
-    assert isinstance(loss, Output)
-    (loss / 2).backward()
-    assert torch.allclose(weight.grad, weight)
-    assert loss.item() == pytest.approx(float((weight.detach() ** 2).sum()))
-    assert float(loss.detach()) == loss.item()
-    assert torch.equal(pickle.loads(pickle.dumps(loss.detach())), loss.detach())
-    assert f"{loss:.3f}" == f"{loss.item():.3f}"
-    copy.copy(loss)
+def test_a_loss_that_the_model_gives_itself_is_ordinary() -> None:
+    loss = torch.ones(3, requires_grad=True).sum()
+    assert outputs(loss, (ELSEWHERE,)) is loss
+
+
+def test_an_output_can_be_shown_saved_and_copied() -> None:
+    out = outputs(torch.arange(3.0), (ELSEWHERE,))
+    assert isinstance(out, Output)
+    assert "2." in f"{out}"
+    assert out.tolist() == [0.0, 1.0, 2.0]
+    assert pickle.loads(pickle.dumps(out)).tolist() == out.tolist()
+    assert copy.deepcopy(out).tolist() == out.tolist()
+    assert type(out.detach()) is torch.Tensor

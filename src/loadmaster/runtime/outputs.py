@@ -2,7 +2,8 @@
 
 A loop that kept its labels where the inputs are would then be told by torch that two devices do not match,
 which helps nobody. So such an output is a tensor that, in its first op, says what to do; what comes of that
-op is an ordinary tensor.
+op is an ordinary tensor. A single number (the model's own loss) meets no labels and is ordinary from the
+start.
 """
 
 from typing import Any
@@ -41,7 +42,9 @@ def outputs(out: Any, given: Any) -> Any:
     if not here or _devices(out) <= here:
         return out
     return pytree.tree_map_only(
-        torch.Tensor, lambda one: one if one.device in here else one.as_subclass(Output), out
+        torch.Tensor,
+        lambda one: one if one.device in here or one.dim() == 0 else one.as_subclass(Output),
+        out,
     )
 
 
