@@ -6,6 +6,7 @@ op is an ordinary tensor. A single number (the model's own loss) meets no labels
 start.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class Output(torch.Tensor):
                 f" {_listed(devices - _devices((args, kwargs), Output))}; move the labels with"
                 " labels.to(output.device), or give lm.place(..., output_device='cpu')"
             ) from problem
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """An ordinary tensor's copy."""
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
 
 def outputs(out: Any, given: Any) -> Any:
