@@ -19,6 +19,7 @@ def test_show_says_how_a_model_was_captured_and_what_share_was_attributed(say: S
     assert code == 0
     said = json.loads(out)
     assert any(
-        isinstance(part, dict) and part.get("capture") == "joint; 100.0 % of backward attributed"
+        isinstance(part, dict)
+        and part.get("capture", "").startswith("joint; 100.0 % of backward attributed; from hf:vit-base")
         for part in (said, *said.values())
     )

@@ -22,7 +22,7 @@ from loadmaster.cli.verbs import app
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "cli_options.json"
 HEAVY = ("numpy", "numba", "scipy", "torch", "msgspec", "rich.console", "ortools")
 PUBLIC = [
-    "capture", "fit", "place", "verify",
+    "capture", "fit", "place", "run", "verify",
     "Budget", "Cluster", "Costs", "Graph", "LoadmasterError", "Pipeline", "Placement", "Plan", "Problem",
     "Run", "Status", "Timeline", "__version__", "check_plan", "compare_timelines", "load", "lower_bound",
     "placer", "plan", "problem", "save", "simulate",

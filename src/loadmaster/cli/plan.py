@@ -157,10 +157,10 @@ def _as_torch_runs_it(placement: "Placement") -> list[str]:
     from loadmaster.core.units import format_seconds
 
     problem, plan = placement.problem, placement.plan
-    if plan is None or not problem.graph.capture or not why_not_runnable(problem, plan):
+    if plan is None or problem.graph.capture in ("", "generated") or not why_not_runnable(problem, plan):
         return []
     slower = format_seconds(api.simulate(problem, in_order(plan)).step_s)
     return [
-        f"the plan puts off gradients, which torch does not: as it trains, this step takes {slower};"
+        f"note: the plan puts off gradients, which torch does not: as it trains, this step takes {slower};"
         " --order captured plans for that"
     ]

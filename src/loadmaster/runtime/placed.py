@@ -32,6 +32,7 @@ from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
 
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
+_TURN = "_loadmaster_turn"  # how often a model was placed
 ENGINES = (AUTO, GRAPH, HOOKS)
 _STAYS = (
     "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
@@ -307,13 +308,15 @@ def _spill(
 
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
-    """A gradient is counted where its weight is, as long as the placed model lives."""
+    """A gradient is counted where its weight is, until the model is placed anew or the placed one is gone."""
+    turn = model.__dict__[_TURN] = model.__dict__.get(_TURN, 0) + 1
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
 
         def count(weight: Any, name: str = name) -> None:
-            accounts.add(weight.grad, homes[name], f"the gradient of {name}")
+            if model.__dict__.get(_TURN) == turn:
+                accounts.add(weight.grad, homes[name], f"the gradient of {name}")
 
         handle = weight.register_post_accumulate_grad_hook(count)
         weakref.finalize(made, handle.remove)
