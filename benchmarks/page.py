@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.pages import exact, feasibility, placement, quality, spine, steps
+from benchmarks.pages import exact, feasibility, placement, plain, quality, spine, steps
 from benchmarks.pages.figures import Figures, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +37,8 @@ minutes; ratios are taken between measurements that follow each other within a s
         steps.capture(result),
         steps.cpu(result),
         steps.gpu(result),
+        plain.running(result),
+        plain.train(result),
     )
     return wrapped("\n".join((head, *sections)))
 
