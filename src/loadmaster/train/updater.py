@@ -1,0 +1,75 @@
+"""The thread that runs optimizer steps on the host while the device goes on.
+
+Of the updates whose gradients have landed it takes the one whose weights are needed soonest: during the
+backward pass that is the newest gradient, and whatever is left over when the next forward pass begins is then
+done in the order it is asked for.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadmaster.train.cpu_device import HostEvent
+from loadmaster.train.streams import Event
+
+_POLL_S = 1e-4
+
+
+@dataclass(order=True, slots=True)
+class _Task:
+    urgency: tuple[int, ...]
+    landed: Event | None = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    finished: HostEvent = field(compare=False)
+
+
+class HostUpdater:
+    """One worker; its results are the same in whatever order it works."""
+
+    def __init__(self) -> None:
+        self._tasks: list[_Task] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self.busy_s = 0.0
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="host-updater")
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any], *, landed: Event | None, urgency: tuple[int, ...]) -> HostEvent:
+        """Run `work` once `landed` is reached; lower urgency numbers first."""
+        task = _Task(urgency, landed, work, HostEvent())
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+        return task.finished
+
+    def close(self) -> None:
+        """Finish what is there, then stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _take(self) -> _Task | None:
+        """The most urgent task that can run, None = closed and nothing left."""
+        with self._changed:
+            while True:
+                ready = [task for task in self._tasks if task.landed is None or task.landed.done()]
+                if ready:
+                    task = min(ready)
+                    self._tasks.remove(task)
+                    return task
+                if self._closed and not self._tasks:
+                    return None
+                self._changed.wait(_POLL_S if self._tasks else None)
+
+    def _serve(self) -> None:
+        while (task := self._take()) is not None:
+            try:
+                if task.landed is not None:
+                    task.landed.wait()
+                task.work()
+            except BaseException as error:
+                task.finished.set(error)
+            else:
+                task.finished.set()
