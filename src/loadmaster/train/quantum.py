@@ -24,7 +24,7 @@ from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper, hyper_of
 from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.units import Kept, Moment, Units
-from loadmaster.train.update import host_update
+from loadmaster.train.update import HostUpdate
 from loadmaster.train.updater import HostUpdater
 
 _PATIENCE_S = 5e-4
@@ -90,6 +90,13 @@ class Session:
         made = make_slots(device, name, state.layout, sizes, streamed, num_slots=setting.num_slots)
         self.slots = Slots(state.layout, streamed, made, setting.depth)
         self.ring = StreamedUpdate(state, device, self.ledger, num_bytes=setting.ring_bytes, num_rings=setting.num_rings)
+        self.host_updates = {
+            index: HostUpdate(
+                state.optimizer, state.pieces[index], state.groups(index), num_threads=setting.num_threads
+            )
+            for index, where in enumerate(setting.placement)
+            if where == "host"
+        }
         for host in state.pieces:
             if setting.placement[host.piece.index] == "pinned":
                 self.pinned[host.piece.index] = PinnedPiece(host, device, self.ledger)
@@ -307,12 +314,11 @@ class Session:
     def _update_on_host(
         self, index: int, landed: Event | None, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]
     ) -> None:
-        host, groups = self.state.pieces[index], self.state.groups(index)
-        optimizer, num_threads = self.state.optimizer, self.setting.num_threads
+        host, update = self.state.pieces[index], self.host_updates[index]
         step = self.state.step + 1
 
         def work() -> None:
-            host_update(optimizer, host, positions, groups, hyper, factors=factors, num_threads=num_threads)
+            update.step(positions, hyper, factors)
             host.step = step
 
         urgency = (self.turn, host.piece.shards[0])

@@ -1,0 +1,112 @@
+"""A GPT of our own for the training figures: 48 layers of width 1600 and a head are 1.64 B parameters.
+
+Weights are filled from one random vector (building must not take longer than training), the residual stream
+is bf16 where autocast is, and the loss runs over the vocabulary in slices, so that no copy of all logits stands.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+_SLICES = 8
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Embed(nn.Module):
+    """Tokens and positions."""
+
+    def __init__(self, vocab: int, length: int, width: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The residual stream."""
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return x.bfloat16() if torch.is_autocast_enabled(tokens.device.type) else x
+
+
+class Head(nn.Module):
+    """The last norm; the output layer goes on to the loss, which applies it slice by slice."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Module]:
+        """Normed stream and output layer."""
+        return self.norm(x), self.out
+
+
+def gpt(layers: int = 48, width: int = 1600, heads: int = 25, vocab: int = 50257, length: int = 1024) -> nn.Module:
+    """The model as a chain, quickly filled."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            Embed(vocab, length, width), *(Layer(width, heads) for _ in range(layers)), Head(vocab, width)
+        )
+    model.to_empty(device="cpu")
+    source = torch.randn(1 << 20) * 0.02
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, source, one="norm" in name and name.endswith("weight"))
+    return model
+
+
+def fill(parameter: torch.Tensor, source: torch.Tensor, *, one: bool) -> None:
+    """Norm weights one, vectors zero, matrices from the source again and again."""
+    if parameter.ndim == 1:
+        parameter.fill_(1.0 if one else 0.0)
+        return
+    flat, size = parameter.view(-1), source.numel()
+    whole = flat.numel() // size * size
+    flat[:whole].view(-1, size).copy_(source)
+    flat[whole:].copy_(source[: flat.numel() - whole])
+
+
+def gpt_loss(out: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy, a slice of positions at a time."""
+    stream, project = out
+
+    def of_slice(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(project(x).float(), wanted, reduction="sum")
+
+    flat, wanted = stream.flatten(0, 1), targets.flatten()
+    parts = zip(flat.chunk(_SLICES), wanted.chunk(_SLICES), strict=True)
+    return sum(checkpoint(of_slice, x, t, use_reentrant=False) for x, t in parts) / wanted.numel()
+
+
+def tokens(
+    num_batches: int, *, batch: int = 8, length: int = 1024, vocab: int = 50257
+) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Random token batches, the same each epoch."""
+
+    def make() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        shape = (batch, length)
+        return [
+            tuple(torch.randint(vocab, shape, generator=generator) for _ in range(2))  # type: ignore[misc]
+            for _ in range(num_batches)
+        ]
+
+    return make
