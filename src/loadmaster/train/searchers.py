@@ -1,6 +1,6 @@
 """Searchers: which trials go on. They are told metrics at milestones, and answer.
 
-    report(trial, step, metrics) -> CONTINUE | STOP | PAUSE     paused trials keep their state; it costs nothing
+    report(trial, step, metrics) -> CONTINUE | STOP | PAUSE     paused trials keep their state: no cost
     released()                   -> paused trials that go on or stop now
 
 `SuccessiveHalving` waits until everyone still in the race has reached a rung, then lets the best 1/eta go on:
