@@ -4,6 +4,7 @@ The state is a fold over the records: the same `apply` runs when a record is wri
 so that a study which goes on after a crash stands where the journal says, and nowhere else.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Entry:
     committed: list[Saved] = field(default_factory=list)
     reports: dict[int, tuple[dict[str, float], Decision]] = field(default_factory=dict)
     paused_at: int | None = None
+    is_to_stop: bool = False  # decided, but its end is not recorded yet
 
     @property
     def durable_step(self) -> int:
@@ -98,7 +100,9 @@ class Book:
 
     def _report(self, entry: Entry, record: Record) -> None:
         decision = Decision(record["decision"])
-        entry.metrics = dict(record["metrics"])
+        entry.is_to_stop = decision == Decision.STOP
+        record = record | {"metrics": {k: math.nan if v is None else v for k, v in record["metrics"].items()}}
+        entry.metrics = record["metrics"]  # JSON has no NaN
         entry.reports[record["step"]] = entry.metrics, decision
         self.reports.append(record)
         if decision == Decision.PAUSE:
@@ -106,6 +110,7 @@ class Book:
 
     def _release(self, entry: Entry, record: Record) -> None:
         entry.paused_at = None
+        entry.is_to_stop = record["decision"] == Decision.STOP
         self.reports.append(record)
 
     def _fail(self, entry: Entry, record: Record) -> None:

@@ -39,8 +39,20 @@ class Callback(Protocol):
     def on_end(self, result: Any) -> None:
         """Everything is done."""
 
+    def on_close(self) -> None:
+        """The call is over, however it ended."""
 
-HOOKS = ("on_start", "on_step", "on_device", "on_report", "on_checkpoint", "on_trial_end", "on_end")
+
+HOOKS = (
+    "on_start",
+    "on_step",
+    "on_device",
+    "on_report",
+    "on_checkpoint",
+    "on_trial_end",
+    "on_end",
+    "on_close",
+)
 
 
 class Audience:
@@ -82,7 +94,7 @@ class _FileLogger:
             self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115
         return self._file
 
-    def on_end(self, result: Any) -> None:
+    def on_close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
@@ -144,7 +156,7 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             self._writer(trial).add_scalar(f"eval/{name}", value, step)
 
-    def on_end(self, result: Any) -> None:
+    def on_close(self) -> None:
         """Write out everything."""
         for writer in self._writers.values():
             writer.close()

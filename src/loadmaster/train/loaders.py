@@ -8,14 +8,16 @@
 - one that is its own iterator and has no state (a generator that was made once): refused by name, because
   the second epoch, or a resumed one, would get nothing.
 
-Random state: a `RandomSampler` without a generator of its own draws its seed from torch's global one when an
-epoch begins. That draw happens between `seed_epoch` calls here, so that it depends on the trial alone.
+Random state: samplers and transforms draw from torch's global generator. While a feed reads, a generator of
+its own stands there, seeded by (trial's seed, epoch), so that what it gives depends on the trial alone.
 """
 
+import base64
 import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,12 +41,13 @@ class Feed:
         self.num_read = 0  # batches of this epoch
         self._source: Any = None
         self._batches: Iterator[Batch] | None = None
+        self._rng = torch.get_rng_state()
 
     def batches(self) -> Iterator[Batch]:
         """The rest of this epoch's batches; after the last one the feed stands at the next epoch."""
         while True:
             try:
-                batch = next(self._opened())
+                batch = self._read()
             except StopIteration:
                 self._turn_epoch()
                 return
@@ -65,6 +68,7 @@ class Feed:
                     f" is not JSON: {problem}; give numbers, texts, lists and dicts, or no state_dict at all"
                 ) from None
             found["state"] = state
+            found["rng"] = base64.b64encode(self._rng.numpy().tobytes()).decode()
         return found
 
     def seek(self, position: Position) -> None:
@@ -78,10 +82,12 @@ class Feed:
             self._make_source()
             self._source.load_state_dict(state)
             self._begin()
+            rng = bytearray(base64.b64decode(position["rng"]))
+            self._rng = torch.frombuffer(rng, dtype=torch.uint8).clone()
         else:
             for at in range(position["num_read"]):
                 try:
-                    next(self._opened())
+                    self._read()
                 except StopIteration:
                     raise LoaderError(
                         f"the data of trial {self._trial!r} gave {at} batches where it had given"
@@ -94,12 +100,21 @@ class Feed:
         self._make_source()
         return len(self._source)
 
-    def _opened(self) -> Iterator[Batch]:
+    def _read(self) -> Batch:
         if self._batches is None:
             self._make_source()
             self._begin()
         assert self._batches is not None
-        return self._batches
+        with self._own_rng():
+            try:
+                return next(self._batches)
+            except (StopIteration, LoaderError):
+                raise
+            except Exception as problem:
+                raise LoaderError(
+                    f"the data of trial {self._trial!r} raised {type(problem).__name__} after {self.num_read}"
+                    f" batches of epoch {self.epoch}: {problem}"
+                ) from problem
 
     def _make_source(self) -> None:
         if self._source is None:
@@ -112,14 +127,21 @@ class Feed:
             self._source = source
 
     def _begin(self) -> None:
-        """Open the epoch; what its order draws from torch's global generator depends on the trial alone."""
-        before = torch.get_rng_state()
-        torch.manual_seed(epoch_seed(self._seed, self.epoch))
-        try:
+        """Open the epoch."""
+        self._rng = torch.Generator().manual_seed(epoch_seed(self._seed, self.epoch)).get_state()
+        with self._own_rng():
             if hasattr(self._source, "set_epoch"):
                 self._source.set_epoch(self.epoch)
             self._batches = iter(self._source)
+
+    @contextmanager
+    def _own_rng(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._rng)
+        try:
+            yield
         finally:
+            self._rng = torch.get_rng_state()
             torch.set_rng_state(before)
 
     def _turn_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""Between trials and the searcher: when a trial reports, what was decided, and what the journal already knows.
+"""Between trials and the searcher: when a trial reports, what was decided, what the journal already knows.
 
 Every decision is journalled before it takes effect. After a crash the searcher is made anew and told the same
 reports in the same order; what was decided then stands, whatever a searcher would say now.
@@ -7,7 +7,7 @@ reports in the same order; what was decided then stands, whatever a searcher wou
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadmaster.train.book import Book, Entry
+from loadmaster.train.book import ENDED, Book, Entry
 from loadmaster.train.events import Audience
 from loadmaster.train.searchers import Decision, Entrant, Searcher
 
@@ -24,7 +24,7 @@ class Referee:
         self._replay()
 
     def _replay(self) -> None:
-        """Tell a fresh searcher what an earlier run told it; decisions that were not journalled come out now."""
+        """Tell a fresh searcher what an earlier run told it; decisions not journalled yet come out."""
         undecided: dict[str, Decision] = {}
         for record in self._book.reports:
             name = record["trial"]
@@ -46,8 +46,7 @@ class Referee:
     def pending(self) -> list[str]:
         """Trials that the journal, replayed, says are to stop."""
         for entry in self._book.unfinished(list(self._trials)):
-            stops = [d for _, d in entry.reports.values() if d == Decision.STOP]
-            if stops and entry.name not in self._stopped:
+            if entry.is_to_stop and entry.name not in self._stopped:
                 self._stopped.append(entry.name)
         return self._drained()
 
@@ -125,6 +124,8 @@ class Referee:
             self._released(name, decision)
 
     def _released(self, name: str, decision: Decision) -> None:
+        if self._book.entries[name].status in ENDED:
+            return
         self._book.note("release", trial=name, decision=str(decision))
         if decision == Decision.STOP:
             self._stopped.append(name)

@@ -23,6 +23,10 @@ from loadmaster.train.tasks import Event, Failed, Parcel, Release, Released, Sav
 _MOST_TEXT = 20_000
 
 
+class DamagedCheckpointError(FileError):
+    """A committed generation is not what was written."""
+
+
 class NotANumberError(ArithmeticError):
     """The loss of a trial is not finite."""
 
@@ -68,7 +72,7 @@ class Worker:
         finished = (num_done < task.num_steps and not halted) or runner.remaining_s() <= 0
         saved = snapshot = None
         began = time.perf_counter()
-        if task.save_as is not None or finished:
+        if task.save or finished:
             try:
                 saved, snapshot = self._save(runner, task)
             except FileError as problem:
@@ -107,7 +111,7 @@ class Worker:
                 self.unpack(runner, task.parcel)
             elif task.restore is not None:
                 assert self._root is not None, "without a folder the state comes as a parcel"
-                _restore(runner, checkpoints.load(self._root, task.restore))
+                _restore(runner, _loaded(self._root, task.restore))
         self.held[task.trial] = runner
         return runner
 
@@ -115,7 +119,7 @@ class Worker:
         snapshot = snapshot_of(runner)
         if self._root is None:
             return None, snapshot
-        number = task.save_as if task.save_as is not None else runner.step + 10**7  # the last of a trial
+        number = task.generation
         saved = checkpoints.save(self._root, snapshot, trial=task.trial, generation=number, fence=task.fence)
         return saved, None
 
@@ -159,6 +163,13 @@ def snapshot_of(runner: Runner) -> Snapshot:
     return Snapshot(runner.step, runner.state_dict(), tensors, facts)
 
 
+def _loaded(root: Path, saved: checkpoints.Saved) -> Snapshot:
+    try:
+        return checkpoints.load(root, saved)
+    except FileError as problem:
+        raise DamagedCheckpointError(str(problem)) from problem
+
+
 def _restore(runner: Runner, snapshot: Snapshot) -> None:
     runner.restore(snapshot.tensors, snapshot.facts)
 
@@ -167,6 +178,8 @@ def kind_of(problem: Exception) -> tuple[str, bool]:
     """What failed, and whether the device is lost with it."""
     if isinstance(problem, NotANumberError):
         return "nan", False
+    if isinstance(problem, DamagedCheckpointError):
+        return "checkpoint", False
     if isinstance(problem, LoaderError):
         return "loader", False
     if isinstance(problem, MemoryError | DeviceMemoryError | torch.OutOfMemoryError):
