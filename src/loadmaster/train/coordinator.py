@@ -20,7 +20,7 @@ from loadmaster.train.crew import Crew
 from loadmaster.train.engine import StepDone, TrialPlan
 from loadmaster.train.events import Audience
 from loadmaster.train.pace import Pace
-from loadmaster.train.placing import Places
+from loadmaster.train.whereabouts import Places
 from loadmaster.train.referee import Referee
 from loadmaster.train.result import Span, Status
 from loadmaster.train.scheduler import Standing, Turn, choose
@@ -276,7 +276,10 @@ class Coordinator:
 
     def _end(self, name: str, status: Status) -> None:
         entry = self.book.entries[name]
-        self.book.note("done", trial=name, status=str(status), step=entry.step)
+        step = (
+            max(entry.step, *entry.reports) if entry.reports else entry.step
+        )  # it had been there before a crash
+        self.book.note("done", trial=name, status=str(status), step=step)
         self._close(name)
         self.audience.tell("on_trial_end", name, str(status), "")
 

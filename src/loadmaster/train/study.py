@@ -29,7 +29,7 @@ from loadmaster.train.events import Audience
 from loadmaster.train.journal import Journal
 from loadmaster.train.loaders import check_source, with_timeout
 from loadmaster.train.pace import Pace
-from loadmaster.train.placing import Places
+from loadmaster.train.whereabouts import Places
 from loadmaster.train.referee import Referee
 from loadmaster.train.result import Result, TrialResult
 from loadmaster.train.searchers import RunAll, Searcher

@@ -69,7 +69,8 @@ class Worker:
                 if self._halted():
                     break
         halted = num_done < task.num_steps and self._halted()
-        finished = (num_done < task.num_steps and not halted) or runner.remaining_s() <= 0
+        short = num_done < task.num_steps and not halted
+        finished = short or (num_done > 0 and runner.remaining_s() <= 0)
         saved = snapshot = None
         began = time.perf_counter()
         if task.save or finished:
