@@ -51,6 +51,7 @@ class Book:
         self._journal = journal
         self.entries: dict[str, Entry] = {}
         self.reports: list[Record] = []  # in the order they came, for the searcher
+        self.num_runs = 0
         self._at_commit: dict[str, tuple[float, int]] = {}
         for record in journal.replay.records:
             self.apply(record)
@@ -81,6 +82,8 @@ class Book:
         if kind == "trial":
             name = record["trial"]
             self.entries[name] = Entry(name, record["facts"], record["num_steps"])
+        elif kind == "study":
+            self.num_runs = record["run"]
         elif "trial" in record:
             entry = self.entries[record["trial"]]
             getattr(self, f"_{kind}")(entry, record)

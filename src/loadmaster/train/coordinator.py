@@ -20,7 +20,6 @@ from loadmaster.train.crew import Crew
 from loadmaster.train.engine import StepDone, TrialPlan
 from loadmaster.train.events import Audience
 from loadmaster.train.pace import Pace
-from loadmaster.train.whereabouts import Places
 from loadmaster.train.referee import Referee
 from loadmaster.train.result import Span, Status
 from loadmaster.train.scheduler import Standing, Turn, choose
@@ -37,9 +36,11 @@ from loadmaster.train.tasks import (
     Task,
     Turned,
 )
+from loadmaster.train.whereabouts import Places
 
 _WAIT_S = 0.5
 _MOST_SPANS = 500_000
+_FENCES_OF_A_RUN = 10**9
 _MOST_DEATHS = 3  # of workers under one trial, before it is thought to be the reason
 
 
@@ -79,9 +80,9 @@ class Coordinator:
     _began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Fencing numbers go on above all that were ever committed."""
-        fences = [each.fence for entry in self.book.entries.values() for each in entry.committed]
-        self._fence = max(fences, default=0)
+        """Fencing numbers of this run stand above those of every run before, committed or not."""
+        self.book.note("study", run=self.book.num_runs + 1)
+        self._fence = self.book.num_runs * _FENCES_OF_A_RUN
         for name in self.names:
             checkpoints.sweep(self.root, name, self.book.entries[name].committed)
 
@@ -289,9 +290,7 @@ class Coordinator:
         self.places.left(name)
         if isinstance(place, int):
             self._fence += 1
-            self.crew.send(
-                place, Release(name, self._fence)
-            )  # the parcel comes back to nobody, and is dropped
+            self.crew.send(place, Release(name, self._fence, drop=True))
         elif isinstance(place, Parcel):
             _dropped(place)
 

@@ -47,7 +47,9 @@ class InlineCrew:
                 self._halted = False
                 self._active.append((device, worker.work(message)))
             case Release():
-                self._active.append((device, iter([worker.release(message)])))
+                released = worker.release(message)
+                if released is not None:
+                    self._active.append((device, iter([released])))
             case Halt():
                 self._halted = bool(self._active)
             case Quit():

@@ -29,11 +29,11 @@ from loadmaster.train.events import Audience
 from loadmaster.train.journal import Journal
 from loadmaster.train.loaders import check_source, with_timeout
 from loadmaster.train.pace import Pace
-from loadmaster.train.whereabouts import Places
 from loadmaster.train.referee import Referee
 from loadmaster.train.result import Result, TrialResult
 from loadmaster.train.searchers import RunAll, Searcher
 from loadmaster.train.study_plan import StudyPlan, study_plan
+from loadmaster.train.whereabouts import Places
 from loadmaster.train.worker import Worker
 
 _FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
@@ -108,7 +108,7 @@ class Study:
             for name, trial in self._trials.items():
                 check_source(trial.data, trial=name)
             engine = self.engine()
-            devices = engine.device_names(self._devices)
+            devices = self._device_names(engine)
             self._plan = study_plan(
                 [engine.planned(trial, devices) for trial in self._trials.values()],
                 devices,
@@ -117,6 +117,13 @@ class Study:
                 host_cap_bytes=self._host_cap,
             )
         return self._plan
+
+    def _device_names(self, engine: Engine) -> list[str]:
+        if self.launcher == "ray" and self._devices == "auto":
+            from loadmaster.train.ray_launcher import ray_device_names
+
+            return ray_device_names()
+        return engine.device_names(self._devices)
 
     def fit(self, *, retry_failed: bool = False) -> Result:
         """Train all trials to their ends, from wherever an earlier call was left.

@@ -42,10 +42,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give a trial up: another device takes it."""
+    """Give a trial up: another device takes it, or nobody."""
 
     trial: str
     fence: int
+    drop: bool = False  # nobody: it is at its end, or on disk
 
 
 @dataclass(frozen=True, slots=True)

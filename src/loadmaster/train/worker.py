@@ -131,10 +131,12 @@ class Worker:
                 " lower the learning rate, or set on_nan='ignore'"
             )
 
-    def release(self, message: Release) -> Released:
-        """Give a trial up for another device."""
-        runner = self.held.pop(message.trial)
-        return Released(message.trial, message.fence, self.pack(runner))
+    def release(self, message: Release) -> Released | None:
+        """Give a trial up for another device, or for good."""
+        if message.drop:
+            self._drop(message.trial)
+            return None
+        return Released(message.trial, message.fence, self.pack(self.held.pop(message.trial)))
 
     def pack(self, runner: Runner) -> Parcel:
         """A trial's state for another worker of this process: the runner itself."""
