@@ -1,0 +1,111 @@
+"""Studies on the shard engine: models cut into shards, equal to `lt.reference` to the bit, also after stops."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loadmaster.train.plain_loop import reference
+from loadmaster.train.searchers import SuccessiveHalving
+from loadmaster.train.study import Study
+from loadmaster.train.trial import Trial
+from tests.train.small_trials import Rows, digest, score
+from tests.train.test_kill import Slowly, hashes, in_child
+from tests.train.test_study import Stop
+
+
+def build() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, 3)
+    )
+
+
+def trial(name: str, *, lr: float = 1e-2, kind: Any = torch.optim.AdamW, **more: Any) -> Trial:
+    given: dict[str, Any] = {"data": Rows, "epochs": 2, "seed": 1, "evaluate": score, "eval_every": 5}
+    given |= {"build": build, "loss": nn.functional.cross_entropy, "optim": lambda ps: kind(ps, lr=lr)}
+    return Trial(name=name, **(given | more))
+
+
+def study(folder: Path, trials: list[Trial], **options: Any) -> Study:
+    given = {"devices": "cpu", "memory_cap": "1MiB", "checkpoint_every": 3}
+    return Study(trials, dir=folder, **(given | options))
+
+
+def steps(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+TRIALS = [
+    trial("adamw"),
+    trial("momentum", kind=lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=0.9), lr=0.1),
+    trial("schedule", lr_schedule=steps),
+    trial("clipped", clip_norm=0.5),
+    trial("accumulated", accumulate=3),
+]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_every_trial_ends_with_the_weights_of_the_reference(num_devices: int, tmp_path: Path) -> None:
+    devices = ["cpu#0", "cpu#1"][:num_devices]
+    result = study(tmp_path, TRIALS, devices=devices, launcher="inline").fit()
+    for one in TRIALS:
+        assert result[one.name].error == ""
+        assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
+
+
+@pytest.mark.parametrize("after", [1, 8, 17, 41, 60])
+def test_a_stop_anywhere_ends_in_the_same_weights(after: int, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, TRIALS, callbacks=[Stop(after, "interrupt")]).fit()
+    result = study(tmp_path, TRIALS).fit()
+    for one in TRIALS:
+        assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
+
+
+def test_twenty_kills_of_sharded_training_resume_to_the_same_weights(tmp_path: Path) -> None:
+    given = TRIALS[:2]
+    wanted = [digest(reference(one).state_dict) for one in given]
+    for at in range(20):
+        folder = tmp_path / str(at)
+        child = in_child(lambda folder=folder: study(folder, given, callbacks=[Slowly()]).fit())  # type: ignore[misc]
+        time.sleep(0.02 * at)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert hashes(study(folder, given).fit()) == wanted
+
+
+def test_the_optimizer_may_be_on_the_host_and_resume_there(tmp_path: Path) -> None:
+    one = trial("a")
+    host = [name for name, _ in build().named_parameters()]
+    wanted = digest(reference(one, host=host).state_dict)
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, [one], optimizer_placement="host", callbacks=[Stop(7, "interrupt")]).fit()
+    result = study(tmp_path, [one], optimizer_placement="host").fit()
+    assert digest(result["a"].state_dict()) == wanted
+
+
+def test_halving_over_sharded_trials(tmp_path: Path) -> None:
+    given = [trial(f"lr{lr}", lr=lr, eval_every=None) for lr in (0.1, 0.01, 0.0001)]
+    result = study(tmp_path, given, searcher=SuccessiveHalving(eta=3)).fit()
+    best = next(one for one in given if one.name == result.best.name)
+    assert digest(result.best.state_dict()) == digest(reference(best).state_dict)
+    assert sorted(each.step for each in result.trials) == [6, 6, 20]
+
+
+def test_a_cap_that_is_too_small_is_said_and_fails_that_trial_alone(tmp_path: Path) -> None:
+    big = trial("big", build=lambda: nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 3)))
+    study_ = study(tmp_path, [big, trial("a")])
+    assert "needs" in study_.plan().problems[0]
+
+
+def test_the_plan_says_shards_bytes_and_time(tmp_path: Path) -> None:
+    plan = study(tmp_path, TRIALS).plan()
+    assert [each.num_shards for each in plan.trials] == [6] * 5
+    assert all(each.host_bytes > each.state_bytes > 0 for each in plan.trials)
+    assert "adamw" in str(plan)
+    assert not list(tmp_path.iterdir())
