@@ -1,4 +1,4 @@
-"""Studies on the shard engine: models cut into shards, equal to `lt.reference` to the bit, also after stops."""
+"""Studies on the shard engine: models in shards, equal to `lt.reference` to the bit, also after stops."""
 
 import os
 import signal

@@ -124,8 +124,8 @@ def _members(state: TrialState) -> Iterator[tuple[HostPiece, int, str]]:
 def _found(tensors: Mapping[str, torch.Tensor], name: str, state: TrialState) -> torch.Tensor:
     if name not in tensors:
         raise RunError(
-            f"the checkpoint of trial {state.trial.name!r} has no {name!r}: its model or optimizer is another now;"
-            " give the trial another name"
+            f"the checkpoint of trial {state.trial.name!r} has no {name!r}: its model or optimizer is another"
+            " now; give the trial another name"
         )
     return tensors[name]
 

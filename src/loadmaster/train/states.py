@@ -72,6 +72,7 @@ def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyp
     """One optimizer step of these parameters alone, in place."""
     part = object.__new__(type(template))
     part.__dict__.update(template.__dict__)
+    part.__dict__.pop("step", None)  # a schedule puts a wrapper there that would step the template
     part.state = defaultdict(dict)
     part.param_groups = []
     leaves = []
