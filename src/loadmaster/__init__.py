@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from loadmaster.core.run import Run as Run
     from loadmaster.core.timeline import Timeline as Timeline
     from loadmaster.graph.capture import capture as capture
+    from loadmaster.train.study import Study as Study
+    from loadmaster.train.trial import Trial as Trial
 
 __version__ = "0.1.0"
 
@@ -59,7 +61,9 @@ _HOME = {
     "Problem": "core.problem",
     "Run": "core.run",
     "Status": "core.placement",
+    "Study": "train.study",
     "Timeline": "core.timeline",
+    "Trial": "train.trial",
 }
 __all__ = sorted([*_HOME, "__version__"])
 

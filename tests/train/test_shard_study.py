@@ -1,8 +1,8 @@
 """Studies on the shard engine: models in shards, equal to `lt.reference` to the bit, also after stops."""
 
 import os
-import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from loadmaster.train.searchers import SuccessiveHalving
 from loadmaster.train.study import Study
 from loadmaster.train.trial import Trial
 from tests.train.small_trials import Rows, digest, score
-from tests.train.test_kill import Slowly, hashes, in_child
 from tests.train.test_study import Stop
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def build() -> nn.Module:
@@ -68,15 +69,15 @@ def test_a_stop_anywhere_ends_in_the_same_weights(after: int, tmp_path: Path) ->
 
 
 def test_twenty_kills_of_sharded_training_resume_to_the_same_weights(tmp_path: Path) -> None:
-    given = TRIALS[:2]
-    wanted = [digest(reference(one).state_dict) for one in given]
-    for at in range(20):
-        folder = tmp_path / str(at)
-        child = in_child(lambda folder=folder: study(folder, given, callbacks=[Slowly()]).fit())  # type: ignore[misc]
-        time.sleep(0.02 * at)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert hashes(study(folder, given).fit()) == wanted
+    wanted = [digest(reference(one).state_dict) for one in TRIALS[:2]]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "tests.train.killer", str(tmp_path), "20"]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [hashes for _, *hashes in lines] == [wanted] * 20
+    assert len({records for records, *_ in lines}) > 5  # they died at different points
 
 
 def test_the_optimizer_may_be_on_the_host_and_resume_there(tmp_path: Path) -> None:

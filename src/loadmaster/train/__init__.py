@@ -4,12 +4,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loadmaster.train.events import Callback as Callback
+    from loadmaster.train.events import CsvLogger as CsvLogger
+    from loadmaster.train.events import JsonlLogger as JsonlLogger
+    from loadmaster.train.events import TensorBoardLogger as TensorBoardLogger
+    from loadmaster.train.optuna_search import OptunaSearch as OptunaSearch
+    from loadmaster.train.optuna_search import optimize as optimize
     from loadmaster.train.plain_loop import reference as reference
+    from loadmaster.train.result import Result as Result
     from loadmaster.train.runner import open_runner as open_runner
     from loadmaster.train.runner import planned as planned
+    from loadmaster.train.searchers import Asha as Asha
+    from loadmaster.train.searchers import Decision as Decision
+    from loadmaster.train.searchers import Searcher as Searcher
+    from loadmaster.train.searchers import SuccessiveHalving as SuccessiveHalving
+    from loadmaster.train.study import Study as Study
     from loadmaster.train.trial import Trial as Trial
 
-_HOME = {"Trial": "trial", "reference": "plain_loop", "open_runner": "runner", "planned": "runner"}
+_HOME = {
+    "Asha": "searchers",
+    "Callback": "events",
+    "CsvLogger": "events",
+    "Decision": "searchers",
+    "JsonlLogger": "events",
+    "OptunaSearch": "optuna_search",
+    "Result": "result",
+    "Searcher": "searchers",
+    "Study": "study",
+    "SuccessiveHalving": "searchers",
+    "TensorBoardLogger": "events",
+    "Trial": "trial",
+    "open_runner": "runner",
+    "optimize": "optuna_search",
+    "planned": "runner",
+    "reference": "plain_loop",
+}
 __all__ = sorted(_HOME)
 
 

@@ -140,6 +140,7 @@ def hold(built: Built, cuts: Sequence[int], *, landing: Sequence[bool] | bool) -
         pieces.append(host)
     optimizer = trial.optim(trained)
     schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
+    optimizer._opt_called = True  # it is stepped a shard at a time, which a schedule does not see and warns about
     state = TrialState(
         trial, chain, built.facts, layout, pieces, optimizer, schedule, group_of, built.generators, Scaler()
     )

@@ -27,6 +27,7 @@ from loadmaster.train.engine import Engine, Runner
 from loadmaster.train.tasks import Event, Halt, Lost, Message, Parcel, Quit, Release, Task
 from loadmaster.train.worker import Worker, snapshot_of
 
+USER_MODULE = "loadmaster_user_"  # what the files of studies are imported as
 _SHARED_MEMORY = Path("/dev/shm")
 _PATIENCE_S = 10.0
 _START = "from loadmaster.train.workers import main; main()"  # run as __main__, its classes would be others
@@ -40,6 +41,9 @@ def by_value(thing: Any) -> bytes:
         raise InputError(
             "several devices need cloudpickle to send trials to workers; install it: pip install cloudpickle"
         ) from None
+    for name, module in list(sys.modules.items()):
+        if name.startswith(USER_MODULE):  # it was read from a file, where workers cannot import it
+            cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(thing))
     except (TypeError, pickle.PicklingError, AttributeError) as problem:
