@@ -6,6 +6,7 @@ done in the order it is asked for.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,7 @@ class HostUpdater:
 
     def _serve(self) -> None:
         while (task := self._take()) is not None:
+            began = time.perf_counter()
             try:
                 if task.landed is not None:
                     task.landed.wait()
@@ -73,3 +75,4 @@ class HostUpdater:
                 task.finished.set(error)
             else:
                 task.finished.set()
+            self.busy_s += time.perf_counter() - began
