@@ -59,7 +59,9 @@ class Head(nn.Module):
         return self.norm(x), self.out
 
 
-def gpt(layers: int = 48, width: int = 1600, heads: int = 25, vocab: int = 50257, length: int = 1024) -> nn.Module:
+def gpt(
+    layers: int = 48, width: int = 1600, heads: int = 25, vocab: int = 50257, length: int = 1024
+) -> nn.Module:
     """The model as a chain, quickly filled."""
     with torch.device("meta"):
         model = nn.Sequential(

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from loadmaster.train.plain_loop import reference as reference
     from loadmaster.train.result import Result as Result
     from loadmaster.train.runner import open_runner as open_runner
-    from loadmaster.train.runner import planned as planned
     from loadmaster.train.searchers import Asha as Asha
     from loadmaster.train.searchers import Decision as Decision
     from loadmaster.train.searchers import Searcher as Searcher
@@ -36,7 +35,6 @@ _HOME = {
     "Trial": "trial",
     "open_runner": "runner",
     "optimize": "optuna_search",
-    "planned": "runner",
     "reference": "plain_loop",
 }
 __all__ = sorted(_HOME)

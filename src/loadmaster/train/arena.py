@@ -65,6 +65,14 @@ class Arena:
         finally:
             self._release(name, num_bytes)
 
+    def mark(self) -> dict[str, int]:
+        """What is held now, for `rewind`."""
+        return dict(self.held)
+
+    def rewind(self, mark: dict[str, int]) -> None:
+        """Forget whatever was booked since the mark: its owners are gone."""
+        self.held, self.used_bytes = dict(mark), sum(mark.values())
+
     def book(self, name: str, num_bytes: int) -> None:
         """Book bytes until `release`."""
         self._book(name, num_bytes)

@@ -60,6 +60,7 @@ class CpuDevice:
         seed: int = 0,
     ) -> None:
         self.name = name
+        self.tenants: list[Any] = []
         self.tracing = True
         self.torch_device = torch.device("cpu")
         self.arena = Arena(name, cap_bytes, lambda size: torch.empty(size, dtype=torch.uint8))
@@ -77,9 +78,7 @@ class CpuDevice:
     def unpin(self, memory: torch.Tensor) -> None:
         """Nothing to do."""
 
-    def up(
-        self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0
-    ) -> Event:
+    def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device."""
         return self._send(f"up{lane}", copies, after, label)
 

@@ -37,6 +37,7 @@ class CudaDevice:
 
     def __init__(self, name: str = "cuda:0", *, cap_bytes: int, trace: bool = False) -> None:
         self.name = name
+        self.tenants: list[Any] = []
         self.tracing = trace
         self.torch_device = torch.device(name)
         index = self.torch_device.index or 0
@@ -56,7 +57,9 @@ class CudaDevice:
 
     def pin(self, memory: torch.Tensor) -> None:
         """Register host memory with the driver."""
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 1)
+        code = torch.cuda.cudart().cudaHostRegister(
+            memory.data_ptr(), memory.numel() * memory.element_size(), 1
+        )
         if int(code) != 0:
             raise RunError(
                 f"{memory.numel() * memory.element_size()} bytes of host memory cannot be pinned (CUDA error"
@@ -70,9 +73,7 @@ class CudaDevice:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
             self._pinned.discard(memory.data_ptr())
 
-    def up(
-        self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0
-    ) -> Event:
+    def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device."""
         return self._send("up", self._up[lane], copies, after, label)
 
@@ -134,7 +135,12 @@ class CudaDevice:
             return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
 
     def _send(
-        self, kind: str, stream: torch.cuda.Stream, copies: list[Copy], after: Iterable[Event | None], label: str
+        self,
+        kind: str,
+        stream: torch.cuda.Stream,
+        copies: list[Copy],
+        after: Iterable[Event | None],
+        label: str,
     ) -> Event:
         self._wait(stream, after)
         first = self._timed(stream) if self._trace else None

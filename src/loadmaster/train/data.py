@@ -28,7 +28,7 @@ def next_batches(state: TrialState, device: torch.device) -> list[Any]:
 
 
 def _take(state: TrialState) -> list[Any]:
-    taken = []
+    taken: list[Any] = []
     assert state.iterator is not None
     while len(taken) < state.trial.accumulate:
         try:

@@ -49,7 +49,9 @@ class StepDone(Protocol):
 class Runner(Protocol):
     """One trial's whole training state, in host memory."""
 
-    step: int
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
 
     def steps(self, device: Any, num_steps: int, *, after: "Runner | None" = None) -> Iterator[StepDone]:
         """Run up to so many optimizer steps, yielding at each step boundary."""

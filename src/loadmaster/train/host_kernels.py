@@ -87,7 +87,7 @@ def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]
 @cache
 def _kernel() -> Any:
     """The compiled loop."""
-    from llvmlite import ir
+    from llvmlite import ir  # type: ignore[import-untyped]
     from numba import njit, prange, types
     from numba.extending import intrinsic
 

@@ -74,7 +74,9 @@ class StreamedUpdate:
         self._state, self._device, self._ledger = state, device, ledger
         self._limit_bytes = num_bytes
         name = f"{state.trial.name} ring"
-        self._rings = [_Ring(device.arena.region(name, num_bytes)) for _ in range(num_rings)] if num_bytes else []
+        self._rings = (
+            [_Ring(device.arena.region(name, num_bytes)) for _ in range(num_rings)] if num_bytes else []
+        )
         self._turn = 0
 
     def update(
@@ -98,7 +100,9 @@ class StreamedUpdate:
             brought = self._bring(host, positions, views, [ring.free, after])
             with self._device.aside(computed, brought):
                 entries = [
-                    Entry(host, p, groups[p], v[""], grads[p].to(v[""].dtype), {k: v[k] for k in host.state[p]})
+                    Entry(
+                        host, p, groups[p], v[""], grads[p].to(v[""].dtype), {k: v[k] for k in host.state[p]}
+                    )
                     for p, v in zip(positions, views, strict=True)
                 ]
                 apply(self._state.optimizer, entries, hyper)
@@ -113,7 +117,11 @@ class StreamedUpdate:
             self._device.arena.give_back(ring.region)
 
     def _bring(
-        self, host: HostPiece, positions: Sequence[int], views: list[dict[str, torch.Tensor]], after: list[Event | None]
+        self,
+        host: HostPiece,
+        positions: Sequence[int],
+        views: list[dict[str, torch.Tensor]],
+        after: list[Event | None],
     ) -> Event:
         copies = []
         for position, view in zip(positions, views, strict=True):
@@ -155,7 +163,8 @@ class PinnedPiece:
         packer = Packer()
         self._master = [packer.place(view.shape, view.dtype) for view in host.master]
         self._state = [
-            {key: packer.place(view.shape, view.dtype) for key, view in states.items()} for states in host.state
+            {key: packer.place(view.shape, view.dtype) for key, view in states.items()}
+            for states in host.state
         ]
         self._region = device.arena.region("pinned", packer.end_bytes)
         self._dirty = False
@@ -179,7 +188,11 @@ class PinnedPiece:
         ]
 
     def update(
-        self, template: torch.optim.Optimizer, groups: Sequence[int], grads: Mapping[int, torch.Tensor], hyper: Hyper
+        self,
+        template: torch.optim.Optimizer,
+        groups: Sequence[int],
+        grads: Mapping[int, torch.Tensor],
+        hyper: Hyper,
     ) -> None:
         """Step the piece where it stands."""
         entries = [

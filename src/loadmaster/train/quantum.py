@@ -17,6 +17,7 @@ from loadmaster.train import randomness
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
 from loadmaster.train.layout import Placement
+from loadmaster.train.partition import unit_bytes
 from loadmaster.train.placing import PinnedPiece, StreamedUpdate
 from loadmaster.train.profile import tree_bytes
 from loadmaster.train.slots import Slot, Slots, make_slots
@@ -73,7 +74,17 @@ class Session:
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
-        """Take regions, pin slabs, bring pinned pieces up."""
+        """Take regions, pin slabs, bring pinned pieces up; all or nothing."""
+        before = self.device.arena.mark()
+        try:
+            self._enter()
+        except BaseException:
+            for host in self.state.pieces:
+                self.device.unpin(host.slab)
+            self.device.arena.rewind(before)
+            raise
+
+    def _enter(self) -> None:
         state, device, setting = self.state, self.device, self.setting
         name = state.trial.name
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
@@ -85,11 +96,15 @@ class Session:
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         for host in state.pieces:
             device.pin(host.slab)
-        streamed = frozenset(p.piece.index for p in state.pieces if setting.placement[p.piece.index] != "pinned")
+        streamed = frozenset(
+            p.piece.index for p in state.pieces if setting.placement[p.piece.index] != "pinned"
+        )
         sizes = [host.up.numel() for host in state.pieces]
         made = make_slots(device, name, state.layout, sizes, streamed, num_slots=setting.num_slots)
         self.slots = Slots(state.layout, streamed, made, setting.depth)
-        self.ring = StreamedUpdate(state, device, self.ledger, num_bytes=setting.ring_bytes, num_rings=setting.num_rings)
+        self.ring = StreamedUpdate(
+            state, device, self.ledger, num_bytes=setting.ring_bytes, num_rings=setting.num_rings
+        )
         self.host_updates = {
             index: HostUpdate(
                 state.optimizer, state.pieces[index], state.groups(index), num_threads=setting.num_threads
@@ -208,9 +223,7 @@ class Session:
         self._prefetch(position)
         self.units.bind(shard, leaves)
         self.grads.watch(shard, leaves)
-        low, high = self.state.layout.cuts[shard]
-        facts = self.state.facts
-        saved = sum(facts.saved_bytes[low:high]) if kind != "F" else max(facts.output_bytes[low:high])
+        saved = unit_bytes(self.state.facts, self.state.layout, self.state.sizes, shard, kind)
         label = f"{self.state.trial.name} {kind}{shard}"
         with self.device.arena.hold("activations", saved), self.device.span("compute", label):
             yield
@@ -304,7 +317,7 @@ class Session:
         """Send gradients down; they stay alive until they have landed."""
         host = self.state.pieces[index]
         views = host.grads
-        copies = [Copy(views[position], grad) for position, grad in grads.items()]  # type: ignore[arg-type]
+        copies = [Copy(views[position], grad) for position, grad in grads.items()]
         label = f"{self.state.trial.name} grads {host.piece.name}"
         landed = self.device.down(copies, after=[self.device.mark()], label=label)
         self.ledger.down_bytes += sum(tree_bytes(copy.target) for copy in copies)
@@ -312,7 +325,12 @@ class Session:
         return landed
 
     def _update_on_host(
-        self, index: int, landed: Event | None, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]
+        self,
+        index: int,
+        landed: Event | None,
+        positions: Sequence[int],
+        hyper: Hyper,
+        factors: Sequence[float],
     ) -> None:
         host, update = self.state.pieces[index], self.host_updates[index]
         step = self.state.step + 1
@@ -363,14 +381,18 @@ class Session:
                 self._update_on_device(index, self._raised(index, positions, factors), hyper)
         self.grads.forget()
 
-    def _raised(self, index: int, positions: Sequence[int], factors: Sequence[float]) -> dict[int, torch.Tensor]:
+    def _raised(
+        self, index: int, positions: Sequence[int], factors: Sequence[float]
+    ) -> dict[int, torch.Tensor]:
         """Landed gradients back on the device, with their factors."""
         host = self.state.pieces[index]
         landed = host.grads
-        raised = {p: torch.empty_like(landed[p], device=self.device.torch_device) for p in positions}  # type: ignore[call-overload]
-        copies = [Copy(raised[p], landed[p]) for p in positions]  # type: ignore[arg-type]
+        raised = {p: torch.empty_like(landed[p], device=self.device.torch_device) for p in positions}
+        copies = [Copy(raised[p], landed[p]) for p in positions]
         after = [self.device.mark()]
-        self.device.hold(self.device.up(copies, after=after, label=f"{self.state.trial.name} grads {host.piece.name}"))
+        self.device.hold(
+            self.device.up(copies, after=after, label=f"{self.state.trial.name} grads {host.piece.name}")
+        )
         self.ledger.up_bytes += sum(tree_bytes(copy.source) for copy in copies)
         return {p: self.grads.widened(grad, host.master[p].dtype, factors) for p, grad in raised.items()}
 

@@ -1,20 +1,22 @@
 """One trial's whole training state in host memory, and its steps on whatever device is free."""
 
 import itertools
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from loadmaster.core.errors import InputError, RunError
+from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
 from loadmaster.train import randomness
-from loadmaster.train.data import moved
-from loadmaster.train.layout import Layout, Placement
+from loadmaster.train.layout import Placement
+from loadmaster.train.partition import make_plan
 from loadmaster.train.quantum import Session, Setting
+from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
 from loadmaster.train.state import TrialState, build, hold
 from loadmaster.train.streams import Device
 from loadmaster.train.trial import Trial
@@ -41,7 +43,9 @@ class StepDone:
 class ShardRunner:
     """A trial that moves between host and device shard by shard."""
 
-    def __init__(self, state: TrialState, setting: Setting, *, updater: HostUpdater, sequence: Iterator[int]) -> None:
+    def __init__(
+        self, state: TrialState, setting: Setting, *, updater: HostUpdater, sequence: Iterator[int]
+    ) -> None:
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         self._session: Session | None = None
@@ -102,7 +106,7 @@ class ShardRunner:
 
         return tensors_of(self.state), facts_of(self.state)
 
-    def restore(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a snapshot."""
         from loadmaster.train.snapshots import put_back
 
@@ -128,6 +132,7 @@ class ShardRunner:
         """Give the device's memory back; the state stays in host memory."""
         if self._session is not None:
             session, self._session = self._session, None
+            session.device.tenants[:] = [each for each in session.device.tenants if each is not self]
             session.close()
 
     def close(self) -> None:
@@ -140,8 +145,21 @@ class ShardRunner:
         if self._session is not None and self._session.device is not device:
             self.leave()
         if self._session is None:
-            self._session = Session(self.state, device, self.setting, self._updater, self._sequence)
+            self._session = self._entered(device)
         return self._session
+
+    def _entered(self, device: Device) -> Session:
+        """Onto a device; who stands there longest leaves until there is room."""
+        while True:
+            try:
+                session = Session(self.state, device, self.setting, self._updater, self._sequence)
+            except DeviceMemoryError:
+                if not device.tenants:
+                    raise
+                device.tenants[0].leave()
+                continue
+            device.tenants.append(self)
+            return session
 
 
 @contextmanager
@@ -159,30 +177,55 @@ def open_runner(
     trial: Trial,
     *,
     device: Device,
+    optimizer_placement: str = "auto",
+    rates: Rates | None = None,
     cuts: Sequence[int] | None = None,
-    optimizer_placement: Literal["device", "host"] | Sequence[Placement] = "device",
-    num_slots: int = 3,
-    depth: int = 2,
-    ring_bytes: int | None = None,
+    placement: Sequence[Placement] | None = None,
+    num_slots: int = 4,
+    depth: int | None = None,
+    share: int = 1,
     num_threads: int | None = None,
     updater: HostUpdater | None = None,
     sequence: Iterator[int] | None = None,
-) -> ShardRunner:
-    """Build a trial in host memory, ready to run on a device."""
+) -> "ShardRunner":
+    """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
     built = build(trial, device=device.torch_device)
-    starts = list(range(len(built.chain.blocks))) if cuts is None else list(cuts)
-    state = hold(built, starts, landing=True)
-    setting = make_setting(
-        state,
-        optimizer_placement,
-        num_slots=num_slots,
-        depth=depth,
-        ring_bytes=ring_bytes,
-        num_threads=num_threads or torch.get_num_threads(),
-    )
+    threads = num_threads or default_threads()
+    if placement is None:
+        plan = make_plan(
+            built,
+            cap_bytes=device.arena.cap_bytes,
+            rates=rates or default_rates(device.torch_device),
+            optimizer_placement=optimizer_placement,
+            num_slots=num_slots,
+            cuts=cuts,
+            share=share,
+        )
+        state = hold(built, [first for first, _ in plan.layout.cuts], landing=True)
+        setting = Setting(plan.placement, plan.num_slots, plan.depth, plan.ring_bytes, num_threads=threads)
+    else:
+        state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
+        setting = make_setting(
+            state,
+            placement,
+            num_slots=num_slots,
+            depth=depth if depth is not None else num_slots - 1,
+            ring_bytes=None,
+            num_threads=threads,
+        )
     return ShardRunner(
         state, setting, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
     )
+
+
+def default_threads() -> int:
+    """Threads of the host's updates: two cores are left to issue units and run autograd."""
+    return max(1, (os.cpu_count() or 1) - 2)
+
+
+def default_rates(device: torch.device) -> Rates:
+    """Rates until a machine has been measured."""
+    return TYPICAL_GPU if device.type == "cuda" else SIMULATED
 
 
 def make_setting(
@@ -213,8 +256,3 @@ def make_setting(
     ring = max([ring_bytes or 0, *needed]) if needed else 0
     slots = max(num_slots, least_slots(state.layout, streamed))
     return Setting(chosen, slots, depth, ring, num_threads=num_threads)
-
-
-def planned(trial: Trial, **_: Any) -> Layout:
-    """The layout of a trial."""
-    raise NotImplementedError

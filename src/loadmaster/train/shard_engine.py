@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.train.engine import Runner, TrialPlan
+from loadmaster.train.rates import Rates
 from loadmaster.train.study_plan import free_host_bytes
 from loadmaster.train.trial import Trial
 
 _NAME = re.compile(r"cpu(#\d+)?|cuda(:\d+)?(#\d+)?")
 _OF_A_GPU = 0.9  # of its memory, where no cap is given
 _OF_THE_HOST = 0.25
-_FLOPS_PER_S = {"cpu": 2e10, "cuda": 2e14}  # before the first step is measured
-_PASSES = 4  # forward, recomputed forward, and twice as much backward
+_PLACEMENTS = ("auto", "device", "host", "hybrid")
 
 
 @dataclass
@@ -31,7 +31,13 @@ class ShardEngine:
     memory_cap_bytes: int | None = None
     host_cap_bytes: int | None = None
     optimizer_placement: str = "auto"
+    rates: Rates | None = None  # None: typical ones
     _here: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # of this process
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown placement before anything is built."""
+        if self.optimizer_placement not in _PLACEMENTS:
+            raise UnknownNameError("optimizer_placement", self.optimizer_placement, _PLACEMENTS)
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay in their process."""
@@ -77,39 +83,37 @@ class ShardEngine:
 
         if "updater" not in self._here:
             self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
-        placement: Any = "device" if self.optimizer_placement == "auto" else self.optimizer_placement
-        runner: Runner = open_runner(trial, device=device, optimizer_placement=placement, **self._here)
-        return runner
+        wish = self.optimizer_placement
+        return open_runner(trial, device=device, optimizer_placement=wish, rates=self.rates, **self._here)
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
-        """What a trial will need, from its model laid out once; trains nothing."""
-        from loadmaster.train.runner import make_setting
-        from loadmaster.train.state import build, hold
+        """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
+        from loadmaster.train.partition import make_plan
+        from loadmaster.train.runner import default_rates
+        from loadmaster.train.state import build, sizes_of
 
-        built = build(trial, device=torch.device("cpu"))
-        state = hold(built, list(range(len(built.chain.blocks))), landing=True)
-        placement = "device" if self.optimizer_placement == "auto" else self.optimizer_placement
-        setting = make_setting(state, placement, num_slots=3, depth=2, ring_bytes=None, num_threads=1)
-        facts, m = built.facts, trial.accumulate
-        largest = max(host.up.numel() for host in state.pieces)
-        kind = "cuda" if device_names[0].startswith("cuda") else "cpu"
-        states = sum(view.nbytes for host in state.pieces for views in host.state for view in views.values())
-        masters = sum(view.nbytes for host in state.pieces for view in host.master)
-        buffers = sum(buffer.nbytes for buffer in built.chain.buffers)
+        name = min(device_names, key=self._cap_bytes)
+        where = torch.device("cuda" if name.startswith("cuda") else "cpu")
+        rates = self.rates or default_rates(where)
+        built = build(trial, device=where)
+        plan = make_plan(
+            built, cap_bytes=self._cap_bytes(name), rates=rates, optimizer_placement=self.optimizer_placement
+        )
+        sizes = sizes_of(built)
+        state_bytes = sum(sizes.pinned_bytes)
         return TrialPlan(
             trial=trial.name,
             num_steps=num_steps(trial, built.num_batches),
-            step_s=_PASSES * m * sum(facts.flops) / _FLOPS_PER_S[kind],
-            host_bytes=sum(host.slab.numel() for host in state.pieces) + buffers,
-            state_bytes=masters + states + buffers,
-            peak_bytes=setting.num_slots * largest
-            + setting.num_rings * setting.ring_bytes
-            + m * (facts.input_bytes + sum(facts.output_bytes))
-            + max(facts.saved_bytes)
-            + 2 * largest,
-            num_shards=state.layout.num_shards,
-            bytes_up=2 * sum(host.up.numel() for host in state.pieces) + states,
-            bytes_down=masters + states,
+            step_s=plan.limit.seconds,
+            host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes),
+            state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
+            peak_bytes=plan.peak_bytes,
+            num_shards=plan.layout.num_shards,
+            bytes_up=int(plan.work.up_bytes),
+            bytes_down=int(plan.work.down_bytes),
+            bound_by=plan.limit.bound_by,
+            load_s=plan.load_bytes / rates.up_bytes_per_s,
+            detail=plan,
         )
 
 

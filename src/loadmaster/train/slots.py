@@ -94,7 +94,13 @@ class Slots:
 
 
 def make_slots(
-    device: Device, name: str, layout: Layout, sizes: Sequence[int], streamed: frozenset[int], *, num_slots: int
+    device: Device,
+    name: str,
+    layout: Layout,
+    sizes: Sequence[int],
+    streamed: frozenset[int],
+    *,
+    num_slots: int,
 ) -> list[Slot]:
     """Equal places for the usual pieces, one each for those half as large again as the usual."""
     if not streamed:
@@ -112,4 +118,7 @@ def make_slots(
 def least_slots(layout: Layout, streamed: frozenset[int]) -> int:
     """Places one unit needs at once."""
     pieces: list[Piece] = list(layout.pieces)
-    return max((sum(p.index in streamed for p in pieces if shard in p.shards) for shard in range(layout.num_shards)), default=0)
+    return max(
+        (sum(p.index in streamed for p in pieces if shard in p.shards) for shard in range(layout.num_shards)),
+        default=0,
+    )

@@ -1,7 +1,7 @@
 """A trial's whole training state in host memory: weights, optimizer, buffers, generators, place in the data."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import InputError
 from loadmaster.train import randomness
+from loadmaster.train.arena import aligned
 from loadmaster.train.blocks import Chain, chain_of
 from loadmaster.train.layout import Layout, lay_out
 from loadmaster.train.profile import Profile, profile
@@ -49,6 +50,7 @@ class TrialState:
     group_of: list[int]  # [parameter], -1 = not trained
     generators: randomness.Generators
     scaler: Scaler
+    sizes: "Sizes"
     step: int = 0
     epoch: int = 0
     batch: int = 0  # batches taken of this epoch
@@ -97,7 +99,9 @@ def build(trial: Trial, *, device: torch.device) -> Built:
         randomness.seed_all(trial.seed, device)
         model = trial.build()
         if not isinstance(model, nn.Module):
-            raise InputError(f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module")
+            raise InputError(
+                f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
+            )
         generators = randomness.current(device)
         chain = chain_of(trial, model)
         batch, num_batches = first_batch(trial)
@@ -111,17 +115,57 @@ def first_batch(trial: Trial) -> tuple[Any, int | None]:
     data = trial.data()
     for batch in data:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise InputError(f"trial {trial.name!r}: data must give (inputs, targets), not {type(batch).__name__}")
-        return tuple(batch), len(data) if hasattr(data, "__len__") else None
+            raise InputError(
+                f"trial {trial.name!r}: data must give (inputs, targets), not {type(batch).__name__}"
+            )
+        return tuple(batch), len(data) if isinstance(data, Sized) else None
     raise InputError(f"trial {trial.name!r}: data is empty")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """Bytes of each parameter, wherever they count."""
+
+    numel: tuple[int, ...]
+    trained: tuple[bool, ...]
+    compute_bytes: tuple[int, ...]  # as units read it
+    grad_bytes: tuple[int, ...]  # as it leaves the device
+    pinned_bytes: tuple[int, ...]  # master and state
+    copy_bytes: tuple[int, ...]  # a compute copy beside the master
+    update_bytes: tuple[int, ...]  # master, state and copy, in a ring
+
+
+def sizes_of(built: Built) -> Sizes:
+    """What each parameter weighs; makes the optimizer once, to see what it keeps."""
+    trial, chain = built.trial, built.chain
+    dtype = COMPUTE_DTYPE[trial.precision]
+    optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
+    check_optimizer(optimizer, name=trial.name)
+    states, _ = _states(optimizer, chain)
+    rows = []
+    for number, parameter in enumerate(chain.parameters):
+        narrow = dtype is not None and built.facts.castable[number] and parameter.dtype == torch.float32
+        count, width = parameter.numel(), parameter.element_size()
+        compute = count * (2 if narrow else width)
+        layout = states[number]
+        kept = 0
+        for key in layout.large if layout is not None else ():
+            assert layout is not None
+            kept += aligned(layout.large[key][1].itemsize * math.prod(layout.shape(key, parameter.shape)))
+        grad = 0 if layout is None else (count * width if trial.accumulate > 1 else compute)
+        copy = compute if narrow else 0
+        master = aligned(count * width)
+        rows.append(
+            (count, layout is not None, compute, grad, master + kept, copy, master + kept + aligned(copy))
+        )
+    columns = list(zip(*rows, strict=True))
+    return Sizes(*columns)
 
 
 def hold(built: Built, cuts: Sequence[int], *, landing: Sequence[bool] | bool) -> TrialState:
     """Move a built model into the host store, shard by shard, and make its optimizer."""
     trial, chain = built.trial, built.chain
-    layout = lay_out(
-        chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable
-    )
+    layout = lay_out(chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable)
     trained = [parameter for parameter in chain.parameters if parameter.requires_grad]
     probe = trial.optim(trained)
     check_optimizer(probe, name=trial.name)
@@ -140,17 +184,27 @@ def hold(built: Built, cuts: Sequence[int], *, landing: Sequence[bool] | bool) -
         pieces.append(host)
     optimizer = trial.optim(trained)
     schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
-    optimizer._opt_called = True  # it is stepped a shard at a time, which a schedule does not see and warns about
+    optimizer._opt_called = (
+        True  # it is stepped a shard at a time, which a schedule does not see and warns about
+    )
     state = TrialState(
-        trial, chain, built.facts, layout, pieces, optimizer, schedule, group_of, built.generators, Scaler()
+        trial,
+        chain,
+        built.facts,
+        layout,
+        pieces,
+        optimizer,
+        schedule,
+        group_of,
+        built.generators,
+        Scaler(),
+        sizes_of(built),
     )
     state.num_batches = built.num_batches
     return state
 
 
-def _states(
-    optimizer: torch.optim.Optimizer, chain: Chain
-) -> tuple[list[StateLayout | None], list[int]]:
+def _states(optimizer: torch.optim.Optimizer, chain: Chain) -> tuple[list[StateLayout | None], list[int]]:
     """State layout and group of each parameter."""
     group_of_id = {
         id(parameter): group

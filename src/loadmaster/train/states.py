@@ -61,8 +61,10 @@ def on_host(hyper: Hyper) -> Hyper:
     """The same options for a step on the CPU: its fused kernel, where the user left the choice open."""
     return [
         {**group, "fused": True}
-        if group.get("fused", 0) is None and group.get("foreach", 0) is None
-        and not group.get("differentiable") and not isinstance(group.get("lr"), torch.Tensor)
+        if group.get("fused", 0) is None
+        and group.get("foreach", 0) is None
+        and not group.get("differentiable")
+        and not isinstance(group.get("lr"), torch.Tensor)
         else group
         for group in hyper
     ]
@@ -92,7 +94,9 @@ def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyp
 def check_optimizer(optimizer: Any, *, name: str) -> None:
     """Refuse by name what cannot be stepped a part at a time."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"trial {name!r}: optim gave {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise InputError(
+            f"trial {name!r}: optim gave {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
     kind = type(optimizer).__name__
     if any(word in kind for word in _WHOLE_MODEL):
         raise InputError(

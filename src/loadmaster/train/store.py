@@ -54,7 +54,9 @@ def host_piece(
     landing: bool,
 ) -> HostPiece:
     """Lay a piece out, take its memory and move the parameters in (narrow ones first, so that one copy goes up)."""
-    order = sorted(piece.parameters, key=lambda number: layout.compute_dtype[number] == parameters[number].dtype)
+    order = sorted(
+        piece.parameters, key=lambda number: layout.compute_dtype[number] == parameters[number].dtype
+    )
     assert tuple(order) == tuple(piece.parameters), "a piece lists its parameters in slab order"
     up, rest, land = Packer(), Packer(), Packer()
     up_places = [up.place(parameters[n].shape, layout.compute_dtype[n]) for n in order]

@@ -44,6 +44,7 @@ class Device(Protocol):
     tracing: bool  # whether spans are noted
     torch_device: torch.device
     arena: Arena
+    tenants: list[Any]  # runners that stand there, longest first
 
     def pin(self, memory: torch.Tensor) -> None:
         """Register host memory, so that copies from and to it run beside compute."""
@@ -53,9 +54,7 @@ class Device(Protocol):
         """Undo `pin`."""
         ...
 
-    def up(
-        self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0
-    ) -> Event:
+    def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device, on their own stream."""
         ...
 

@@ -1,8 +1,8 @@
 """The units of a step: F (forward of a shard), L (the last shard, with the loss and its backward), B (backward).
 
-    F_i(x)  : keep x, the generators and the buffers the shard writes; y = shard(x) without gradients
-    L(x)    : y = shard(x); loss = criterion(y, targets) / micro-batches; backward; gradient of x
-    B_i(gy) : as F_i left it: generators, autocast, buffers; y = shard(x); backward(y, gy); put all back
+F_i(x)  : keep x, the generators and the buffers the shard writes; y = shard(x) without gradients
+L(x)    : y = shard(x); loss = criterion(y, targets) / micro-batches; backward; gradient of x
+B_i(gy) : as F_i left it: generators, autocast, buffers; y = shard(x); backward(y, gy); put all back
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,21 +40,24 @@ class Moment:
 class Units:
     """Runs units of one trial on one device; weights are bound by the caller."""
 
-    def __init__(self, trial: Trial, chain: Chain, cuts: tuple[tuple[int, int], ...], device: torch.device) -> None:
+    def __init__(
+        self, trial: Trial, chain: Chain, cuts: tuple[tuple[int, int], ...], device: torch.device
+    ) -> None:
         self.trial, self.chain, self.cuts, self.device = trial, chain, cuts, device
         self.dtype = COMPUTE_DTYPE[trial.precision]
         self.buffers = [buffer.to(device, copy=True) for buffer in chain.buffers]
         self._written: dict[int, set[int]] = {}  # buffers a shard changes, known after its first forward
         self._careful: dict[int, bool] = {}  # whether a shard writes into its input
         self._buffers_of = [
-            sorted({slot.tensor for block in range(*cut) for slot in chain.buffer_slots[block]}) for cut in cuts
+            sorted({slot.tensor for block in range(*cut) for slot in chain.buffer_slots[block]})
+            for cut in cuts
         ]
 
     def bind(self, shard: int, leaves: Mapping[int, torch.Tensor]) -> None:
         """Let the shard's modules see these tensors as their parameters."""
         for block in range(*self.cuts[shard]):
             for slot in self.chain.parameter_slots[block]:
-                slot.module._parameters[slot.attribute] = leaves[slot.tensor]  # type: ignore[assignment]
+                slot.module._parameters[slot.attribute] = leaves[slot.tensor]
 
     def unbind(self, shard: int) -> None:
         """Put the host's parameters back."""
@@ -188,7 +191,9 @@ class Units:
                 now = slot.module._buffers[slot.attribute]
                 if now is not self.buffers[slot.tensor] and now is not None:
                     if now.shape != self.buffers[slot.tensor].shape:
-                        raise RunError(f"buffer {self.chain.buffer_name[slot.tensor]} changes its shape in forward")
+                        raise RunError(
+                            f"buffer {self.chain.buffer_name[slot.tensor]} changes its shape in forward"
+                        )
                     self.buffers[slot.tensor].copy_(now)
                     slot.module._buffers[slot.attribute] = self.buffers[slot.tensor]
 
@@ -214,4 +219,8 @@ def _leaves_of(tree: Any, *, wanted: bool) -> Any:
 
 def _gradients(tree: Any) -> list[torch.Tensor | None]:
     """The gradient of each tensor leaf, in order."""
-    return [leaf.grad if leaf.requires_grad else None for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf.grad if leaf.requires_grad else None
+        for leaf in tree_flatten(tree)[0]
+        if isinstance(leaf, torch.Tensor)
+    ]

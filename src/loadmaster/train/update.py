@@ -79,12 +79,16 @@ class HostUpdate:
         """One step of these parameters; writes their compute copies."""
         hyper = on_host(hyper)
         quick = [p for p in positions if self._by_kernel(p, hyper[self._groups[p]], factors)]
-        ages = {group: {self._age(p) for p in quick if self._groups[p] == group} for group in range(len(hyper))}
+        ages = {
+            group: {self._age(p) for p in quick if self._groups[p] == group} for group in range(len(hyper))
+        }
         if any(len(age) > 1 for age in ages.values()):  # a parameter that sometimes has no gradient
             quick = []
         plain = [p for p in positions if p not in set(quick)]
         if quick:
-            self._kernel_step(quick, hyper, {group: max(age, default=0) for group, age in ages.items()}, factors)
+            self._kernel_step(
+                quick, hyper, {group: max(age, default=0) for group, age in ages.items()}, factors
+            )
         if plain:
             self._plain_step(plain, hyper, factors)
 
