@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 _SLICES = 8
 
@@ -86,16 +85,51 @@ def fill(parameter: torch.Tensor, source: torch.Tensor, *, one: bool) -> None:
     flat[whole:].copy_(source[: flat.numel() - whole])
 
 
+class _SlicedLoss(torch.autograd.Function):
+    """Sum of cross-entropies whose logits never stand whole: a slice's gradient is taken while it is there.
+
+    Rows of logits are padded to a multiple of 64, because products into rows of odd length are several times slower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The sum, and the gradients for later."""
+        vocab = weight.shape[0]
+        padded = -(-vocab // 64) * 64
+        slope_x, slope_weight = torch.empty_like(x), torch.zeros_like(weight)
+        total = x.new_zeros((), dtype=torch.float32)
+        rows = -(-x.shape[0] // _SLICES)
+        for first in range(0, x.shape[0], rows):
+            part, wanted = x[first : first + rows], targets[first : first + rows, None]
+            logits = x.new_empty(part.shape[0], padded)[:, :vocab]
+            torch.mm(part, weight.t(), out=logits)
+            likely = torch.log_softmax(logits, -1, dtype=torch.float32)
+            total -= likely.gather(1, wanted).sum()
+            likely.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
+            logits.copy_(likely)
+            torch.mm(logits, weight, out=slope_x[first : first + rows])
+            slope_weight.addmm_(logits.t(), part)
+        ctx.save_for_backward(slope_x, slope_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """What was taken on the way, times what comes from above."""
+        slope_x, slope_weight = ctx.saved_tensors
+        return slope_x * slope.to(slope_x.dtype), slope_weight * slope.to(slope_weight.dtype), None
+
+
 def gpt_loss(out: Any, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy, a slice of positions at a time."""
     stream, project = out
+    dtype = torch.get_autocast_dtype(stream.device.type) if _autocast(stream) else stream.dtype
+    with torch.autocast(stream.device.type, enabled=False):
+        flat, weight = stream.flatten(0, 1).to(dtype), project.weight.to(dtype)
+        return _SlicedLoss.apply(flat, weight, targets.flatten()) / targets.numel()
 
-    def of_slice(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(project(x).float(), wanted, reduction="sum")
 
-    flat, wanted = stream.flatten(0, 1), targets.flatten()
-    parts = zip(flat.chunk(_SLICES), wanted.chunk(_SLICES), strict=True)
-    return sum(checkpoint(of_slice, x, t, use_reentrant=False) for x, t in parts) / wanted.numel()
+def _autocast(stream: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(stream.device.type)
 
 
 def tokens(
