@@ -16,9 +16,11 @@ class Rows:
     """An epoch of random sequences, the same every time."""
 
     def __len__(self) -> int:
+        """Batches."""
         return 8
 
     def __iter__(self):
+        """Inputs and targets, one token apart."""
         made = torch.Generator().manual_seed(0)
         for _ in range(len(self)):
             tokens = torch.randint(0, 100, (4, 17), generator=made)
@@ -34,6 +36,7 @@ class Layer(nn.Module):
         self.net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What came, and a little more."""
         return x + self.net(self.norm(x))
 
 

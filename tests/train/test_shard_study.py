@@ -68,6 +68,7 @@ def test_a_stop_anywhere_ends_in_the_same_weights(after: int, tmp_path: Path) ->
         assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
 
 
+@pytest.mark.slow
 def test_twenty_kills_of_sharded_training_resume_to_the_same_weights(tmp_path: Path) -> None:
     wanted = [digest(reference(one).state_dict) for one in TRIALS[:2]]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -110,3 +111,38 @@ def test_the_plan_says_shards_bytes_and_time(tmp_path: Path) -> None:
     assert all(each.host_bytes > each.state_bytes > 0 for each in plan.trials)
     assert "adamw" in str(plan)
     assert not list(tmp_path.iterdir())
+
+
+def wide(name: str, **more: Any) -> Trial:
+    layers = [nn.Linear(6, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 3)]
+    return trial(
+        name, build=lambda: nn.Sequential(*(type(x)(x.in_features, x.out_features) for x in layers)), **more
+    )
+
+
+class Tight(nn.Module):
+    """Asks the device for more than there is, in the middle of a step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from loadmaster.core.errors import DeviceMemoryError
+
+        if type(x) is not torch.Tensor:  # the planner looks at the model without running it
+            return x[:, :3] * 1.0
+        raise DeviceMemoryError("cpu: no room")
+
+
+def test_trials_that_do_not_fit_on_a_device_together_take_turns(tmp_path: Path) -> None:
+    given = [wide(f"t{at}", seed=at) for at in range(4)]
+    result = study(tmp_path, given, memory_cap="220KiB").fit()
+    for one in given:
+        assert result[one.name].error == ""
+        assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
+
+
+def test_what_a_failed_trial_took_of_the_device_is_free_for_the_others(tmp_path: Path) -> None:
+    bad = trial("bad", build=lambda: nn.Sequential(nn.Linear(6, 6), Tight()))
+    given = [wide("a"), wide("b", seed=2)]
+    result = study(tmp_path, [*given, bad], memory_cap="220KiB").fit()
+    assert result["bad"].error_kind == "memory"
+    for one in given:
+        assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)

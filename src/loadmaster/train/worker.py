@@ -18,6 +18,7 @@ from loadmaster.train import checkpoints
 from loadmaster.train.checkpoints import Snapshot
 from loadmaster.train.engine import Engine, Runner, StepDone
 from loadmaster.train.loaders import LoaderError
+from loadmaster.train.room import Room
 from loadmaster.train.tasks import Event, Failed, Parcel, Release, Released, SaveFailed, Stepped, Task, Turned
 
 _MOST_TEXT = 20_000
@@ -46,6 +47,7 @@ class Worker:
         self._engine, self._trials, self._root = engine, trials, root  # root None: the coordinator writes
         self._device = engine.open_device(device_name)
         self._halted = halted
+        self._room = Room(self._device)
         self.held: dict[str, Runner] = {}
 
     def work(self, task: Task) -> Iterator[Event]:
@@ -60,6 +62,7 @@ class Worker:
 
     def _turn(self, task: Task) -> Iterator[Event]:
         runner = self._opened(task)
+        used_before = self._room.make(task.trial, self.held)
         num_done = 0
         if task.num_steps:
             for done in runner.steps(self._device, task.num_steps, after=self.held.get(task.then or "")):
@@ -80,6 +83,7 @@ class Worker:
                 yield SaveFailed(task.trial, task.fence, problem)
                 return
         save_s = time.perf_counter() - began
+        self._room.seen(task.trial, used_before)
         wanted = task.evaluate or finished
         metrics = None
         if wanted and not halted and self._trials[task.trial].evaluate is not None:
@@ -152,7 +156,8 @@ class Worker:
             try:
                 runner.close()
             except Exception:  # of a trial that failed; there is nothing more to do for it
-                return
+                pass
+        self._room.reclaim(self.held)
 
     def close(self) -> None:
         """Let go of every trial."""
