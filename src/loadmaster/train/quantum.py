@@ -198,6 +198,7 @@ class Session:
         """Outputs of the model for some inputs, shard by shard, without gradients."""
         value = moved(inputs, self.device.torch_device)
         for shard in range(self.state.layout.num_shards):
+            self.position = shard  # as in a forward pass: what this shard follows is used again last
             leaves: dict[int, torch.Tensor] = {}
             used: list[Slot] = []
             for piece in self.state.layout.pieces_of[shard]:
@@ -208,6 +209,7 @@ class Session:
             done = self.device.mark()
             for slot in used:
                 slot.free = done
+        self.position = 0
         return value
 
     # weights ----------------------------------------------------------------------------------------
