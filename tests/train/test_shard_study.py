@@ -57,7 +57,7 @@ TRIALS = [
 ]
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_trial_ends_with_the_weights_of_the_reference(num_devices: int, tmp_path: Path) -> None:
     devices = ["cpu#0", "cpu#1"][:num_devices]
     result = study(tmp_path, TRIALS, devices=devices, launcher="inline").fit()
@@ -66,6 +66,7 @@ def test_every_trial_ends_with_the_weights_of_the_reference(num_devices: int, tm
         assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [8, 41])
 def test_a_stop_anywhere_ends_in_the_same_weights(after: int, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -97,6 +98,7 @@ def test_the_optimizer_may_be_on_the_host_and_resume_there(tmp_path: Path) -> No
     assert digest(result["a"].state_dict()) == digest(whole["a"].state_dict())
 
 
+@pytest.mark.slow
 def test_halving_over_sharded_trials(tmp_path: Path) -> None:
     given = [trial(f"lr{lr}", lr=lr, eval_every=None) for lr in (0.1, 0.01, 0.0001)]
     result = study(tmp_path, given, searcher=SuccessiveHalving(eta=3)).fit()
@@ -135,6 +137,7 @@ class Tight(nn.Module):
         raise DeviceMemoryError("cpu: no room")
 
 
+@pytest.mark.slow
 def test_trials_that_do_not_fit_on_a_device_together_take_turns(tmp_path: Path) -> None:
     given = [wide(f"t{at}", seed=at) for at in range(4)]
     result = study(tmp_path, given, memory_cap="220KiB").fit()
@@ -143,6 +146,7 @@ def test_trials_that_do_not_fit_on_a_device_together_take_turns(tmp_path: Path) 
         assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
 
 
+@pytest.mark.slow
 def test_what_a_failed_trial_took_of_the_device_is_free_for_the_others(tmp_path: Path) -> None:
     bad = trial("bad", build=lambda: nn.Sequential(nn.Linear(6, 6), Tight()))
     given = [wide("a"), wide("b", seed=2)]
