@@ -15,8 +15,9 @@ from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
 from loadmaster.train import randomness
 from loadmaster.train.layout import Placement
 from loadmaster.train.partition import make_plan
-from loadmaster.train.quantum import Session, Setting
+from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.train.setting import Setting
 from loadmaster.train.state import TrialState, build, hold
 from loadmaster.train.streams import Device
 from loadmaster.train.trial import Trial
@@ -164,7 +165,7 @@ class ShardRunner:
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Python's lock changes hands sooner: the host's updates must not wait for the thread that issues units."""
+    """Python's lock changes hands sooner: updates must not wait for the thread that issues units."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
     try:
