@@ -1,7 +1,8 @@
 """A GPT of our own for the training figures: 48 layers of width 1600 and a head are 1.64 B parameters.
 
 Weights are filled from one random vector (building must not take longer than training), the residual
-stream is bf16 where autocast is, and the loss runs over the vocabulary in slices, so that no copy of all logits stands.
+stream is bf16 where autocast is, and the loss runs over positions in slices, so that all logits never
+stand at once.
 """
 
 from collections.abc import Callable

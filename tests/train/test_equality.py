@@ -9,7 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
+from loadmaster.train.blocks import chain_of
 from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.train.layout import lay_out
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
@@ -90,7 +92,8 @@ def _placement(kind: str, num_pieces: int) -> list[Any]:
 
 def _equals_plain(trial: lt.Trial, cuts: list[int], kind: str) -> None:
     device = CpuDevice(cap_bytes=1 << 24, jitter_s=1e-4)
-    num_pieces = len(cuts) + (1 if trial.build is _tied and len(cuts) > 1 else 0)
+    chain = chain_of(trial, trial.build())
+    num_pieces = len(lay_out(chain, cuts, compute_dtype=None, castable=[False] * 99).pieces)
     runner = lt.open_runner(
         trial,
         device=device,

@@ -64,7 +64,7 @@ class Trial:
         if self.rng == "stream" and self.accumulate > 1:
             raise InputError(
                 f"trial {self.name!r}: rng='stream' with accumulate={self.accumulate} draws in another order"
-                " than a plain loop, because a shard visits all micro-batches at once; leave rng out, or 'counter'"
+                " than a plain loop, because a shard visits all micro-batches at once; leave rng out"
             )
         clip = self.clip_norm
         if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
