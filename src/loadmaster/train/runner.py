@@ -45,8 +45,15 @@ class ShardRunner:
     """A trial that moves between host and device shard by shard."""
 
     def __init__(
-        self, state: TrialState, setting: Setting, *, updater: HostUpdater, sequence: Iterator[int]
+        self,
+        state: TrialState,
+        setting: Setting,
+        *,
+        updater: HostUpdater,
+        sequence: Iterator[int],
+        owns_updater: bool = False,
     ) -> None:
+        self._owns_updater = owns_updater
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         self._session: Session | None = None
@@ -139,6 +146,8 @@ class ShardRunner:
     def close(self) -> None:
         """Memory back to where it was."""
         self.leave()
+        if self._owns_updater:
+            self._updater.close()
         self.state.iterator = None
         self.state.pieces.clear()
 
@@ -215,7 +224,11 @@ def open_runner(
             num_threads=threads,
         )
     return ShardRunner(
-        state, setting, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
+        state,
+        setting,
+        updater=updater or HostUpdater(),
+        sequence=sequence or itertools.count(),
+        owns_updater=updater is None,
     )
 
 
