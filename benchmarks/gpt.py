@@ -1,7 +1,8 @@
 """A GPT of our own for the training figures: 48 layers of width 1600 and a head are 1.64 B parameters.
 
-Weights are filled from one random vector (building must not take longer than training), the residual stream
-is bf16 where autocast is, and the loss runs over the vocabulary in slices, so that no copy of all logits stands.
+Weights are filled from one random vector (building must not take longer than training), the residual
+stream is bf16 where autocast is, and the loss runs over positions in slices, so that all logits never
+stand at once.
 """
 
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def fill(parameter: torch.Tensor, source: torch.Tensor, *, one: bool) -> None:
 class _SlicedLoss(torch.autograd.Function):
     """Sum of cross-entropies whose logits never stand whole: a slice's gradient is taken while it is there.
 
-    Rows of logits are padded to a multiple of 64, because products into rows of odd length are several times slower.
+    Rows of logits are padded to a multiple of 64: products into rows of odd length are several times slower.
     """
 
     @staticmethod

@@ -83,5 +83,5 @@ def resident(num_steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    kind, count = (sys.argv[1:] + ["offloaded"])[0], int((sys.argv[2:] + ["8"])[0])
+    kind, count = [*sys.argv[1:], "offloaded"][0], int([*sys.argv[2:], "8"][0])
     print(json.dumps({kind: {"offloaded": offloaded, "resident": resident}[kind](count)}))

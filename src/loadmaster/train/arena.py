@@ -87,7 +87,7 @@ class Arena:
             raise DeviceMemoryError(
                 f"{self.device}: {name} needs {format_bytes(num_bytes)}, but"
                 f" {format_bytes(self.cap_bytes - self.used_bytes)} of {format_bytes(self.cap_bytes)} is free"
-                f" ({standing or 'nothing stands there'}); raise memory_cap, cut the model into smaller blocks or"
+                f" ({standing or 'nothing stands there'}); raise memory_cap, cut into smaller blocks or"
                 " take a smaller batch"
             )
         self.used_bytes += num_bytes
@@ -97,5 +97,28 @@ class Arena:
     def _release(self, name: str, num_bytes: int) -> None:
         self.used_bytes -= num_bytes
         self.held[name] -= num_bytes
-        if not self.held[name]:
+        if self.held.get(name) == 0:
             del self.held[name]
+
+
+class Booked:
+    """Bytes booked one after another and given back in the other order."""
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        self._arena, self._name = arena, name
+        self._sizes: list[int] = []
+
+    def push(self, num_bytes: int) -> None:
+        """Book more."""
+        self._arena.book(self._name, num_bytes)
+        self._sizes.append(num_bytes)
+
+    def pop(self) -> None:
+        """Give the newest back, if any is left."""
+        if self._sizes:
+            self._arena.release(self._name, self._sizes.pop())
+
+    def clear(self) -> None:
+        """Give everything back."""
+        while self._sizes:
+            self.pop()

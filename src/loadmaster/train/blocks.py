@@ -123,7 +123,7 @@ def _check(trial: Trial, chain: Chain) -> None:
     for index, block in enumerate(chain.blocks):
         if id(block) in seen:
             raise InputError(
-                f"trial {trial.name!r}: blocks {seen[id(block)]} and {index} are the same module; shared weights are"
-                " fine, but give each block a module of its own"
+                f"trial {trial.name!r}: blocks {seen[id(block)]} and {index} are the same module;"
+                " shared weights are fine, but give each block a module of its own"
             )
         seen[id(block)] = index

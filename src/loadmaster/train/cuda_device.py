@@ -1,7 +1,7 @@
 """An NVIDIA GPU: pinned slabs, three streams, events, and a cap on everything the process may take of it.
 
-The arena's regions and the activations both come from the framework's allocator, whose own limit is set to the
-cap: what the arena did not foresee raises there.
+The arena's regions and the activations both come from the framework's allocator, whose own limit is set to
+the cap: what the arena did not foresee raises there.
 """
 
 import time

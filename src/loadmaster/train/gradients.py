@@ -58,7 +58,7 @@ class Gradients:
         return found
 
     def check_all_seen(self) -> None:
-        """After the first step: a trained parameter without a gradient is a mistake unless it was declared."""
+        """After the first step: a trained parameter without a gradient is a mistake unless declared."""
         names, trial = self._state.chain.parameter_name, self._state.trial
         silent = [
             names[number]
@@ -67,8 +67,8 @@ class Gradients:
         ]
         if silent:
             raise RunError(
-                f"trial {trial.name!r}: {len(silent)} of {len(names)} parameters got no gradient in the first step"
-                f" ({', '.join(silent[:3])}); freeze them, or name them in Trial(unused=...)"
+                f"trial {trial.name!r}: {len(silent)} of {len(names)} parameters got no gradient in the first"
+                f" step ({', '.join(silent[:3])}); freeze them, or name them in Trial(unused=...)"
             )
 
     def note_norms(self, piece: int, grads: Mapping[int, torch.Tensor], scale: float) -> None:

@@ -5,8 +5,8 @@ bf16 gradient and a bf16 compute copy would cost two further passes. The arithme
 operation by operation (where it fuses a multiply with an add, so does this), and a test holds the two equal
 to the bit.
 
-A whole piece is one call: a table says where in its slab each block of each parameter lies, so the thread that
-runs it asks for Python's lock once. Compiled code and its threads belong to numba; importing this module
+A whole piece is one call: a table says where in its slab each block of each parameter lies, so the thread
+that runs it asks for Python's lock once. Compiled code and its threads belong to numba; importing this module
 compiles nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The physical limits of a step: compute, bus, host memory, optimizer. No step can be faster than the slowest.
+"""The physical limits of a step: compute, bus, host memory, optimizer. No step beats the slowest.
 
 T_step >= max( compute, up / B_up, down / B_down, host / D, host-stepped parameters / U )
 """

@@ -1,8 +1,8 @@
 """Where to cut, what to pin, who steps: the plan of a trial under a byte cap, proved by replaying it.
 
-Cuts: for each number of shards the ones whose largest shard is least; of these the number that leaves most room.
-What room is left holds pinned shards, from the first: their update is done when the next step wants them. The
-rest streams; which of it is stepped on the host comes from the rates.
+Cuts: for each number of shards the ones whose largest shard is least; of these the number that
+leaves most room. What room is left holds pinned shards, from the first: their update is done when the
+next step wants them. The rest streams; which of it is stepped on the host comes from the rates.
 """
 
 from collections.abc import Sequence
@@ -260,8 +260,8 @@ def _refuse(built: Built, sizes: Sizes, room: int, least: int) -> None:
     weights = [sum(sizes.compute_bytes[s.tensor] for s in slots) for slots in built.chain.parameter_slots]
     block = max(range(len(weights)), key=lambda each: weights[each] + facts.saved_bytes[each])
     raise DeviceMemoryError(
-        f"trial {built.trial.name!r} needs {format_bytes(least)} of a cap of {format_bytes(room)} however it is cut;"
-        f" its largest block {built.chain.block_name[block]} has {format_bytes(weights[block])} of weights and keeps"
-        f" {format_bytes(facts.saved_bytes[block])} of activations; raise memory_cap, take a smaller batch (with"
-        " accumulate) or give smaller blocks"
+        f"trial {built.trial.name!r} needs {format_bytes(least)} of a cap of {format_bytes(room)} however"
+        f" it is cut; its largest block {built.chain.block_name[block]} has"
+        f" {format_bytes(weights[block])} of weights and keeps {format_bytes(facts.saved_bytes[block])} of"
+        " activations; raise memory_cap, take a smaller batch (with accumulate) or give smaller blocks"
     )

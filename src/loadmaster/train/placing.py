@@ -1,6 +1,6 @@
 """Updates on the device: of pieces that stay there, and of pieces whose state streams through a ring.
 
-    for chunk in piece:   H2D master and state -> ring place;  COMP step(chunk);  D2H master, state, copy -> slab
+    for chunk in piece:   H2D master, state -> ring place;  COMP step;  D2H master, state, copy -> slab
 
 A chunk is whole parameters. The compute copy is also written into the slot the weights stand in, so a piece
 used again at the turn of a step need not be loaded.
@@ -8,7 +8,6 @@ used again at the turn of a step need not be loaded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,15 +16,13 @@ from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import Region
 from loadmaster.train.layout import Packer, Place
 from loadmaster.train.profile import tree_bytes
+from loadmaster.train.setting import Ledger
 from loadmaster.train.slots import Slot
 from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper
 from loadmaster.train.store import HostPiece
 from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.update import Entry, apply
-
-if TYPE_CHECKING:
-    from loadmaster.train.quantum import Ledger
 
 
 def chunk_places(host: HostPiece, positions: Sequence[int]) -> tuple[list[dict[str, Place]], int]:
@@ -53,7 +50,8 @@ def chunks(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[
         size = chunk_places(host, [position])[1]
         if size > limit_bytes:
             raise RunError(
-                f"{host.piece.name}: one parameter needs {format_bytes(size)} of a ring of {format_bytes(limit_bytes)}"
+                f"{host.piece.name}: one parameter needs {format_bytes(size)}"
+                f" of a ring of {format_bytes(limit_bytes)}"
             )
         found.append([position])
     return found
@@ -69,7 +67,7 @@ class StreamedUpdate:
     """Optimizer steps on the device of pieces whose state lives on the host."""
 
     def __init__(
-        self, state: TrialState, device: Device, ledger: "Ledger", *, num_bytes: int, num_rings: int
+        self, state: TrialState, device: Device, ledger: Ledger, *, num_bytes: int, num_rings: int
     ) -> None:
         self._state, self._device, self._ledger = state, device, ledger
         self._limit_bytes = num_bytes
@@ -158,7 +156,7 @@ class StreamedUpdate:
 class PinnedPiece:
     """A piece that stays on the device with its optimizer state; home only when asked."""
 
-    def __init__(self, host: HostPiece, device: Device, ledger: "Ledger") -> None:
+    def __init__(self, host: HostPiece, device: Device, ledger: Ledger) -> None:
         self.host, self._device, self._ledger = host, device, ledger
         packer = Packer()
         self._master = [packer.place(view.shape, view.dtype) for view in host.master]

@@ -1,4 +1,4 @@
-"""The executor: a trial's steps on a device, unit by unit, weights arriving ahead and gradients leaving behind.
+"""The executor: a trial's steps on a device, unit by unit, weights arriving ahead, gradients leaving behind.
 
 Everything is issued in order by the caller's thread; order between streams comes from events. What the caller
 waits for is a weight whose update on the host is not done, and the loss at the end of a step.
@@ -14,12 +14,13 @@ import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.train import randomness
+from loadmaster.train.arena import Booked
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.layout import Placement
 from loadmaster.train.partition import unit_bytes
 from loadmaster.train.placing import PinnedPiece, StreamedUpdate
 from loadmaster.train.profile import tree_bytes
+from loadmaster.train.setting import Ledger, Setting, StepFacts, on_host, pause, since
 from loadmaster.train.slots import Slot, Slots, make_slots
 from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper, hyper_of
@@ -27,39 +28,6 @@ from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.units import Kept, Moment, Units
 from loadmaster.train.update import HostUpdate
 from loadmaster.train.updater import HostUpdater
-
-_PATIENCE_S = 5e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How a trial is run on a device."""
-
-    placement: tuple[Placement, ...]  # [piece]
-    num_slots: int
-    depth: int
-    ring_bytes: int
-    num_rings: int = 2
-    num_threads: int = 1
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Bytes and loads since the session began."""
-
-    up_bytes: int = 0
-    down_bytes: int = 0
-    loads: int = 0
-    waited_s: float = 0.0  # for updates on the host
-
-
-@dataclass(slots=True)
-class StepFacts:
-    """What a step gave."""
-
-    loss: float
-    num_tokens: int
-    ledger: Ledger
 
 
 @dataclass(eq=False)
@@ -93,6 +61,7 @@ class Session:
         self.ready: dict[int, Event] = {}  # the host copy of a piece is whole
         self.pending: list[tuple[Event, list[torch.Tensor]]] = []  # gradients on their way down
         self.position = 0
+        self._boundaries = Booked(device.arena, "boundaries")
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         for host in state.pieces:
             device.pin(host.slab)
@@ -115,8 +84,6 @@ class Session:
         for host in state.pieces:
             if setting.placement[host.piece.index] == "pinned":
                 self.pinned[host.piece.index] = PinnedPiece(host, device, self.ledger)
-
-    # one step ---------------------------------------------------------------------------------------
 
     def step(self) -> StepFacts | None:
         """One optimizer step; None where the data is at its end."""
@@ -150,7 +117,7 @@ class Session:
             state.schedule.step()
         state.step += 1
         loss = sum(each / len(losses) for each in losses)
-        return StepFacts(loss, num_tokens, _since(before, self.ledger))
+        return StepFacts(loss, num_tokens, since(before, self.ledger))
 
     def _sweep(
         self, values: list[Any], targets: list[Any], moments: list[Moment], hyper: Hyper, scale: float
@@ -163,7 +130,7 @@ class Session:
                 outs = [self.units.forward(shard, value, m) for value, m in zip(values, moments, strict=True)]
             kept.append([keep for _, keep in outs])
             values = [out for out, _ in outs]
-            self._book_boundary(values, +1)
+            self._boundaries.push(sum(tree_bytes(value) for value in values))
         losses = []
         slopes: list[Any] = []
         with self._unit("L", last):
@@ -180,10 +147,10 @@ class Session:
                 for number, moment in enumerate(moments):
                     slopes[number] = self.units.backward(shard, kept[shard][number], slopes[number], moment)
                     self.grads.take(shard, moment)
-            self._book_boundary([keep.value for keep in kept[shard + 1]] if shard + 1 < last else None, -1)
+            self._boundaries.pop()
             kept[shard].clear()
             self._finish(shard, hyper)
-        self._release_boundaries()
+        self._boundaries.clear()
         landed.wait()
         return self._losses[: len(losses)].tolist()
 
@@ -211,8 +178,6 @@ class Session:
                 slot.free = done
         self.position = 0
         return value
-
-    # weights ----------------------------------------------------------------------------------------
 
     @contextmanager
     def _unit(self, kind: str, shard: int) -> Iterator[None]:
@@ -263,12 +228,12 @@ class Session:
     def _await_update(self, piece: int) -> None:
         """Wait for the host's update of a piece; meanwhile load what else is ready."""
         pending = self.ready.get(piece)
-        if pending is None or not _on_host(pending):
+        if pending is None or not on_host(pending):
             return
         began = time.perf_counter()
         while not pending.done():
             self._prefetch(self.position)
-            _pause(pending)
+            pause(pending)
         pending.wait()
         self.ledger.waited_s += time.perf_counter() - began
 
@@ -276,7 +241,7 @@ class Session:
         """Load what the next units need and can have by now."""
         for piece in self.slots.wanted(position):
             pending = self.ready.get(piece)
-            if pending is not None and _on_host(pending) and not pending.done():
+            if pending is not None and on_host(pending) and not pending.done():
                 continue
             if self._load(piece) is None:
                 return
@@ -294,8 +259,6 @@ class Session:
         self.ledger.loads += 1
         return slot
 
-    # gradients --------------------------------------------------------------------------------------
-
     def _finish(self, shard: int, hyper: Hyper) -> None:
         """What is due once a shard's backward is done: update, or send the gradient to where that happens."""
         self.pending = [(event, tensors) for event, tensors in self.pending if not event.done()]
@@ -308,7 +271,7 @@ class Session:
                 self.grads.note_norms(index, grads, self._scale())
                 self._land(index, grads)
             elif self.setting.placement[index] == "host":
-                self._update_on_host(index, self._land(index, grads), sorted(grads), hyper, ())
+                self._updateon_host(index, self._land(index, grads), sorted(grads), hyper, ())
             else:
                 self._update_on_device(index, grads, hyper)
 
@@ -326,7 +289,7 @@ class Session:
         self.pending.append((landed, list(grads.values())))
         return landed
 
-    def _update_on_host(
+    def _updateon_host(
         self,
         index: int,
         landed: Event | None,
@@ -378,7 +341,7 @@ class Session:
         for index in sorted(self.grads.noted, key=lambda piece: state.pieces[piece].piece.shards[0]):
             positions = self.grads.noted[index]
             if self.setting.placement[index] == "host":
-                self._update_on_host(index, None, positions, hyper, factors)
+                self._updateon_host(index, None, positions, hyper, factors)
             else:
                 self._update_on_device(index, self._raised(index, positions, factors), hyper)
         self.grads.forget()
@@ -398,8 +361,6 @@ class Session:
         self.ledger.up_bytes += sum(tree_bytes(copy.source) for copy in copies)
         return {p: self.grads.widened(grad, host.master[p].dtype, factors) for p, grad in raised.items()}
 
-    # the edges --------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """Bring every update and pinned piece home: then host memory is the whole truth."""
         with self.device.computing():
@@ -416,6 +377,7 @@ class Session:
 
     def close(self) -> None:
         """Give regions back."""
+        self._boundaries.clear()
         self.settle()
         for slot in self.slots.slots:
             self.device.arena.give_back(slot.region)
@@ -434,36 +396,3 @@ class Session:
                 yield
             finally:
                 self.state.generators = randomness.current(where)
-
-    def _book_boundary(self, values: list[Any] | None, sign: int) -> None:
-        size = 0 if values is None else sum(tree_bytes(value) for value in values)
-        if sign > 0:
-            self.device.arena.book("boundaries", size)
-            self._boundaries = [*getattr(self, "_boundaries", []), size]
-        elif getattr(self, "_boundaries", None):
-            self.device.arena.release("boundaries", self._boundaries.pop())
-
-    def _release_boundaries(self) -> None:
-        while getattr(self, "_boundaries", None):
-            self.device.arena.release("boundaries", self._boundaries.pop())
-
-
-def _on_host(event: Event) -> bool:
-    from loadmaster.train.cpu_device import HostEvent
-
-    return isinstance(event, HostEvent)
-
-
-def _pause(event: Event) -> None:
-    flag = getattr(event, "_flag", None)
-    if flag is not None:
-        flag.wait(_PATIENCE_S)
-
-
-def _since(before: Ledger, now: Ledger) -> Ledger:
-    return Ledger(
-        now.up_bytes - before.up_bytes,
-        now.down_bytes - before.down_bytes,
-        now.loads - before.loads,
-        now.waited_s - before.waited_s,
-    )

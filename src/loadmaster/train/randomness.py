@@ -1,7 +1,8 @@
 """A trial's random numbers: its own streams, or counted ones; no trial depends on what else runs.
 
-`stream` reproduces a plain loop: the generators go on from unit to unit, and a recomputation starts from where
-its forward pass did. `counter` seeds them for each (step, micro-batch, block), so the order of units is free.
+`stream` reproduces a plain loop: the generators go on from unit to unit, and a recomputation starts from
+where its forward pass did. `counter` seeds them for each (step, micro-batch, block), so units
+may run in any order.
 """
 
 import hashlib

@@ -15,8 +15,9 @@ from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
 from loadmaster.train import randomness
 from loadmaster.train.layout import Placement
 from loadmaster.train.partition import make_plan
-from loadmaster.train.quantum import Session, Setting
+from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.train.setting import Setting
 from loadmaster.train.state import TrialState, build, hold
 from loadmaster.train.streams import Device
 from loadmaster.train.trial import Trial
@@ -44,8 +45,15 @@ class ShardRunner:
     """A trial that moves between host and device shard by shard."""
 
     def __init__(
-        self, state: TrialState, setting: Setting, *, updater: HostUpdater, sequence: Iterator[int]
+        self,
+        state: TrialState,
+        setting: Setting,
+        *,
+        updater: HostUpdater,
+        sequence: Iterator[int],
+        owns_updater: bool = False,
     ) -> None:
+        self._owns_updater = owns_updater
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         self._session: Session | None = None
@@ -138,6 +146,8 @@ class ShardRunner:
     def close(self) -> None:
         """Memory back to where it was."""
         self.leave()
+        if self._owns_updater:
+            self._updater.close()
         self.state.iterator = None
         self.state.pieces.clear()
 
@@ -164,7 +174,7 @@ class ShardRunner:
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Python's lock changes hands sooner: the host's updates must not wait for the thread that issues units."""
+    """Python's lock changes hands sooner: updates must not wait for the thread that issues units."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
     try:
@@ -214,7 +224,11 @@ def open_runner(
             num_threads=threads,
         )
     return ShardRunner(
-        state, setting, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
+        state,
+        setting,
+        updater=updater or HostUpdater(),
+        sequence=sequence or itertools.count(),
+        owns_updater=updater is None,
     )
 
 

@@ -78,7 +78,7 @@ class Slots:
         return found
 
     def place_for(self, piece: int, num_bytes: int, position: int) -> Slot | None:
-        """A place for a piece: an empty one, else that of the piece used last of all, if later than this one."""
+        """An empty place, else that of the piece used last of all, if later than this one."""
         own = next((slot for slot in self.slots if slot.reserved == piece), None)
         if own is not None:
             return own

@@ -1,4 +1,4 @@
-"""A trial's whole training state in host memory: weights, optimizer, buffers, generators, place in the data."""
+"""A trial's training state in host memory: weights, optimizer, buffers, generators, place in the data."""
 
 import math
 from collections.abc import Iterator, Sequence, Sized

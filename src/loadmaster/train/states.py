@@ -34,7 +34,7 @@ class StateLayout:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One parameter in a step: tensors wherever they stand, and its state, which the step fills and changes."""
+    """One parameter in a step: tensors wherever they stand, and its state, which the step changes."""
 
     group: int
     param: torch.Tensor
@@ -100,7 +100,7 @@ def check_optimizer(optimizer: Any, *, name: str) -> None:
     kind = type(optimizer).__name__
     if any(word in kind for word in _WHOLE_MODEL):
         raise InputError(
-            f"trial {name!r}: {kind} looks at the whole model in each step and cannot be stepped shard by shard;"
+            f"trial {name!r}: {kind} looks at the whole model in each step and cannot go shard by shard;"
             " use an element-wise or per-tensor optimizer (SGD, AdamW, Adafactor, Muon, ...)"
         )
 

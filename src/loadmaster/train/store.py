@@ -53,7 +53,7 @@ def host_piece(
     grad_dtype: Sequence[torch.dtype],
     landing: bool,
 ) -> HostPiece:
-    """Lay a piece out, take its memory and move the parameters in (narrow ones first, so that one copy goes up)."""
+    """Lay a piece out, take its memory and move the parameters in, narrow ones first."""
     order = sorted(
         piece.parameters, key=lambda number: layout.compute_dtype[number] == parameters[number].dtype
     )

@@ -71,7 +71,7 @@ class Device(Protocol):
         ...
 
     def aside(self, *events: Event | None) -> AbstractContextManager[Any]:
-        """Compute beside the units, after the events: updates that wait for their state must not hold units up."""
+        """Compute beside the units, after the events: an update that waits must not hold units up."""
         ...
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""The units of a step: F (forward of a shard), L (the last shard, with the loss and its backward), B (backward).
+"""The units of a step: F (forward of a shard), L (the last one, with loss and backward), B (backward).
 
 F_i(x)  : keep x, the generators and the buffers the shard writes; y = shard(x) without gradients
 L(x)    : y = shard(x); loss = criterion(y, targets) / micro-batches; backward; gradient of x
@@ -174,7 +174,7 @@ class Units:
         return {number: copy for number, (_, copy) in before.items() if number in self._written[shard]}
 
     def _found_written(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> set[int]:
-        """Buffers that changed, by version or value (batch norm writes without a new version), and their likes."""
+        """Buffers that changed, by version or value (batch norm gives no new version), and their likes."""
         changed = {
             number
             for number, (version, copy) in before.items()

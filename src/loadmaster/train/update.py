@@ -1,7 +1,7 @@
 """Optimizer steps of a piece: on the host, streamed through the device, or where it is pinned.
 
-An entry is one parameter with everything a step needs, wherever it stands. `apply` runs the user's optimizer on
-some entries; `HostUpdate` takes the one-pass kernel for Adam and AdamW where it gives the same bits.
+An entry is one parameter with everything a step needs, wherever it stands. `apply` runs the user's optimizer
+on some entries; `HostUpdate` takes the one-pass kernel for Adam and AdamW where it gives the same bits.
 """
 
 from collections.abc import Sequence
