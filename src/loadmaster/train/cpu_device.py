@@ -61,6 +61,7 @@ class CpuDevice:
     ) -> None:
         self.name = name
         self.tenants: list[Any] = []
+        self.places: Any = None
         self.tracing = True
         self.torch_device = torch.device("cpu")
         self.arena = Arena(name, cap_bytes, lambda size: torch.empty(size, dtype=torch.uint8))

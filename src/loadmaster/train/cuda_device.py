@@ -38,6 +38,7 @@ class CudaDevice:
     def __init__(self, name: str = "cuda:0", *, cap_bytes: int, trace: bool = False) -> None:
         self.name = name
         self.tenants: list[Any] = []
+        self.places: Any = None
         self.tracing = trace
         self.torch_device = torch.device(name)
         index = self.torch_device.index or 0

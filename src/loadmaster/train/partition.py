@@ -22,7 +22,7 @@ from loadmaster.train.state import Built, Sizes, sizes_of
 from loadmaster.train.trial import COMPUTE_DTYPE
 
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
-_IN_FLIGHT = 2  # pieces whose gradients may be on their way down
+IN_FLIGHT = 3  # pieces whose gradients may be on their way down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,9 @@ class ShardPlan:
     load_bytes: int  # to bring what is pinned
 
 
-def unit_bytes(facts: Profile, layout: Layout, sizes: Sizes, shard: int, kind: str) -> int:
+def unit_bytes(
+    facts: Profile, layout: Layout, sizes: Sizes, placement: Sequence[Placement], shard: int, kind: str
+) -> int:
     """Device memory a unit takes beside weights and boundaries."""
     low, high = layout.cuts[shard]
     if kind == "F":
@@ -212,13 +214,13 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> int:
         arena.book("slots", min(plan.num_slots, len(rest)) * max(rest, default=0))
     arena.book("ring", 2 * aligned(plan.ring_bytes) if plan.ring_bytes else 0)
     grads = [sum(sizes.grad_bytes[n] for n in piece.parameters) for piece in layout.pieces]
-    arena.book("gradients in flight", sum(sorted(grads)[-_IN_FLIGHT:]) if layout.num_shards > 1 else 0)
+    arena.book("gradients in flight", sum(sorted(grads)[-IN_FLIGHT:]) if layout.num_shards > 1 else 0)
     arena.book("buffers", sum(buffer.numel() * buffer.element_size() for buffer in built.chain.buffers))
     micro = built.trial.accumulate
     arena.book("batch", 2 * micro * facts.input_bytes)
     boundaries = []
     for kind, shard in unit_order(layout.num_shards):
-        with arena.hold("activations", unit_bytes(facts, layout, sizes, shard, kind)):
+        with arena.hold("activations", unit_bytes(facts, layout, sizes, plan.placement, shard, kind)):
             if kind == "F":
                 boundaries.append(micro * facts.output_bytes[layout.cuts[shard][1] - 1])
                 arena.book("boundaries", boundaries[-1])

@@ -7,17 +7,15 @@ used again at the turn of a step need not be loaded.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.core.units import format_bytes
-from loadmaster.train.arena import Region
 from loadmaster.train.layout import Packer, Place
+from loadmaster.train.places import Places, Slot
 from loadmaster.train.profile import tree_bytes
 from loadmaster.train.setting import Ledger
-from loadmaster.train.slots import Slot
 from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper
 from loadmaster.train.store import HostPiece
@@ -57,25 +55,14 @@ def chunks(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[
     return found
 
 
-@dataclass(eq=False)
-class _Ring:
-    region: Region
-    free: Event | None = None
-
-
 class StreamedUpdate:
     """Optimizer steps on the device of pieces whose state lives on the host."""
 
     def __init__(
-        self, state: TrialState, device: Device, ledger: Ledger, *, num_bytes: int, num_rings: int
+        self, state: TrialState, device: Device, ledger: Ledger, places: Places, *, num_bytes: int
     ) -> None:
-        self._state, self._device, self._ledger = state, device, ledger
+        self._state, self._device, self._ledger, self._places = state, device, ledger, places
         self._limit_bytes = num_bytes
-        name = f"{state.trial.name} ring"
-        self._rings = (
-            [_Ring(device.arena.region(name, num_bytes)) for _ in range(num_rings)] if num_bytes else []
-        )
-        self._turn = 0
 
     def update(
         self,
@@ -91,8 +78,7 @@ class StreamedUpdate:
         landed = after
         computed = self._device.mark()
         for positions in chunks(host, sorted(grads), self._limit_bytes):
-            ring = self._rings[self._turn % len(self._rings)]
-            self._turn += 1
+            ring = self._places.ring()
             places, _ = chunk_places(host, positions)
             views = [{key: place.view(ring.region.memory) for key, place in each.items()} for each in places]
             brought = self._bring(host, positions, views, [ring.free, after])
@@ -108,11 +94,6 @@ class StreamedUpdate:
             landed = ring.free = self._send(host, positions, views)
         assert landed is not None
         return landed
-
-    def close(self) -> None:
-        """Give the ring back."""
-        for ring in self._rings:
-            self._device.arena.give_back(ring.region)
 
     def _bring(
         self,
@@ -156,7 +137,7 @@ class StreamedUpdate:
 class PinnedPiece:
     """A piece that stays on the device with its optimizer state; home only when asked."""
 
-    def __init__(self, host: HostPiece, device: Device, ledger: Ledger) -> None:
+    def __init__(self, host: HostPiece, device: Device, ledger: Ledger, *, name: str) -> None:
         self.host, self._device, self._ledger = host, device, ledger
         packer = Packer()
         self._master = [packer.place(view.shape, view.dtype) for view in host.master]
@@ -164,7 +145,7 @@ class PinnedPiece:
             {key: packer.place(view.shape, view.dtype) for key, view in states.items()}
             for states in host.state
         ]
-        self._region = device.arena.region("pinned", packer.end_bytes)
+        self._region = device.arena.region(name, packer.end_bytes)
         self._dirty = False
         memory = self._region.memory
         self.master = [place.view(memory) for place in self._master]

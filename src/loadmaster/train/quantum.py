@@ -4,10 +4,9 @@ Everything is issued in order by the caller's thread; order between streams come
 waits for is a weight whose update on the host is not done, and the loss at the end of a step.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,17 +16,18 @@ from loadmaster.train import randomness
 from loadmaster.train.arena import Booked
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.partition import unit_bytes
-from loadmaster.train.placing import PinnedPiece, StreamedUpdate
+from loadmaster.train.partition import IN_FLIGHT, unit_bytes
+from loadmaster.train.places import Need, need_of, places_of
+from loadmaster.train.placing import StreamedUpdate
 from loadmaster.train.profile import tree_bytes
-from loadmaster.train.setting import Ledger, Setting, StepFacts, on_host, pause, since
-from loadmaster.train.slots import Slot, Slots, make_slots
+from loadmaster.train.setting import Ledger, Setting, StepFacts, since
 from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper, hyper_of
 from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.units import Kept, Moment, Units
 from loadmaster.train.update import HostUpdate
 from loadmaster.train.updater import HostUpdater
+from loadmaster.train.weights import Weights, streamed_of
 
 
 @dataclass(eq=False)
@@ -43,6 +43,8 @@ class Session:
 
     def __post_init__(self) -> None:
         """Take regions, pin slabs, bring pinned pieces up; all or nothing."""
+        self.places = places_of(self.device)
+        self.places.join(self, self._need())
         before = self.device.arena.mark()
         try:
             self._enter()
@@ -50,30 +52,19 @@ class Session:
             for host in self.state.pieces:
                 self.device.unpin(host.slab)
             self.device.arena.rewind(before)
+            self.places.leave(self, None)
             raise
+        self._told = Ledger()
 
     def _enter(self) -> None:
         state, device, setting = self.state, self.device, self.setting
-        name = state.trial.name
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
         self.grads = Gradients(state, device.torch_device)
-        self.pinned: dict[int, PinnedPiece] = {}
-        self.ready: dict[int, Event] = {}  # the host copy of a piece is whole
-        self.pending: list[tuple[Event, list[torch.Tensor]]] = []  # gradients on their way down
-        self.position = 0
-        self._boundaries = Booked(device.arena, "boundaries")
+        self._boundaries = Booked(device.arena, f"{state.trial.name} boundaries")
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         for host in state.pieces:
             device.pin(host.slab)
-        streamed = frozenset(
-            p.piece.index for p in state.pieces if setting.placement[p.piece.index] != "pinned"
-        )
-        sizes = [host.up.numel() for host in state.pieces]
-        made = make_slots(device, name, state.layout, sizes, streamed, num_slots=setting.num_slots)
-        self.slots = Slots(state.layout, streamed, made, setting.depth)
-        self.ring = StreamedUpdate(
-            state, device, self.ledger, num_bytes=setting.ring_bytes, num_rings=setting.num_rings
-        )
+        self.ring = StreamedUpdate(state, device, self.ledger, self.places, num_bytes=setting.ring_bytes)
         self.host_updates = {
             index: HostUpdate(
                 state.optimizer, state.pieces[index], state.groups(index), num_threads=setting.num_threads
@@ -81,13 +72,26 @@ class Session:
             for index, where in enumerate(setting.placement)
             if where == "host"
         }
-        for host in state.pieces:
-            if setting.placement[host.piece.index] == "pinned":
-                self.pinned[host.piece.index] = PinnedPiece(host, device, self.ledger)
+        self.weights = Weights(state, device, self.places, setting, self.ledger)
 
-    def step(self) -> StepFacts | None:
-        """One optimizer step; None where the data is at its end."""
+    def _need(self) -> Need:
+        state, setting = self.state, self.setting
+        sizes = state.sizes.grad_bytes
+        grads = sorted(sum(sizes[n] for n in piece.parameters) for piece in state.layout.pieces)
+        return need_of(
+            [host.up.numel() for host in state.pieces],
+            streamed_of(setting),
+            num_slots=setting.num_slots,
+            ring_bytes=setting.ring_bytes,
+            num_rings=setting.num_rings,
+            flight_bytes=sum(grads[-IN_FLIGHT:]),
+        )
+
+    def step(self, follower: "Session | None" = None) -> StepFacts | None:
+        """One optimizer step, None where the data is at its end; the follower's weights come at its end."""
         state, where = self.state, self.device.torch_device
+        self.places.turn_of(self.weights, None if follower is None else follower.weights)
+        self.weights.position = 0
         with self._own_randomness(), self.device.computing(), self.units.buffers_bound():
             batches = next_batches(state, where)
             if not batches:
@@ -100,7 +104,6 @@ class Session:
     def _run(self, batches: list[Any]) -> StepFacts:
         state, trial = self.state, self.state.trial
         hyper = hyper_of(state.optimizer)
-        before = Ledger(self.ledger.up_bytes, self.ledger.down_bytes, self.ledger.loads, self.ledger.waited_s)
         self.turn = next(self.sequence)
         moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
         inputs = [moved(batch[0], self.device.torch_device) for batch in batches]
@@ -117,7 +120,8 @@ class Session:
             state.schedule.step()
         state.step += 1
         loss = sum(each / len(losses) for each in losses)
-        return StepFacts(loss, num_tokens, since(before, self.ledger))
+        before, self._told = self._told, replace(self.ledger)
+        return StepFacts(loss, num_tokens, since(before, self._told))
 
     def _sweep(
         self, values: list[Any], targets: list[Any], moments: list[Moment], hyper: Hyper, scale: float
@@ -158,110 +162,48 @@ class Session:
         """Losses go down by themselves: reading them must not wait for the backward pass."""
         copies = [Copy(box, loss.float()) for box, loss in zip(self._losses, losses, strict=False)]
         landed = self.device.down(copies, after=[self.device.mark()], label=f"{self.state.trial.name} loss")
-        self.pending.append((landed, [copy.source for copy in copies]))
+        self.places.flies(landed, [copy.source for copy in copies])
         return landed
 
     def predict(self, inputs: Any) -> Any:
         """Outputs of the model for some inputs, shard by shard, without gradients."""
+        self.places.turn_of(self.weights, None)
         value = moved(inputs, self.device.torch_device)
         for shard in range(self.state.layout.num_shards):
-            self.position = shard  # as in a forward pass: what this shard follows is used again last
-            leaves: dict[int, torch.Tensor] = {}
-            used: list[Slot] = []
-            for piece in self.state.layout.pieces_of[shard]:
-                leaves |= self._leaves(piece, used)
+            self.weights.position = shard  # as in a forward pass: what this shard follows is used again last
+            leaves, used = self.weights.leaves(shard)
             self.units.bind(shard, leaves)
             value = self.units.evaluate(shard, value)
             self.units.unbind(shard)
             done = self.device.mark()
             for slot in used:
                 slot.free = done
-        self.position = 0
+        self.weights.position = 0
         return value
 
     @contextmanager
     def _unit(self, kind: str, shard: int) -> Iterator[None]:
         """Bind the shard's weights, loading what is missing; afterwards look ahead."""
-        position = self.position
-        leaves: dict[int, torch.Tensor] = {}
-        used: list[Slot] = []
-        for piece in self.state.layout.pieces_of[shard]:
-            leaves |= self._leaves(piece, used)
-        self._prefetch(position)
+        leaves, used = self.weights.leaves(shard)
+        self.weights.prefetch()
         self.units.bind(shard, leaves)
         self.grads.watch(shard, leaves)
-        saved = unit_bytes(self.state.facts, self.state.layout, self.state.sizes, shard, kind)
-        label = f"{self.state.trial.name} {kind}{shard}"
-        with self.device.arena.hold("activations", saved), self.device.span("compute", label):
+        state = self.state
+        held = unit_bytes(state.facts, state.layout, state.sizes, self.setting.placement, shard, kind)
+        name = state.trial.name
+        with (
+            self.device.arena.hold(f"{name} activations", held),
+            self.device.span("compute", f"{name} {kind}{shard}"),
+        ):
             yield
         self.units.unbind(shard)
         done = self.device.mark()
         for slot in used:
             slot.free = done
-        self.position = (position + 1) % len(self.slots.order)
-
-    def _leaves(self, piece: int, used: list[Slot]) -> dict[int, torch.Tensor]:
-        """The parameters of a piece as leaves on the device."""
-        host = self.state.pieces[piece]
-        if piece in self.pinned:
-            views = self.pinned[piece].compute_views()
-        else:
-            slot = self._arrived(piece)
-            used.append(slot)
-            views = [place.view(slot.memory) for place in host.up_places]
-        return {
-            number: view.detach().requires_grad_(host.trainable[position])
-            for position, (number, view) in enumerate(zip(host.piece.parameters, views, strict=True))
-        }
-
-    def _arrived(self, piece: int) -> Slot:
-        """The slot that holds a piece, once compute may read it."""
-        slot = self.slots.holding(piece)
-        if slot is None:
-            self._await_update(piece)
-            slot = self._load(piece)
-            if slot is None:
-                raise RunError(f"{self.device.name}: no slot for piece {piece}; num_slots is too small")
-        self.device.hold(slot.ready)
-        return slot
-
-    def _await_update(self, piece: int) -> None:
-        """Wait for the host's update of a piece; meanwhile load what else is ready."""
-        pending = self.ready.get(piece)
-        if pending is None or not on_host(pending):
-            return
-        began = time.perf_counter()
-        while not pending.done():
-            self._prefetch(self.position)
-            pause(pending)
-        pending.wait()
-        self.ledger.waited_s += time.perf_counter() - began
-
-    def _prefetch(self, position: int) -> None:
-        """Load what the next units need and can have by now."""
-        for piece in self.slots.wanted(position):
-            pending = self.ready.get(piece)
-            if pending is not None and on_host(pending) and not pending.done():
-                continue
-            if self._load(piece) is None:
-                return
-
-    def _load(self, piece: int) -> Slot | None:
-        host = self.state.pieces[piece]
-        slot = self.slots.place_for(piece, host.up.numel(), self.position)
-        if slot is None:
-            return None
-        label = f"{self.state.trial.name} load {host.piece.name}"
-        copy = Copy(slot.memory[: host.up.numel()], host.up)
-        slot.ready = self.device.up([copy], after=[slot.free, self.ready.get(piece)], label=label)
-        slot.piece = piece
-        self.ledger.up_bytes += host.up.numel()
-        self.ledger.loads += 1
-        return slot
+        self.weights.position += 1
 
     def _finish(self, shard: int, hyper: Hyper) -> None:
         """What is due once a shard's backward is done: update, or send the gradient to where that happens."""
-        self.pending = [(event, tensors) for event, tensors in self.pending if not event.done()]
         for index in self.state.layout.pieces_of[shard]:
             host = self.state.pieces[index]
             if host.piece.shards[0] != shard or not any(host.trainable):
@@ -271,7 +213,7 @@ class Session:
                 self.grads.note_norms(index, grads, self._scale())
                 self._land(index, grads)
             elif self.setting.placement[index] == "host":
-                self._updateon_host(index, self._land(index, grads), sorted(grads), hyper, ())
+                self._update_on_host(index, self._land(index, grads), sorted(grads), hyper, ())
             else:
                 self._update_on_device(index, grads, hyper)
 
@@ -286,10 +228,10 @@ class Session:
         label = f"{self.state.trial.name} grads {host.piece.name}"
         landed = self.device.down(copies, after=[self.device.mark()], label=label)
         self.ledger.down_bytes += sum(tree_bytes(copy.target) for copy in copies)
-        self.pending.append((landed, list(grads.values())))
+        self.places.flies(landed, list(grads.values()))
         return landed
 
-    def _updateon_host(
+    def _update_on_host(
         self,
         index: int,
         landed: Event | None,
@@ -305,27 +247,29 @@ class Session:
             host.step = step
 
         urgency = (self.turn, host.piece.shards[0])
-        self.ready[index] = self.updater.submit(work, landed=landed, urgency=urgency)
-        slot = self.slots.holding(index)
+        label = f"{self.state.trial.name} update {host.piece.name}"
+        self.weights.ready[index] = self.updater.submit(work, landed=landed, urgency=urgency, label=label)
+        slot = self.weights.holding(index)
         if slot is not None:  # what stands on the device is now the past
-            slot.piece = None
+            slot.clear()
 
     def _update_on_device(self, index: int, grads: dict[int, torch.Tensor], hyper: Hyper) -> None:
-        host, groups = self.state.pieces[index], self.state.groups(index)
-        if index in self.pinned:
+        host, groups, weights = self.state.pieces[index], self.state.groups(index), self.weights
+        if index in weights.pinned:
             with self.device.span("compute", f"{self.state.trial.name} update {host.piece.name}"):
-                self.pinned[index].update(self.state.optimizer, groups, grads, hyper)
+                weights.pinned[index].update(self.state.optimizer, groups, grads, hyper)
             return
-        slot = self.slots.holding(index)
-        soon = self.slots.next_use(index, self.position) - self.position <= self.setting.depth
-        if slot is not None and not soon:  # it will have left before it is wanted again
-            slot.piece = None
-        kept = slot if soon else None
-        self.ready[index] = self.ring.update(host, groups, grads, hyper, kept, after=self.ready.get(index))
+        slot = weights.holding(index)
+        kept = slot if weights.is_soon(index) else None
+        if slot is not None and kept is None:  # it will have left before it is wanted again
+            slot.clear()
+        weights.ready[index] = self.ring.update(
+            host, groups, grads, hyper, kept, after=weights.ready.get(index)
+        )
         updated = self.device.mark(aside=True)
-        self.pending.append((updated, list(grads.values())))
         if kept is not None:
             kept.ready = kept.free = updated
+        self.places.flies(updated, list(grads.values()))
 
     def _deferred(self, hyper: Hyper, scale: float) -> None:
         """The update sweep of clipping and loss scaling, lowest shard first: the next step wants it first."""
@@ -336,12 +280,11 @@ class Session:
         if overflow:
             self.grads.forget()
             return
-        for event, _ in self.pending:
-            event.wait()
+        self.places.settle()
         for index in sorted(self.grads.noted, key=lambda piece: state.pieces[piece].piece.shards[0]):
             positions = self.grads.noted[index]
             if self.setting.placement[index] == "host":
-                self._updateon_host(index, None, positions, hyper, factors)
+                self._update_on_host(index, None, positions, hyper, factors)
             else:
                 self._update_on_device(index, self._raised(index, positions, factors), hyper)
         self.grads.forget()
@@ -364,14 +307,12 @@ class Session:
     def settle(self) -> None:
         """Bring every update and pinned piece home: then host memory is the whole truth."""
         with self.device.computing():
-            for piece in self.pinned.values():
+            for piece in self.weights.pinned.values():
                 piece.write_back()
             self.device.mark().wait()
-        for event in list(self.ready.values()):
+        for event in list(self.weights.ready.values()):
             event.wait()
-        for event, _ in self.pending:
-            event.wait()
-        self.pending.clear()
+        self.places.settle()
         for buffer, copy in zip(self.state.chain.buffers, self.units.buffers, strict=True):
             buffer.copy_(copy)
 
@@ -379,11 +320,8 @@ class Session:
         """Give regions back."""
         self._boundaries.clear()
         self.settle()
-        for slot in self.slots.slots:
-            self.device.arena.give_back(slot.region)
-        for piece in self.pinned.values():
-            piece.close()
-        self.ring.close()
+        self.weights.close()
+        self.places.leave(self, self.weights)
         for host in self.state.pieces:
             self.device.unpin(host.slab)
 

@@ -71,11 +71,17 @@ class ShardRunner:
 
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
-        session = self._on(device)
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            session = self._on(device)  # others may have had it leave between two steps
+            last = number == num_steps - 1
+            follower = (
+                after._session if last and isinstance(after, ShardRunner) and after is not self else None
+            )
+            if follower is not None and follower.device is not device:
+                follower = None
             began = time.perf_counter()
             with _quick_switches():
-                facts = session.step()
+                facts = session.step(follower)
             if facts is None:
                 return
             taken = time.perf_counter() - began
@@ -91,7 +97,7 @@ class ShardRunner:
                 facts.ledger.up_bytes,
                 facts.ledger.down_bytes,
                 facts.ledger.loads,
-                tuple(device.spans()) if device.tracing else (),
+                (*device.spans(), *self._updater.spans()) if device.tracing else (),
             )
 
     def evaluate(self, device: Device) -> dict[str, float]:

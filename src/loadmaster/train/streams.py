@@ -45,6 +45,7 @@ class Device(Protocol):
     torch_device: torch.device
     arena: Arena
     tenants: list[Any]  # runners that stand there, longest first
+    places: Any  # slots and rings they share, None until first asked for
 
     def pin(self, memory: torch.Tensor) -> None:
         """Register host memory, so that copies from and to it run beside compute."""

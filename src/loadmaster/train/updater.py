@@ -7,6 +7,7 @@ done in the order it is asked for.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from loadmaster.train.cpu_device import HostEvent
 from loadmaster.train.streams import Event
 
 _POLL_S = 1e-4
+_MOST_SPANS = 10_000  # that nobody asked for
 
 
 @dataclass(order=True, slots=True)
@@ -23,6 +25,7 @@ class _Task:
     landed: Event | None = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     finished: HostEvent = field(compare=False)
+    label: str = field(compare=False)
 
 
 class HostUpdater:
@@ -33,16 +36,23 @@ class HostUpdater:
         self._changed = threading.Condition()
         self._closed = False
         self.busy_s = 0.0
+        self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_MOST_SPANS)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="host-updater")
         self._thread.start()
 
-    def submit(self, work: Callable[[], Any], *, landed: Event | None, urgency: tuple[int, ...]) -> HostEvent:
+    def submit(
+        self, work: Callable[[], Any], *, landed: Event | None, urgency: tuple[int, ...], label: str = ""
+    ) -> HostEvent:
         """Run `work` once `landed` is reached; lower urgency numbers first."""
-        task = _Task(urgency, landed, work, HostEvent())
+        task = _Task(urgency, landed, work, HostEvent(), label)
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
         return task.finished
+
+    def spans(self) -> list[tuple[str, str, float, float]]:
+        """What has been done since last asked."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def close(self) -> None:
         """Finish what is there, then stop."""
@@ -75,4 +85,6 @@ class HostUpdater:
                 task.finished.set(error)
             else:
                 task.finished.set()
-            self.busy_s += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.busy_s += ended - began
+            self._spans.append(("host", task.label, began, ended))
