@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loadmaster.train.optuna_search import optimize as optimize
     from loadmaster.train.plain_loop import reference as reference
     from loadmaster.train.result import Result as Result
+    from loadmaster.train.runner import interleave as interleave
     from loadmaster.train.runner import open_runner as open_runner
     from loadmaster.train.searchers import Asha as Asha
     from loadmaster.train.searchers import Decision as Decision
@@ -33,6 +34,7 @@ _HOME = {
     "SuccessiveHalving": "searchers",
     "TensorBoardLogger": "events",
     "Trial": "trial",
+    "interleave": "runner",
     "open_runner": "runner",
     "optimize": "optuna_search",
     "reference": "plain_loop",

@@ -15,6 +15,7 @@ from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import Arena, aligned
 from loadmaster.train.layout import Layout, Placement, lay_out
 from loadmaster.train.limits import Limit, Work, limit
+from loadmaster.train.places import need_of
 from loadmaster.train.profile import Profile
 from loadmaster.train.rates import Rates
 from loadmaster.train.slots import least_slots, unit_order
@@ -22,6 +23,8 @@ from loadmaster.train.state import Built, Sizes, sizes_of
 from loadmaster.train.trial import COMPUTE_DTYPE
 
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
+_LIBRARIES_BYTES = 96 << 20  # workspaces of matrix products, on two streams, and of attention
+_SCATTERED = 0.03  # of the cap
 IN_FLIGHT = 3  # pieces whose gradients may be on their way down
 
 
@@ -34,10 +37,12 @@ class ShardPlan:
     num_slots: int
     depth: int
     ring_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # of all trials that stand there
+    own_bytes: int  # of this trial, beside the places trials share
     work: Work
     limit: Limit
     load_bytes: int  # to bring what is pinned
+    slot_bytes: int = 0  # what a turn of another trial pushes out
 
 
 def unit_bytes(
@@ -45,12 +50,30 @@ def unit_bytes(
 ) -> int:
     """Device memory a unit takes beside weights and boundaries."""
     low, high = layout.cuts[shard]
+    casts = sum(
+        sizes.copy_bytes[n]
+        for piece in layout.pieces_of[shard]
+        if placement[piece] == "pinned"
+        for n in layout.pieces[piece].parameters
+    )
+    peaks = facts.peaks
     if kind == "F":
-        return 2 * max(facts.output_bytes[low:high])
+        blocks = peaks.forward[low:high] if peaks else [2 * size for size in facts.output_bytes[low:high]]
+        return max(blocks) + casts
     numbers = [n for piece in layout.pieces_of[shard] for n in layout.pieces[piece].parameters]
     grads = sum(sizes.grad_bytes[n] for n in numbers)
-    saved = sum(facts.saved_bytes[low:high])
-    return int(_WORKSPACE * saved) + 2 * facts.output_bytes[high - 1] + grads
+    if peaks is None:
+        saved = sum(facts.saved_bytes[low:high])
+        return int(_WORKSPACE * saved) + 2 * facts.output_bytes[high - 1] + grads + casts
+    kept, most = peaks.kept[low:high], peaks.backward[low:high]
+    extra = max(peak - each for peak, each in zip(most, kept, strict=True))
+    return sum(kept) + extra + (grads if high - low > 1 or facts.sums_grads else 0) + casts
+
+
+def flight_bytes(layout: Layout, sizes: Sizes, streamed: frozenset[int]) -> int:
+    """Gradients that may be on their way down at once."""
+    grads = [sum(sizes.grad_bytes[n] for n in layout.pieces[piece].parameters) for piece in streamed]
+    return sum(sorted(grads)[-IN_FLIGHT:])
 
 
 def make_plan(
@@ -63,9 +86,9 @@ def make_plan(
     cuts: Sequence[int] | None = None,
     share: int = 1,
 ) -> ShardPlan:
-    """The plan of one trial; `share` trials are to stand on the device at once."""
+    """The plan of one trial; `share` trials like it are to stand on the device at once, and take turns."""
     sizes = sizes_of(built)
-    room = cap_bytes // share
+    room = cap_bytes - reserve_bytes(built, cap_bytes)
     candidates = [list(cuts)] if cuts is not None else _candidates(built, sizes)
     best: tuple[int, ShardPlan] | None = None
     least = None
@@ -76,7 +99,7 @@ def make_plan(
             compute_dtype=COMPUTE_DTYPE[built.trial.precision],
             castable=built.facts.castable,
         )
-        plan = _base(built, layout, sizes, rates, optimizer_placement, num_slots, room)
+        plan = _base(built, layout, sizes, optimizer_placement, num_slots, room, share)
         peak = plan.peak_bytes
         if least is None or peak < least:
             least = peak
@@ -85,7 +108,8 @@ def make_plan(
     if best is None:
         _refuse(built, sizes, room, least or 0)
     assert best is not None
-    return _place(built, _pin(built, best[1], sizes, room), sizes, rates, optimizer_placement)
+    pinned = _pin(built, best[1], sizes, room, share)
+    return _place(built, pinned, sizes, rates, optimizer_placement, share)
 
 
 def _candidates(built: Built, sizes: Sizes) -> list[list[int]]:
@@ -113,20 +137,30 @@ def _candidates(built: Built, sizes: Sizes) -> list[list[int]]:
     return found
 
 
+def reserve_bytes(built: Built, cap_bytes: int) -> int:
+    """What is kept free on a GPU: workspaces of its libraries, and what its allocator scatters."""
+    return 0 if built.device.type == "cpu" else int(_LIBRARIES_BYTES + _SCATTERED * cap_bytes)
+
+
 def _base(
-    built: Built, layout: Layout, sizes: Sizes, rates: Rates, placement: str, num_slots: int, room: int
+    built: Built, layout: Layout, sizes: Sizes, wish: str, num_slots: int, room: int, share: int
 ) -> ShardPlan:
     """Nothing pinned; as many slots as fit, up to the number asked for."""
-    where: Placement = "host" if placement == "host" else "device"
-    everything = (where,) * len(layout.pieces)
+    large = _too_large(layout, sizes) if wish in ("auto", "hybrid") else frozenset()
+    everything: tuple[Placement, ...] = tuple(
+        "host" if wish == "host" or piece.index in large else "device" for piece in layout.pieces
+    )
     streamed = frozenset(range(len(layout.pieces)))
     fewest = least_slots(layout, streamed)
-    ring = 0 if placement == "host" else _ring_bytes(layout, sizes, everything)
+    ring = _ring_bytes(layout, sizes, everything)
     plan: ShardPlan | None = None
     for slots in range(max(num_slots, fewest), fewest - 1, -1):
         depth = max(0, slots - fewest)
         plan = _measured(
-            built, ShardPlan(layout, everything, slots, depth, ring, 0, _NO_WORK, _NO_LIMIT, 0), sizes
+            built,
+            ShardPlan(layout, everything, slots, depth, ring, 0, 0, _NO_WORK, _NO_LIMIT, 0),
+            sizes,
+            share,
         )
         if plan.peak_bytes <= room:
             break
@@ -151,25 +185,31 @@ def _ring_bytes(layout: Layout, sizes: Sizes, placement: Sequence[Placement]) ->
     )
 
 
-def _pin(built: Built, plan: ShardPlan, sizes: Sizes, room: int) -> ShardPlan:
-    """Pin pieces from the first shard on while they fit."""
+def _too_large(layout: Layout, sizes: Sizes) -> frozenset[int]:
+    """Pieces with one parameter so large that a ring for it would take the room of several others."""
+    largest = [max((sizes.update_bytes[n] for n in piece.parameters), default=0) for piece in layout.pieces]
+    usual = sorted(largest)[len(largest) // 2] if largest else 0
+    return frozenset(piece.index for piece in layout.pieces if largest[piece.index] > 2 * usual)
+
+
+def _pin(built: Built, plan: ShardPlan, sizes: Sizes, room: int, share: int) -> ShardPlan:
+    """Pin pieces from the first shard on, those that fit."""
     for piece in sorted(plan.layout.pieces, key=lambda each: each.shards[0]):
         placement = list(plan.placement)
         placement[piece.index] = "pinned"
-        tried = _measured(built, replace(plan, placement=tuple(placement)), sizes)
-        if tried.peak_bytes > room:
-            break
-        plan = tried
+        tried = _measured(built, replace(plan, placement=tuple(placement)), sizes, share)
+        if tried.peak_bytes <= room:
+            plan = tried
     return plan
 
 
-def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str) -> ShardPlan:
+def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str, share: int) -> ShardPlan:
     """Who steps what is not pinned: as asked, or the split with the least time."""
-    free = [piece.index for piece in plan.layout.pieces if plan.placement[piece.index] != "pinned"]
+    free = [piece.index for piece in plan.layout.pieces if plan.placement[piece.index] == "device"]
     if wish in ("device", "host"):
         counts = [len(free) if wish == "host" else 0]
     elif wish == "hybrid":
-        counts = [len(free) // 2]
+        counts = [-(-len(free) // 2)]
     else:
         counts = list(range(len(free) + 1))
     tried = []
@@ -179,12 +219,12 @@ def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str)
             host = (order + 1) * count // max(1, len(free)) > order * count // max(1, len(free))
             placement[index] = "host" if host else "device"
         ring = _ring_bytes(plan.layout, sizes, placement)
-        each = _measured(built, replace(plan, placement=tuple(placement), ring_bytes=ring), sizes)
+        each = _measured(built, replace(plan, placement=tuple(placement), ring_bytes=ring), sizes, share)
         tried.append(replace(each, limit=limit(each.work, rates)))
     return min(tried, key=lambda each: (each.limit.seconds, sum(each.limit.terms.values())))
 
 
-def _measured(built: Built, plan: ShardPlan, sizes: Sizes) -> ShardPlan:
+def _measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardPlan:
     """Peak by replay, work by counting."""
     pinned = sum(
         sizes.pinned_bytes[number]
@@ -192,30 +232,35 @@ def _measured(built: Built, plan: ShardPlan, sizes: Sizes) -> ShardPlan:
         if plan.placement[piece.index] == "pinned"
         for number in piece.parameters
     )
+    shared, standing, moving = replay(built, plan, sizes)
     return replace(
-        plan, peak_bytes=replay(built, plan, sizes), work=_work(built, plan, sizes), load_bytes=pinned
+        plan,
+        peak_bytes=shared + share * standing + moving,
+        own_bytes=standing + moving,
+        work=_work(built, plan, sizes),
+        load_bytes=pinned,
+        slot_bytes=shared - 2 * aligned(plan.ring_bytes) if plan.ring_bytes else shared,
     )
 
 
-def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> int:
-    """Every unit of a step against an arena without a cap: the most it held."""
+def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int]:
+    """Bytes of places, of what stands of a trial, and the most that comes and goes, unit by unit."""
     arena = Arena("plan", 1 << 62, lambda size: torch.empty(0, dtype=torch.uint8))
     layout, facts = plan.layout, built.facts
-    up = [sum(aligned(sizes.compute_bytes[n]) for n in piece.parameters) for piece in layout.pieces]
-    streamed = [piece.index for piece in layout.pieces if plan.placement[piece.index] != "pinned"]
+    streamed = frozenset(p.index for p in layout.pieces if plan.placement[p.index] != "pinned")
+    need = need_of(
+        [sum(aligned(sizes.compute_bytes[n]) for n in piece.parameters) for piece in layout.pieces],
+        streamed,
+        num_slots=plan.num_slots,
+        ring_bytes=plan.ring_bytes,
+        num_rings=2,
+        flight_bytes=0,
+    )
+    standing = sum(aligned(buffer.numel() * buffer.element_size()) for buffer in built.chain.buffers)
     for piece in layout.pieces:
         if plan.placement[piece.index] == "pinned":
-            arena.book("pinned", sum(aligned(sizes.pinned_bytes[n]) for n in piece.parameters))
-    if streamed:
-        usual = sorted(up[index] for index in streamed)[len(streamed) // 2]
-        large = [index for index in streamed if up[index] > 1.5 * usual]
-        rest = [up[index] for index in streamed if index not in large]
-        arena.book("slots", sum(up[index] for index in large))
-        arena.book("slots", min(plan.num_slots, len(rest)) * max(rest, default=0))
-    arena.book("ring", 2 * aligned(plan.ring_bytes) if plan.ring_bytes else 0)
-    grads = [sum(sizes.grad_bytes[n] for n in piece.parameters) for piece in layout.pieces]
-    arena.book("gradients in flight", sum(sorted(grads)[-IN_FLIGHT:]) if layout.num_shards > 1 else 0)
-    arena.book("buffers", sum(buffer.numel() * buffer.element_size() for buffer in built.chain.buffers))
+            standing += aligned(sum(aligned(sizes.pinned_bytes[n]) for n in piece.parameters))
+    arena.book("gradients in flight", flight_bytes(layout, sizes, streamed) if layout.num_shards > 1 else 0)
     micro = built.trial.accumulate
     arena.book("batch", 2 * micro * facts.input_bytes)
     boundaries = []
@@ -226,7 +271,7 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> int:
                 arena.book("boundaries", boundaries[-1])
         if kind == "B" and boundaries:
             arena.release("boundaries", boundaries.pop())
-    return arena.peak_bytes
+    return need.num_bytes, standing, arena.peak_bytes
 
 
 def _work(built: Built, plan: ShardPlan, sizes: Sizes) -> Work:

@@ -6,7 +6,7 @@ parameter whether every use of it is a cast to the compute dtype, so that a copy
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
 from loadmaster.train.blocks import Chain, call
+from loadmaster.train.live_bytes import BlockPeaks, block_peaks, shape_of, type_of
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
 
 
@@ -28,6 +29,8 @@ class Profile:
     flops: tuple[float, ...]  # [block] of one forward
     castable: tuple[bool, ...]  # [parameter]
     num_tokens: int  # of one micro-batch
+    sums_grads: bool = False  # several micro-batches: a sum stands beside what each gives
+    peaks: BlockPeaks | None = None  # None: not to be had; a rule of thumb stands in
 
 
 def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> Profile:
@@ -44,8 +47,27 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
 
         parameters = [fake(p.detach()).requires_grad_(p.requires_grad) for p in chain.parameters]
         buffers = [fake(buffer) for buffer in chain.buffers]
+        given, wanted = tree_map(fake, inputs), tree_map(fake, targets)
         with _bound(chain, parameters, buffers):
-            return _walk(trial, chain, tree_map(fake, inputs), tree_map(fake, targets), parameters, mode)
+            found = _walk(trial, chain, given, wanted, parameters, mode)
+        dtype = COMPUTE_DTYPE[trial.precision]
+        narrow = [
+            p.detach().to(dtype).requires_grad_(p.requires_grad)
+            if castable and p.dtype == torch.float32
+            else p
+            for p, castable in zip(parameters, found.castable, strict=True)
+        ]
+        with _bound(chain, narrow, buffers):
+            sums = trial.accumulate > 1
+            return replace(found, sums_grads=sums, peaks=_peaks(trial, chain, given, wanted, narrow))
+
+
+def _peaks(trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: list[Any]) -> BlockPeaks | None:
+    """Peaks of the blocks, or None for a model whose backward does not run on fake tensors."""
+    try:
+        return block_peaks(trial, chain, inputs, targets, parameters)
+    except Exception:
+        return None
 
 
 @contextmanager
@@ -73,10 +95,21 @@ def _walk(
     dtype = COMPUTE_DTYPE[trial.precision]
     device = parameters[0].device.type
     watch = _Casts(parameters, dtype)
-    saved, outputs, flops = [], [], []
+    saved: list[int] = []
+    outputs: list[int] = []
+    flops: list[float] = []
     value = inputs
     num_tokens = _num_tokens(inputs)
+    known: dict[object, tuple[int, Any]] = {}
     for index, block in enumerate(chain.blocks):
+        kind = (type_of(block), shape_of(value), index == 0, index == len(chain.blocks) - 1)
+        if kind in known:  # each type of block once
+            like, value = known[kind]
+            watch.copy_marks(chain.parameter_slots[like], chain.parameter_slots[index])
+            saved.append(saved[like])
+            outputs.append(outputs[like])
+            flops.append(flops[like])
+            continue
         value = tree_map(_leaf, value)
         kept: dict[int, int] = {}
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
@@ -101,6 +134,7 @@ def _walk(
         saved.append(sum(kept.values()))
         outputs.append(tree_bytes(value))
         flops.append(float(counter.get_total_flops()))
+        known[kind] = index, value
     castable = tuple(
         dtype is not None and number in watch.cast and number not in watch.plain
         for number in range(len(parameters))
@@ -144,6 +178,13 @@ class _Casts(TorchDispatchMode):
         self.dtype = dtype
         self.cast: set[int] = set()
         self.plain: set[int] = set()
+
+    def copy_marks(self, source: Any, target: Any) -> None:
+        """The parameters of a block are used as those of another of its type."""
+        for mine, theirs in zip(target, source, strict=True):
+            for marked in (self.cast, self.plain):
+                if theirs.tensor in marked:
+                    marked.add(mine.tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then go on."""

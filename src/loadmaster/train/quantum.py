@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import RunError
 from loadmaster.train import randomness
 from loadmaster.train.arena import Booked
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.partition import IN_FLIGHT, unit_bytes
+from loadmaster.train.partition import flight_bytes, unit_bytes
 from loadmaster.train.places import Need, need_of, places_of
 from loadmaster.train.placing import StreamedUpdate
 from loadmaster.train.profile import tree_bytes
@@ -76,15 +75,14 @@ class Session:
 
     def _need(self) -> Need:
         state, setting = self.state, self.setting
-        sizes = state.sizes.grad_bytes
-        grads = sorted(sum(sizes[n] for n in piece.parameters) for piece in state.layout.pieces)
+        streamed = streamed_of(setting)
         return need_of(
             [host.up.numel() for host in state.pieces],
-            streamed_of(setting),
+            streamed,
             num_slots=setting.num_slots,
             ring_bytes=setting.ring_bytes,
             num_rings=setting.num_rings,
-            flight_bytes=sum(grads[-IN_FLIGHT:]),
+            flight_bytes=flight_bytes(state.layout, state.sizes, streamed),
         )
 
     def step(self, follower: "Session | None" = None) -> StepFacts | None:
@@ -317,13 +315,15 @@ class Session:
             buffer.copy_(copy)
 
     def close(self) -> None:
-        """Give regions back."""
+        """Give regions back, also after a step that failed."""
         self._boundaries.clear()
-        self.settle()
-        self.weights.close()
-        self.places.leave(self, self.weights)
-        for host in self.state.pieces:
-            self.device.unpin(host.slab)
+        try:
+            self.settle()
+        finally:
+            self.weights.close()
+            self.places.leave(self, self.weights)
+            for host in self.state.pieces:
+                self.device.unpin(host.slab)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -51,11 +51,10 @@ class ShardRunner:
         *,
         updater: HostUpdater,
         sequence: Iterator[int],
-        owns_updater: bool = False,
     ) -> None:
-        self._owns_updater = owns_updater
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
+        updater.join(self)
         self._session: Session | None = None
         self._step_s = 0.0
 
@@ -132,6 +131,11 @@ class ShardRunner:
         self.settle()
         return {name: tensor.detach() for name, tensor in self.state.chain.model.state_dict().items()}
 
+    @property
+    def need_bytes(self) -> int | None:
+        """Device memory of a turn beside the places trials share, where it was planned."""
+        return self.setting.own_bytes
+
     def remaining_s(self) -> float:
         """Seconds left at the pace so far."""
         left = self.state.steps_left
@@ -151,11 +155,12 @@ class ShardRunner:
 
     def close(self) -> None:
         """Memory back to where it was."""
-        self.leave()
-        if self._owns_updater:
-            self._updater.close()
-        self.state.iterator = None
-        self.state.pieces.clear()
+        try:
+            self.leave()
+        finally:
+            self._updater.leave(self)
+            self.state.iterator = None
+            self.state.pieces.clear()
 
     def _on(self, device: Device) -> Session:
         if self._session is not None and self._session.device is not device:
@@ -218,7 +223,14 @@ def open_runner(
             share=share,
         )
         state = hold(built, [first for first, _ in plan.layout.cuts], landing=True)
-        setting = Setting(plan.placement, plan.num_slots, plan.depth, plan.ring_bytes, num_threads=threads)
+        setting = Setting(
+            plan.placement,
+            plan.num_slots,
+            plan.depth,
+            plan.ring_bytes,
+            num_threads=threads,
+            own_bytes=plan.own_bytes,
+        )
     else:
         state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
         setting = make_setting(
@@ -234,8 +246,25 @@ def open_runner(
         setting,
         updater=updater or HostUpdater(),
         sequence=sequence or itertools.count(),
-        owns_updater=updater is None,
     )
+
+
+def interleave(
+    runners: Sequence[ShardRunner], device: Device, num_steps: int
+) -> Iterator[tuple[ShardRunner, StepDone]]:
+    """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
+
+    The weights the next trial begins with come while the one before it ends.
+    """
+    waiting = list(runners)
+    for _ in range(num_steps):
+        for runner in list(waiting):
+            following = waiting[(waiting.index(runner) + 1) % len(waiting)]
+            done = next(runner.steps(device, 1, after=following), None)
+            if done is None:
+                waiting.remove(runner)
+            else:
+                yield runner, done
 
 
 def default_threads() -> int:

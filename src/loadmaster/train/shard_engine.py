@@ -32,6 +32,7 @@ class ShardEngine:
     host_cap_bytes: int | None = None
     optimizer_placement: str = "auto"
     rates: Rates | None = None  # None: typical ones
+    share: int = 1  # trials that are to stand on a device at once
     _here: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # of this process
 
     def __post_init__(self) -> None:
@@ -84,7 +85,9 @@ class ShardEngine:
         if "updater" not in self._here:
             self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
         wish = self.optimizer_placement
-        return open_runner(trial, device=device, optimizer_placement=wish, rates=self.rates, **self._here)
+        return open_runner(
+            trial, device=device, optimizer_placement=wish, rates=self.rates, share=self.share, **self._here
+        )
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
@@ -97,7 +100,11 @@ class ShardEngine:
         rates = self.rates or default_rates(where)
         built = build(trial, device=where)
         plan = make_plan(
-            built, cap_bytes=self._cap_bytes(name), rates=rates, optimizer_placement=self.optimizer_placement
+            built,
+            cap_bytes=self._cap_bytes(name),
+            rates=rates,
+            optimizer_placement=self.optimizer_placement,
+            share=self.share,
         )
         sizes = sizes_of(built)
         state_bytes = sum(sizes.pinned_bytes)
@@ -112,7 +119,7 @@ class ShardEngine:
             bytes_up=int(plan.work.up_bytes),
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
-            load_s=plan.load_bytes / rates.up_bytes_per_s,
+            load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
             detail=plan,
         )
 

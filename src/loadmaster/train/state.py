@@ -91,6 +91,7 @@ class Built:
     facts: Profile
     generators: randomness.Generators
     num_batches: int | None
+    device: torch.device
 
 
 def build(trial: Trial, *, device: torch.device) -> Built:
@@ -107,7 +108,7 @@ def build(trial: Trial, *, device: torch.device) -> Built:
         batch, num_batches = first_batch(trial)
         model.train()
         facts = profile(trial, chain, batch, device=device)
-    return Built(trial, chain, facts, generators, num_batches)
+    return Built(trial, chain, facts, generators, num_batches, device)
 
 
 def first_batch(trial: Trial) -> tuple[Any, int | None]:

@@ -39,6 +39,8 @@ from loadmaster.train.worker import Worker
 _FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
 _LAUNCHERS = ("auto", "inline", "processes", "ray")
 
+_MOST_AT_ONCE = 4  # trials of a device that stand there together; more hide nothing more
+
 
 class Study:
     """Trials on devices; see the module's text."""
@@ -100,6 +102,9 @@ class Study:
                 host_cap_bytes=self._host_cap,
                 optimizer_placement=self._placement,
             )
+            if self.launcher != "ray":
+                devices = len(self._engine.device_names(self._devices))
+                self._engine.share = min(_MOST_AT_ONCE, -(-len(self._trials) // devices))
         return self._engine
 
     def plan(self) -> StudyPlan:

@@ -5,6 +5,7 @@ backward pass that is the newest gradient, and whatever is left over when the ne
 done in the order it is asked for.
 """
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -37,8 +38,18 @@ class HostUpdater:
         self._closed = False
         self.busy_s = 0.0
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_MOST_SPANS)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="host-updater")
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._users: set[int] = set()
+
+    def join(self, user: object) -> None:
+        """One more trial whose updates come here."""
+        self._users.add(id(user))
+
+    def leave(self, user: object) -> None:
+        """One less; with the last the thread ends."""
+        self._users.discard(id(user))
+        if not self._users:
+            self.close()
 
     def submit(
         self, work: Callable[[], Any], *, landed: Event | None, urgency: tuple[int, ...], label: str = ""
@@ -48,18 +59,30 @@ class HostUpdater:
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
+        self._start()
         return task.finished
+
+    def _start(self) -> None:
+        """The thread begins with the first task; whoever forgets to close must not die with it running."""
+        if self._thread is None:
+            self._closed = False
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="host-updater")
+            self._thread.start()
+            atexit.register(self.close)
 
     def spans(self) -> list[tuple[str, str, float, float]]:
         """What has been done since last asked."""
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def close(self) -> None:
-        """Finish what is there, then stop."""
+        """Finish what is there, then stop; a later task starts anew."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self.close)
 
     def _take(self) -> _Task | None:
         """The most urgent task that can run, None = closed and nothing left."""

@@ -1,4 +1,4 @@
-"""A trial's weights on a device: pinned pieces that stay, others that come when a unit needs them, or before."""
+"""A trial's weights on a device: pinned pieces that stay, others that come before a unit needs them."""
 
 import time
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
-from loadmaster.train.placing import PinnedPiece
 from loadmaster.train.places import Places, Slot
+from loadmaster.train.placing import PinnedPiece
 from loadmaster.train.setting import Ledger, Setting, on_host, pause
 from loadmaster.train.slots import Order, split_sizes
 from loadmaster.train.state import TrialState
