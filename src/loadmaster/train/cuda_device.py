@@ -112,11 +112,12 @@ class CudaDevice:
         self._marks.append((kind, label, first, self._timed(self._compute)))
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """What has been done since last asked; waits for it."""
-        if not self._trace or self._began is None:
+        """What has been done since last asked; what is still under way is told the next time."""
+        if not self._trace or self._began is None or not self._began.query():
             return []
-        torch.cuda.synchronize(self.torch_device)
-        taken, self._marks = self._marks, []
+        reached = [(mark, mark[3].query()) for mark in self._marks]
+        taken = [mark for mark, done in reached if done]
+        self._marks = [mark for mark, done in reached if not done]
         return [
             (kind, label, *(self._began_s + self._began.elapsed_time(event) / 1e3 for event in (first, last)))
             for kind, label, first, last in taken

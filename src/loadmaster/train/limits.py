@@ -3,9 +3,12 @@
 T_step >= max( compute, up / B_up, down / B_down, host / D, host-stepped parameters / U )
 """
 
+import math
 from dataclasses import dataclass
 
 from loadmaster.train.rates import Rates
+
+_SHARPNESS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,17 @@ class Limit:
     seconds: float
     bound_by: str
     terms: dict[str, float]
+
+    @property
+    def predicted_s(self) -> float:
+        """What a step is expected to take: resources nearly as busy as the binding one get in its way.
+
+        The exponent is fitted to one measured step (1.64 B parameters, a cap of 6.5 GiB, one H200).
+        """
+        if self.seconds <= 0:
+            return 0.0
+        ratios = [term / self.seconds for term in self.terms.values()]
+        return self.seconds * math.fsum(ratio**_SHARPNESS for ratio in ratios) ** (1 / _SHARPNESS)
 
 
 def limit(work: Work, rates: Rates) -> Limit:

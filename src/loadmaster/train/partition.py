@@ -1,7 +1,7 @@
 """Where to cut, what to pin, who steps: the plan of a trial under a byte cap, proved by replaying it.
 
-Cuts: for each number of shards the ones whose largest shard is least; of these the number that
-leaves most room. What room is left holds pinned shards, from the first: their update is done when the
+Cuts: for each number of shards the ones whose largest shard is least; of these the number with the least
+predicted time. What room is left holds pinned shards, from the first: their update is done when the
 next step wants them. The rest streams; which of it is stepped on the host comes from the rates.
 """
 
@@ -25,6 +25,7 @@ from loadmaster.train.trial import COMPUTE_DTYPE
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
 _LIBRARIES_BYTES = 96 << 20  # workspaces of matrix products, on two streams, and of attention
 _SCATTERED = 0.03  # of the cap
+_MOST_TRIED = 6  # cuts, those with the least peaks first
 IN_FLIGHT = 3  # pieces whose gradients may be on their way down
 
 
@@ -90,8 +91,7 @@ def make_plan(
     sizes = sizes_of(built)
     room = cap_bytes - reserve_bytes(built, cap_bytes)
     candidates = [list(cuts)] if cuts is not None else _candidates(built, sizes)
-    best: tuple[int, ShardPlan] | None = None
-    least = None
+    bases = []
     for starts in candidates:
         layout = lay_out(
             built.chain,
@@ -99,17 +99,15 @@ def make_plan(
             compute_dtype=COMPUTE_DTYPE[built.trial.precision],
             castable=built.facts.castable,
         )
-        plan = _base(built, layout, sizes, optimizer_placement, num_slots, room, share)
-        peak = plan.peak_bytes
-        if least is None or peak < least:
-            least = peak
-        if peak <= room and (best is None or peak < best[0]):
-            best = (peak, plan)
-    if best is None:
-        _refuse(built, sizes, room, least or 0)
-    assert best is not None
-    pinned = _pin(built, best[1], sizes, room, share)
-    return _place(built, pinned, sizes, rates, optimizer_placement, share)
+        bases.append(_base(built, layout, sizes, optimizer_placement, num_slots, room, share))
+    fitting = sorted((base for base in bases if base.peak_bytes <= room), key=lambda base: base.peak_bytes)
+    if not fitting:
+        _refuse(built, sizes, room, min(base.peak_bytes for base in bases))
+    plans = []
+    for base in fitting[:_MOST_TRIED]:
+        pinned = _pin(built, base, sizes, room, share)
+        plans.append(_place(built, pinned, sizes, rates, optimizer_placement, share))
+    return min(plans, key=lambda plan: (plan.limit.predicted_s, plan.peak_bytes))
 
 
 def _candidates(built: Built, sizes: Sizes) -> list[list[int]]:
@@ -221,7 +219,7 @@ def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str,
         ring = _ring_bytes(plan.layout, sizes, placement)
         each = _measured(built, replace(plan, placement=tuple(placement), ring_bytes=ring), sizes, share)
         tried.append(replace(each, limit=limit(each.work, rates)))
-    return min(tried, key=lambda each: (each.limit.seconds, sum(each.limit.terms.values())))
+    return min(tried, key=lambda each: each.limit.predicted_s)
 
 
 def _measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardPlan:

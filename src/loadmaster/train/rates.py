@@ -8,6 +8,7 @@ import torch
 from loadmaster.train.host_kernels import adam_step, table_of
 from loadmaster.train.store import host_memory
 
+_KERNEL_BYTES = 28  # a parameter: master and two moments read and written, gradient read, copy written
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -43,9 +44,9 @@ TYPICAL_GPU = Rates(  # until calibrate() has been asked
 
 
 def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 30_000_000) -> Rates:
-    """Measure a GPU and its host: matmul alone, copies both ways, and the optimizer beside the copies."""
+    """Measure a GPU and its host: a layer alone, copies both ways, and the optimizer beside the copies."""
     where = torch.device(device)
-    flops = _matmul_flops_per_s(where)
+    flops = _block_flops_per_s(where)
     slab = host_memory(num_params * 16)
     boxes = [host_memory(num_params * 4) for _ in range(2)]
     cudart = torch.cuda.cudart()
@@ -65,7 +66,7 @@ def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 30_
         flops_per_s=flops,
         up_bytes_per_s=alone,
         down_bytes_per_s=alone,
-        host_bytes_per_s=32 * middle + 2 * both,
+        host_bytes_per_s=_KERNEL_BYTES * middle + 2 * both,
         host_params_per_s=middle,
         spread=(max(rates) - min(rates)) / middle,
     )
@@ -112,14 +113,30 @@ def _duplex(where: torch.device, boxes: list[torch.Tensor], meanwhile: object) -
     return moved[0] / taken
 
 
-def _matmul_flops_per_s(where: torch.device, size: int = 8192) -> float:
-    a = torch.randn(size, size, device=where, dtype=torch.bfloat16)
+def _block_flops_per_s(where: torch.device, *, width: int = 1600, heads: int = 25) -> float:
+    """What a transformer layer sustains over 8 x 1024 tokens, recomputed: forward, forward, backward."""
+    from torch.nn import functional
+
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    weights = [torch.randn(s, device=where, dtype=torch.bfloat16).mul_(0.02).requires_grad_() for s in shapes]
+    x = torch.randn(8, 1024, width, device=where, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        normed = functional.layer_norm(x, (width,))
+        q, k, v = functional.linear(normed, weights[0]).view(8, 1024, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = x + functional.linear(mixed.transpose(1, 2).reshape(x.shape), weights[1])
+        inner = functional.gelu(functional.linear(functional.layer_norm(y, (width,)), weights[2]))
+        return y + functional.linear(inner, weights[3])
+
     times = []
-    for _ in range(8):
+    for _ in range(12):
         torch.cuda.synchronize(where)
         began = time.perf_counter()
-        for _ in range(4):
-            a @ a
+        with torch.no_grad():
+            forward()
+        forward().backward(x.detach())
         torch.cuda.synchronize(where)
-        times.append((time.perf_counter() - began) / 4)
-    return 2 * size**3 / sorted(times[2:])[3]
+        times.append(time.perf_counter() - began)
+    flops = 8 * 8192 * (12 * width * width + 1024 * width)  # half of the attention is masked
+    return flops / sorted(times[4:])[4]

@@ -14,7 +14,7 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
 from loadmaster.train import randomness
 from loadmaster.train.layout import Placement
-from loadmaster.train.partition import make_plan
+from loadmaster.train.partition import ShardPlan, make_plan
 from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
 from loadmaster.train.setting import Setting
@@ -51,7 +51,9 @@ class ShardRunner:
         *,
         updater: HostUpdater,
         sequence: Iterator[int],
+        plan: ShardPlan | None = None,
     ) -> None:
+        self.plan = plan  # None: placed by hand
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         updater.join(self)
@@ -212,6 +214,7 @@ def open_runner(
     """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
     built = build(trial, device=device.torch_device)
     threads = num_threads or default_threads()
+    plan: ShardPlan | None = None
     if placement is None:
         plan = make_plan(
             built,
@@ -246,6 +249,7 @@ def open_runner(
         setting,
         updater=updater or HostUpdater(),
         sequence=sequence or itertools.count(),
+        plan=plan,
     )
 
 
