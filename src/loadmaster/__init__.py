@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from loadmaster.core.timeline import Timeline as Timeline
     from loadmaster.graph.capture import capture as capture
     from loadmaster.placers.registry import placer as placer
+    from loadmaster.train.study import Study as Study
+    from loadmaster.train.trial import Trial as Trial
 
 __version__ = "0.1.0"
 
@@ -63,7 +65,9 @@ _HOME = {
     "Problem": "core.problem",
     "Run": "core.run",
     "Status": "core.placement",
+    "Study": "train.study",
     "Timeline": "core.timeline",
+    "Trial": "train.trial",
 }
 __all__ = sorted([*_HOME, "__version__"])
 

@@ -25,7 +25,7 @@ PUBLIC = [
     "capture", "fit", "place", "run", "verify",
     "Budget", "Cluster", "Costs", "Graph", "LoadmasterError", "Pipeline", "Placement", "Plan", "Problem",
     "Run", "Status", "Timeline", "__version__", "check_plan", "compare_timelines", "load", "lower_bound",
-    "placer", "plan", "problem", "save", "simulate",
+    "placer", "plan", "problem", "save", "simulate", "Study", "Trial",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from loadmaster import __version__
-from loadmaster.cli import algorithms, compare, costs, demo, doctor, fit, plan, probe, run, show, simulate
+from loadmaster.cli import algorithms, compare, costs, demo, doctor, fit, plan, probe, run, show, simulate, train
 
 app = typer.Typer(
     add_completion=False,
@@ -13,7 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Where every operator of a neural network goes: plans that fit unequal devices, with a proven gap.",
 )
-for verb in (plan, fit, run, simulate, compare, show, probe, algorithms, demo, doctor):
+for verb in (plan, fit, run, train, simulate, compare, show, probe, algorithms, demo, doctor):
     app.command(name=verb.__name__.rpartition(".")[2], short_help=verb.SUMMARY)(verb.command)
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 

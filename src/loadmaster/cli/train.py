@@ -1,0 +1,86 @@
+"""loadmaster train: run a study of the user's own file, with a live table; again to go on where it was."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loadmaster.cli import options as o
+
+if TYPE_CHECKING:
+    from loadmaster.train.study import Study
+
+SUMMARY = "Train many models on few devices: a study of your own file."
+Source = Annotated[
+    str,
+    typer.Argument(metavar="FILE.py:NAME", help="A loadmaster.train.Study, or a function that returns one."),
+]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Print what it will need, and train nothing.")]
+Trace = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of what the devices did.")
+]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed before.")]
+
+
+def command(
+    source: Source,
+    plan: PlanOnly = False,
+    retry_failed: Retry = False,
+    trace: Trace = None,
+    json: o.Json = False,
+) -> None:
+    """Train all trials of a study to their ends.
+
+    Ctrl-C stops at the next step and saves; the same command goes on. Exit code 1: no trial is done.
+    """
+    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.core.io import require_writable
+    from loadmaster.train.result import Status
+
+    if trace is not None:
+        require_writable(trace)
+    study = _study(source)
+    if plan:
+        answer = study.plan()
+        if json:
+            print_json(answer.to_json())
+        else:
+            stdout().print(str(answer), soft_wrap=True)
+        return
+    result = _watched(study, retry_failed=retry_failed, quiet=json)
+    if trace is not None:
+        result.trace(trace)
+    if json:
+        print_json(result.to_json())
+    else:
+        stdout().print(result.table(), soft_wrap=True)
+    if not any(each.status == Status.DONE for each in result.trials):
+        raise typer.Exit(1)
+
+
+def _study(source: str) -> "Study":
+    from loadmaster.core.errors import InputError
+
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise InputError("train needs PyTorch; install it: pip install 'loadmaster[train]'") from None
+    from loadmaster.train.source import study_of
+
+    return study_of(source)
+
+
+def _watched(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
+    """Fit with a live table on a terminal, a line now and then elsewhere."""
+    from loadmaster.cli.console import stderr
+    from loadmaster.cli.train_table import Lines, LiveTable
+
+    console = stderr()
+    if not quiet:
+        console.print(str(study.plan()), style="dim", soft_wrap=True)
+    if not console.is_terminal:
+        study.callbacks.append(Lines(console))
+        return study.fit(retry_failed=retry_failed)
+    table = LiveTable(console, study.names)
+    study.callbacks.append(table)
+    with table:
+        return study.fit(retry_failed=retry_failed)

@@ -1,0 +1,129 @@
+"""The chain of blocks of a model, and which parameters and buffers each block holds.
+
+A block takes what the block before it gave: any pytree of tensors, so a skip connection that crosses a cut is
+one more leaf. Blocks are given (`Trial.blocks`), or read off the module tree (`nn.Sequential`, or a module
+whose only children are such chains), or cut out of the exported graph (`traced.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.errors import InputError
+from loadmaster.train.trial import Trial
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A place in the module tree where a parameter or buffer is looked up."""
+
+    module: nn.Module
+    attribute: str
+    tensor: int  # index into Chain.parameters or Chain.buffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """A model as blocks in a row."""
+
+    model: nn.Module
+    blocks: tuple[Any, ...]
+    block_name: tuple[str, ...]
+    parameter_name: tuple[str, ...]  # as in model.named_parameters(): a tied one once
+    parameters: tuple[nn.Parameter, ...]
+    parameter_slots: tuple[tuple[Slot, ...], ...]  # of each block
+    buffer_name: tuple[str, ...]
+    buffers: tuple[torch.Tensor, ...]
+    buffer_slots: tuple[tuple[Slot, ...], ...]
+
+    def users(self, parameter: int) -> tuple[int, ...]:
+        """Blocks that hold a parameter."""
+        return tuple(
+            block
+            for block, slots in enumerate(self.parameter_slots)
+            if any(slot.tensor == parameter for slot in slots)
+        )
+
+
+def chain_of(trial: Trial, model: nn.Module) -> Chain:
+    """The blocks of a built model; says what does not fit together."""
+    blocks = tuple(trial.blocks(model)) if trial.blocks is not None else from_tree(model)
+    if not blocks:
+        raise InputError(f"trial {trial.name!r}: its model has no chain of blocks; give Trial(blocks=...)")
+    for index, block in enumerate(blocks):
+        if not callable(block):
+            raise InputError(f"trial {trial.name!r}: block {index} is {type(block).__name__}, not a module")
+    module_name = {id(module): name for name, module in model.named_modules()}
+    names = tuple(module_name.get(id(block)) or f"block{index}" for index, block in enumerate(blocks))
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    chain = Chain(
+        model,
+        blocks,
+        names,
+        tuple(parameters),
+        tuple(parameters.values()),
+        _slots(blocks, list(parameters.values()), "_parameters"),
+        tuple(buffers),
+        tuple(buffers.values()),
+        _slots(blocks, list(buffers.values()), "_buffers"),
+    )
+    _check(trial, chain)
+    return chain
+
+
+def from_tree(model: nn.Module) -> tuple[Any, ...]:
+    """The chain a module tree shows by itself; empty where it shows none."""
+    if isinstance(model, nn.Sequential):
+        flat: list[Any] = []
+        for child in model:
+            flat.extend(from_tree(child) if isinstance(child, nn.Sequential) else (child,))
+        return tuple(flat)
+    return ()
+
+
+def call(block: Any, value: Any, *, first: bool) -> Any:
+    """One block on what came before it; the first one gets the batch's inputs."""
+    if first and isinstance(value, Mapping):
+        return block(**value)
+    if first and isinstance(value, tuple):
+        return block(*value)
+    return block(value)
+
+
+def _slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[Slot, ...], ...]:
+    index = {id(tensor): number for number, tensor in enumerate(tensors)}
+    found = []
+    for block in blocks:
+        slots = []
+        for module in block.modules() if isinstance(block, nn.Module) else ():
+            for attribute, tensor in getattr(module, table).items():
+                if tensor is not None and id(tensor) in index:
+                    slots.append(Slot(module, attribute, index[id(tensor)]))
+        found.append(tuple(slots))
+    return tuple(found)
+
+
+def _check(trial: Trial, chain: Chain) -> None:
+    """Every trainable parameter belongs to a block; no module stands in two blocks with its own buffers."""
+    reached = {slot.tensor for slots in chain.parameter_slots for slot in slots}
+    missing = [name for number, name in enumerate(chain.parameter_name) if number not in reached]
+    missing = [name for name in missing if name not in trial.unused]
+    if missing:
+        raise InputError(
+            f"trial {trial.name!r}: {len(missing)} of {len(chain.parameters)} parameters are in no block"
+            f" ({', '.join(missing[:3])}); the blocks must cover the model, or name them in Trial(unused=...)"
+        )
+    if not any(parameter.requires_grad for parameter in chain.parameters):
+        raise InputError(f"trial {trial.name!r}: no parameter requires a gradient; nothing would be trained")
+    seen: dict[int, int] = {}
+    for index, block in enumerate(chain.blocks):
+        if id(block) in seen:
+            raise InputError(
+                f"trial {trial.name!r}: blocks {seen[id(block)]} and {index} are the same module;"
+                " shared weights are fine, but give each block a module of its own"
+            )
+        seen[id(block)] = index

@@ -1,0 +1,158 @@
+"""Generations of a trial's whole state on disk: complete or not there.
+
+    DIR/checkpoints/TRIAL/00000007-12/         generation 7, written under fencing number 12
+        model.safetensors                      loads into the plain model
+        state.safetensors                      optimizer state and whatever else is not in the model
+        facts.json                             step, RNG, schedule, loader position; sizes and CRC-32 of files
+
+Order: write the files and fsync them, fsync the folder, commit in the journal (by the caller), only then
+delete all but the last two committed generations. A crash in between leaves files nobody committed; they are
+deleted at the next start. A late worker has another fencing number, so it cannot write over a generation.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import torch
+
+from loadmaster.core.errors import FileError, FormatError
+from loadmaster.train.journal import sync_folder, unwritable
+from loadmaster.train.tensor_files import read_tensors, write_tensors
+
+MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
+KEPT = 2  # the last committed generations: the newest, and one to fall back on
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A trial's state at a step boundary; `model` is what the plain model loads."""
+
+    step: int
+    model: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensors hold, those of the model counted once."""
+        rest, _ = _without_shared(self.tensors, self.model)
+        return sum(each.nbytes for each in (*self.model.values(), *rest.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A generation that is on disk; it counts once the journal says so."""
+
+    trial: str
+    generation: int
+    fence: int
+    step: int
+    crc: int  # of facts.json, which has those of the other files
+
+    @property
+    def folder(self) -> str:
+        """Where it is, below the checkpoints of the study."""
+        return f"{folder_name(self.trial)}/{self.generation:08d}-{self.fence}"
+
+
+def folder_name(trial: str) -> str:
+    """A name that any file system takes; different trials have different ones."""
+    return quote(trial, safe=" +=,@").replace(".", "%2E") or "%"
+
+
+def save(root: Path, snapshot: Snapshot, *, trial: str, generation: int, fence: int) -> Saved:
+    """Write a generation; when this returns it is on disk. A failed one leaves nothing behind."""
+    draft = Saved(trial, generation, fence, snapshot.step, 0)
+    folder = root / draft.folder
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        crc = write_snapshot(folder, snapshot)
+        sync_folder(folder.parent)
+        sync_folder(root)
+    except OSError as problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise unwritable(folder, problem) from None
+    except FileError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Saved(trial, generation, fence, snapshot.step, crc)
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
+    """The three files of a snapshot; returns the CRC-32 of the facts."""
+    rest, shared = _without_shared(snapshot.tensors, snapshot.model)
+    files = {}
+    for name, tensors in ((MODEL, snapshot.model), (STATE, rest)):
+        size, crc = write_tensors(folder / name, tensors)
+        files[name] = {"bytes": size, "crc": crc}
+    document = {"step": snapshot.step, "files": files, "shared": shared, "facts": snapshot.facts}
+    try:
+        data = msgspec.json.encode(document)
+    except (TypeError, UnicodeEncodeError) as problem:
+        raise FileError(f"the state of a trial is not JSON: {problem}") from None
+    with open(folder / FACTS, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    return zlib.crc32(data)
+
+
+def _without_shared(
+    tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors that are not in the model, and for the others their names there."""
+    places = {_place(each): name for name, each in model.items() if each.numel()}
+    shared = {name: places[_place(each)] for name, each in tensors.items() if _place(each) in places}
+    return {name: each for name, each in tensors.items() if name not in shared}, shared
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def load(root: Path, saved: Saved) -> Snapshot:
+    """The snapshot of a committed generation; damage is an error."""
+    return read_snapshot(root / saved.folder, crc=saved.crc)
+
+
+def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
+    """A snapshot from its three files, each checked."""
+    facts_path = folder / FACTS
+    try:
+        data = facts_path.read_bytes()
+    except OSError as problem:
+        raise FileError(f"cannot read {facts_path}: {problem.strerror or problem}") from None
+    if crc is not None and zlib.crc32(data) != crc:
+        raise FormatError(
+            f"{facts_path} is damaged: its check sum is {zlib.crc32(data):08x} instead of {crc:08x}"
+        )
+    try:
+        document = msgspec.json.decode(data)
+        files, shared = document["files"], document["shared"]
+        found = {
+            name: read_tensors(folder / name, size=files[name]["bytes"], crc=files[name]["crc"])
+            for name in (MODEL, STATE)
+        }
+        tensors = found[STATE] | {name: found[MODEL][other] for name, other in shared.items()}
+        return Snapshot(document["step"], found[MODEL], tensors, document["facts"])
+    except (msgspec.DecodeError, KeyError, TypeError) as problem:
+        raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
+
+
+def sweep(root: Path, trial: str, committed: Sequence[Saved], *, kept: int = KEPT) -> None:
+    """Delete every generation of a trial but its last committed ones (committed by the caller's journal)."""
+    keep = {Path(each.folder).name for each in committed[-kept:]}
+    folder = root / folder_name(trial)
+    if folder.is_dir():
+        for each in sorted(folder.iterdir()):
+            if each.name not in keep:
+                shutil.rmtree(each, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""Adam and AdamW on the host in one pass over memory: bf16 or fp32 gradient in, bf16 compute copy out.
+
+`torch.optim.AdamW(fused=True)` wants the gradient in the parameter's dtype and writes no second copy, so a
+bf16 gradient and a bf16 compute copy would cost two further passes. The arithmetic below is that kernel's,
+operation by operation (where it fuses a multiply with an add, so does this), and a test holds the two equal
+to the bit.
+
+A whole piece is one call: a table says where in its slab each block of each parameter lies, so the thread
+that runs it asks for Python's lock once. Compiled code and its threads belong to numba; importing this module
+compiles nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+BLOCK = 1 << 14  # elements a thread takes at a time: its five streams stay inside a core's cache
+_GROUP, _SIZE, _PARAM, _MEAN, _SQUARE, _GRAD, _NARROW, _COPY = range(8)  # columns of a table
+NO_COPY = -1
+
+
+def table_of(
+    slab: torch.Tensor,
+    rows: Sequence[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]],
+) -> np.ndarray[Any, Any]:
+    """Blocks of (group, param, exp_avg, exp_avg_sq, grad, compute copy or None), all views of the slab."""
+    blocks = []
+    for group, param, mean, square, grad, copy in rows:
+        narrow = grad.dtype == torch.bfloat16
+        starts = [(tensor.data_ptr() - slab.data_ptr()) // 4 for tensor in (param, mean, square)]
+        grad_start = (grad.data_ptr() - slab.data_ptr()) // (2 if narrow else 4)
+        copy_start = NO_COPY if copy is None else (copy.data_ptr() - slab.data_ptr()) // 2
+        for first in range(0, param.numel(), BLOCK):
+            size = min(BLOCK, param.numel() - first)
+            at = [start + first for start in starts]
+            copied = NO_COPY if copy is None else copy_start + first
+            blocks.append([group, size, *at, grad_start + first, int(narrow), copied])
+    return np.array(blocks, dtype=np.int64).reshape(-1, 8)
+
+
+def adam_step(
+    slab: torch.Tensor,
+    table: np.ndarray[Any, Any],
+    *,
+    steps: Sequence[int],
+    options: Sequence[dict[str, Any]],
+    decoupled: Sequence[bool],
+    factors: Sequence[float] = (),
+    num_threads: int,
+) -> None:
+    """One step of everything in the table, in place; steps, options and the kind of decay by group."""
+    import numba
+
+    scalars = np.array(
+        [_scalars(*each) for each in zip(options, steps, decoupled, strict=True)], dtype=np.float32
+    ).reshape(-1, 9)
+    scale = np.array([*factors, 1.0, 1.0][:2], dtype=np.float32)
+    before = numba.get_num_threads()
+    numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
+    try:
+        wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
+        _kernel()(wide.numpy(), half.numpy(), table, scalars, scale)
+    finally:
+        numba.set_num_threads(before)
+
+
+def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]:
+    lr, decay = float(options["lr"]), float(options["weight_decay"])
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    return [
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        math.sqrt(1 - beta2**step),
+        float(options["eps"]),
+        (1 - lr * decay) if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        -(lr / (1 - beta1**step)),
+        -1.0 if options.get("maximize") else 1.0,
+    ]
+
+
+@cache
+def _kernel() -> Any:
+    """The compiled loop."""
+    from llvmlite import ir  # type: ignore[import-untyped]
+    from numba import njit, prange, types
+    from numba.extending import intrinsic
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.fma(*args)
+
+        return types.float32(types.float32, types.float32, types.float32), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def as_float(_typing: Any, bits: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], ir.FloatType())
+
+        return types.float32(types.uint32), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def as_bits(_typing: Any, number: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], ir.IntType(32))
+
+        return types.uint32(types.float32), generate
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def rounded(number: Any) -> Any:
+        bits = as_bits(number)
+        up = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.uint16(0x7FC0) if number != number else np.uint16(up)
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def widened(value: Any) -> Any:
+        return as_float(np.uint32(value) << np.uint32(16))
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def stepped(p: Any, m: Any, v: Any, i: Any, slope: Any, s: Any) -> Any:
+        if s[6] != np.float32(0):
+            slope = fma(p[i], s[6], slope)
+        mean = fma(s[0], slope - m[i], m[i])
+        square = fma(s[2] * slope, slope, v[i] * s[1])
+        value = p[i] * s[5] + (s[7] * mean) / (np.float32(math.sqrt(square)) / s[3] + s[4])
+        m[i] = mean
+        v[i] = square
+        p[i] = value
+        return value
+
+    @njit(parallel=True, nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+    def loop(wide: Any, half: Any, table: Any, scalars: Any, scale: Any) -> None:
+        for block in prange(table.shape[0]):
+            row = table[block]
+            size = row[_SIZE]
+            line = scalars[row[_GROUP]]
+            s = (line[0], line[1], line[2], line[3], line[4], line[5], line[6], line[7])
+            one, two = scale[0] * line[8], scale[1]
+            p = wide[row[_PARAM] : row[_PARAM] + size]
+            m = wide[row[_MEAN] : row[_MEAN] + size]
+            v = wide[row[_SQUARE] : row[_SQUARE] + size]
+            if row[_NARROW] and row[_COPY] >= 0:
+                g = half[row[_GRAD] : row[_GRAD] + size]
+                c = half[row[_COPY] : row[_COPY] + size]
+                for i in range(size):
+                    c[i] = rounded(stepped(p, m, v, i, widened(g[i]) * one * two, s))
+            elif row[_NARROW]:
+                g = half[row[_GRAD] : row[_GRAD] + size]
+                for i in range(size):
+                    stepped(p, m, v, i, widened(g[i]) * one * two, s)
+            elif row[_COPY] >= 0:
+                f = wide[row[_GRAD] : row[_GRAD] + size]
+                c = half[row[_COPY] : row[_COPY] + size]
+                for i in range(size):
+                    c[i] = rounded(stepped(p, m, v, i, f[i] * one * two, s))
+            else:
+                f = wide[row[_GRAD] : row[_GRAD] + size]
+                for i in range(size):
+                    stepped(p, m, v, i, f[i] * one * two, s)
+
+    return loop

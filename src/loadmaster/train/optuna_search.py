@@ -1,0 +1,131 @@
+"""Optuna as searcher: it proposes the trials (ask), prunes them while they train, and is told how they end.
+
+    def make(proposal: optuna.Trial) -> lt.Trial: ...          # suggest_* here; give it a name of its own
+    result = lt.optimize(make, study=optuna.create_study(), num_trials=20, dir="runs/search")
+
+Needs the extra `train` (optuna). Parameters are asked once and kept in the folder (`optuna.json`), so that
+the same call goes on with the same trials; reports and prunings are in the journal like every other decision.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadmaster.core.errors import InputError
+from loadmaster.core.io import write_bytes
+from loadmaster.train.result import Result
+from loadmaster.train.searchers import Decision, Entrant, value_of
+from loadmaster.train.study import Study
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError("this search needs Optuna; install it: pip install 'loadmaster[train]'") from None
+    return optuna
+
+
+class OptunaSearch:
+    """Prunes by an Optuna study's pruner; `proposals` are its trials by the names of ours."""
+
+    def __init__(
+        self, study: Any, proposals: Mapping[str, Any], *, metric: str | None = None, report_every: int = 1
+    ) -> None:
+        _optuna()
+        self._study, self._proposals, self._metric, self._every = study, dict(proposals), metric, report_every
+        self._num_steps: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def __deepcopy__(self, _memo: Any) -> "OptunaSearch":
+        """A study of Optuna's is a door to its storage: it is not copied."""
+        return self
+
+    def begin(self, entrants: Sequence[Entrant]) -> None:
+        """Every trial must have been asked for."""
+        for each in entrants:
+            if each.name not in self._proposals:
+                raise InputError(f"trial {each.name!r} was not asked of Optuna; give its proposal")
+            self._num_steps[each.name] = each.num_steps
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        """Every so many steps."""
+        following = (step // self._every + 1) * self._every
+        return following if following < self._num_steps[trial] else None
+
+    def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
+        """Tell Optuna, and stop the trial where it would prune."""
+        optuna = _optuna()
+        if trial in self._told:
+            return Decision.CONTINUE
+        value, proposal = value_of(metrics, self._metric), self._proposals[trial]
+        known = self._study._storage.get_trial(proposal._trial_id).intermediate_values
+        if step not in known:
+            proposal.report(value, step)
+        if step >= self._num_steps[trial]:
+            self._tell(trial, value)
+        elif proposal.should_prune():
+            self._tell(trial, None, state=optuna.trial.TrialState.PRUNED)
+            return Decision.STOP
+        return Decision.CONTINUE
+
+    def _tell(self, trial: str, value: float | None, **how: Any) -> None:
+        self._told.add(trial)
+        self._study.tell(self._proposals[trial], value, skip_if_finished=True, **how)
+
+    def released(self) -> list[tuple[str, Decision]]:
+        """Nobody waits."""
+        return []
+
+    def exhausted(self) -> list[tuple[str, Decision]]:
+        """Nobody waits."""
+        return []
+
+    def withdraw(self, trial: str) -> None:
+        """A trial that failed is told as failed."""
+        if trial not in self._told:
+            self._tell(trial, None, state=_optuna().trial.TrialState.FAIL)
+
+
+def optimize(
+    make: Callable[[Any], Any],
+    *,
+    study: Any,
+    num_trials: int,
+    dir: str | Path,
+    metric: str | None = None,
+    report_every: int = 1,
+    batch: int | None = None,
+    **options: Any,
+) -> Result:
+    """Ask for trials, train them with pruning, tell how they end; `batch` at a time (default: all)."""
+    optuna = _optuna()
+    folder = Path(dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / "optuna.json"
+    known: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+    proposals: dict[str, Any] = {}
+    trials: list[Any] = []
+    result: Result | None = None
+    mode = "max" if study.direction == optuna.study.StudyDirection.MAXIMIZE else "min"
+    while len(trials) < num_trials:
+        for _ in range(min(batch or num_trials, num_trials - len(trials))):
+            if len(trials) < len(known):
+                study.enqueue_trial(known[len(trials)])
+            proposal = study.ask()
+            one = make(proposal)
+            if one.name in proposals:
+                raise InputError(
+                    f"two trials are named {one.name!r}; put the proposal's number into the name"
+                )
+            proposals[one.name] = proposal
+            trials.append(one)
+            if len(trials) > len(known):
+                known.append(dict(proposal.params))
+                write_bytes(json.dumps(known).encode(), kept)
+        searcher = OptunaSearch(study, proposals, metric=metric, report_every=report_every)
+        result = Study(trials, dir=folder, searcher=searcher, metric=metric, mode=mode, **options).fit()
+    if result is None:
+        raise InputError(f"num_trials is {num_trials}; give at least 1")
+    return result

@@ -1,0 +1,247 @@
+"""Places on a device, shared by all trials that stand there: slots for pieces, rings for optimizer state.
+
+The trial whose turn it is, and the one that follows, say in what order pieces are used; what leaves for a
+piece is what is used again last. The pieces of all others may leave at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from loadmaster.core.errors import DeviceMemoryError
+from loadmaster.core.units import format_bytes
+from loadmaster.train.arena import Region, aligned
+from loadmaster.train.slots import Order, split_sizes
+from loadmaster.train.streams import Device, Event
+
+_FAR = 1 << 60
+SHARED = ("slots", "rings")  # regions of no trial in particular
+
+
+class Owner(Protocol):
+    """A trial's weights, as places see them."""
+
+    order: Order
+    position: int  # the unit that runs, or len(order) at the end of a step
+    rank: dict[int, int]  # [large piece] which of the large places is its own
+
+
+@dataclass(eq=False)
+class Slot:
+    """One place for a piece."""
+
+    region: Region
+    rank: int | None = None  # of a large place
+    owner: Owner | None = None
+    piece: int | None = None  # the piece in it, None = nothing of use
+    ready: Event | None = None  # its bytes have arrived
+    free: Event | None = None  # its last reader is done
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Flat bytes."""
+        return self.region.memory
+
+    def clear(self) -> None:
+        """What stands here is of no more use."""
+        self.owner = self.piece = None
+
+
+@dataclass(eq=False)
+class Ring:
+    """One place for optimizer state that passes through."""
+
+    region: Region
+    free: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one trial, or several in turn, need of places."""
+
+    large: tuple[int, ...] = ()  # bytes, largest first
+    usual_bytes: int = 0
+    num_usual: int = 0
+    ring_bytes: int = 0
+    num_rings: int = 0
+    flight_bytes: int = 0  # gradients on their way down
+
+    def joined(self, other: "Need") -> "Need":
+        """Enough for either."""
+        longest = max(len(self.large), len(other.large))
+        mine, theirs = ((*each.large, *[0] * (longest - len(each.large))) for each in (self, other))
+        return Need(
+            tuple(max(pair) for pair in zip(mine, theirs, strict=True)),
+            *(
+                max(getattr(self, name), getattr(other, name))
+                for name in ("usual_bytes", "num_usual", "ring_bytes", "num_rings", "flight_bytes")
+            ),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all regions."""
+        slots = sum(aligned(size) for size in self.large) + self.num_usual * aligned(self.usual_bytes)
+        return slots + (self.num_rings * aligned(self.ring_bytes) if self.ring_bytes else 0)
+
+
+def need_of(
+    sizes: Sequence[int],
+    streamed: frozenset[int],
+    *,
+    num_slots: int,
+    ring_bytes: int,
+    num_rings: int,
+    flight_bytes: int,
+) -> Need:
+    """Equal places for the usual pieces, one each for those half as large again as the usual."""
+    large, rest = split_sizes(sizes, streamed)
+    return Need(
+        tuple(sizes[piece] for piece in large),
+        max((sizes[piece] for piece in rest), default=0),
+        min(num_slots, len(rest)),
+        ring_bytes,
+        num_rings if ring_bytes else 0,
+        flight_bytes,
+    )
+
+
+@dataclass(eq=False)
+class Places:
+    """Slots and rings of one device."""
+
+    device: Device
+    need: Need = field(default_factory=Need)
+    slots: list[Slot] = field(default_factory=list)
+    rings: list[Ring] = field(default_factory=list)
+    running: Owner | None = None
+    following: Owner | None = None
+    _users: dict[int, Need] = field(default_factory=dict)  # [id of a session]
+    _turn: int = 0
+    _flying: list[tuple[Event, list[torch.Tensor], int]] = field(default_factory=list)
+
+    def join(self, user: Any, need: Need) -> None:
+        """Make room for one more trial; places grow where it needs larger ones."""
+        self._resize(self.need.joined(need))
+        self._users[id(user)] = need
+
+    def leave(self, user: Any, owner: Owner | None) -> None:
+        """A trial is gone; what only it needed is given back."""
+        self._users.pop(id(user), None)
+        for slot in self.slots:
+            if slot.owner is owner:
+                slot.clear()
+        self.running = None if self.running is owner else self.running
+        self.following = None if self.following is owner else self.following
+        wanted = Need()
+        for need in self._users.values():
+            wanted = wanted.joined(need)
+        self._resize(wanted)
+
+    def turn_of(self, owner: Owner, follower: Owner | None) -> None:
+        """Whose step it is, and whose is next."""
+        self.running, self.following = owner, follower
+
+    def distance(self, owner: Owner | None, piece: int | None) -> int:
+        """Units until a piece is used."""
+        if owner is None or piece is None or self.running is None:
+            return _FAR
+        ahead = len(self.running.order) - self.running.position
+        if owner is self.running:
+            away = owner.order.next_use(piece, owner.position) - owner.position
+            return away if away < ahead or self.following is None else away + len(self.following.order)
+        if owner is self.following:
+            return ahead + owner.order.next_use(piece, 0)
+        return _FAR
+
+    def holding(self, owner: Owner, piece: int) -> Slot | None:
+        """The place a piece stands in."""
+        return next((slot for slot in self.slots if slot.piece == piece and slot.owner is owner), None)
+
+    def place_for(self, owner: Owner, piece: int) -> Slot | None:
+        """An empty place, else that of the piece used last of all, if later than this one."""
+        rank = owner.rank.get(piece)
+        fitting = [slot for slot in self.slots if slot.rank == rank]
+        empty = next((slot for slot in fitting if slot.piece is None), None)
+        if empty is not None or not fitting:
+            return empty
+        latest = max(fitting, key=lambda slot: self.distance(slot.owner, slot.piece))
+        later = self.distance(latest.owner, latest.piece) > self.distance(owner, piece)
+        return latest if later else None
+
+    def wanted(self, depth: int) -> list[tuple[Owner, int]]:
+        """Pieces of the unit that runs and the next ones, soonest first, that stand nowhere yet."""
+        running = self.running
+        if running is None:
+            return []
+        found: list[tuple[Owner, int]] = []
+        for at in range(running.position, running.position + depth + 1):
+            over = at >= len(running.order)
+            owner = self.following if over and self.following is not None else running
+            for piece in owner.order.pieces((at - len(running.order) if over else at) % len(owner.order)):
+                if (owner, piece) not in found and self.holding(owner, piece) is None:
+                    found.append((owner, piece))
+        return found
+
+    def ring(self) -> Ring:
+        """The next ring place in turn."""
+        self._turn += 1
+        return self.rings[self._turn % len(self.rings)]
+
+    def flies(self, event: Event, tensors: list[torch.Tensor]) -> None:
+        """Keep tensors until an event; where too much is under way, wait for the oldest."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._flying = [each for each in self._flying if not each[0].done()]
+        self._flying.append((event, tensors, size))
+        while len(self._flying) > 1 and sum(each[2] for each in self._flying) > self.need.flight_bytes:
+            self._flying.pop(0)[0].wait()
+
+    def settle(self) -> None:
+        """Wait for all that flies."""
+        while self._flying:
+            self._flying.pop(0)[0].wait()
+
+    def _resize(self, need: Need) -> None:
+        """Give all regions back and take new ones, if any must change; nothing where they would not fit."""
+        arena = self.device.arena
+        free = arena.cap_bytes - arena.used_bytes + self.need.num_bytes
+        if need.num_bytes > free:
+            raise DeviceMemoryError(
+                f"{self.device.name}: places for shards need {format_bytes(need.num_bytes)}, but"
+                f" {format_bytes(free)} of {format_bytes(arena.cap_bytes)} is free; raise memory_cap, or cut"
+                " into smaller blocks"
+            )
+        same = need.num_bytes == self.need.num_bytes and need.large == self.need.large
+        same = same and (need.usual_bytes, need.num_usual) == (self.need.usual_bytes, self.need.num_usual)
+        if same and (need.ring_bytes, need.num_rings) == (self.need.ring_bytes, self.need.num_rings):
+            self.need = need
+            return
+        self._give_back()
+        self.need = need
+        self.slots = [
+            Slot(arena.region("slots", size), rank=rank) for rank, size in enumerate(need.large) if size
+        ]
+        self.slots += [Slot(arena.region("slots", need.usual_bytes)) for _ in range(need.num_usual)]
+        self.rings = [Ring(arena.region("rings", need.ring_bytes)) for _ in range(need.num_rings)]
+
+    def _give_back(self) -> None:
+        for slot in self.slots:
+            for event in (slot.ready, slot.free):
+                if event is not None:
+                    event.wait()
+            self.device.arena.give_back(slot.region)
+        for ring in self.rings:
+            if ring.free is not None:
+                ring.free.wait()
+            self.device.arena.give_back(ring.region)
+        self.slots, self.rings = [], []
+
+
+def places_of(device: Device) -> Places:
+    """The places of a device, made when first asked for."""
+    if device.places is None:
+        device.places = Places(device)
+    found: Places = device.places
+    return found

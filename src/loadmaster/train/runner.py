@@ -1,0 +1,311 @@
+"""One trial's whole training state in host memory, and its steps on whatever device is free."""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
+from loadmaster.train import randomness
+from loadmaster.train.layout import Placement
+from loadmaster.train.partition import ShardPlan, make_plan
+from loadmaster.train.quantum import Session
+from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.train.setting import Setting
+from loadmaster.train.state import TrialState, build, hold
+from loadmaster.train.streams import Device
+from loadmaster.train.trial import Trial
+from loadmaster.train.updater import HostUpdater
+
+_SWITCH_S = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step boundary."""
+
+    step: int
+    epoch: int
+    loss: float
+    num_tokens: int
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    loads: int
+    spans: tuple[tuple[str, str, float, float], ...] = ()
+
+
+class ShardRunner:
+    """A trial that moves between host and device shard by shard."""
+
+    def __init__(
+        self,
+        state: TrialState,
+        setting: Setting,
+        *,
+        updater: HostUpdater,
+        sequence: Iterator[int],
+        plan: ShardPlan | None = None,
+    ) -> None:
+        self.plan = plan  # None: placed by hand
+        self.state, self.setting = state, setting
+        self._updater, self._sequence = updater, sequence
+        updater.join(self)
+        self._session: Session | None = None
+        self._step_s = 0.0
+
+    @property
+    def trial(self) -> Trial:
+        """What is trained."""
+        return self.state.trial
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
+        """Up to `num_steps` optimizer steps; each yield is a step boundary."""
+        for number in range(num_steps):
+            session = self._on(device)  # others may have had it leave between two steps
+            last = number == num_steps - 1
+            follower = (
+                after._session if last and isinstance(after, ShardRunner) and after is not self else None
+            )
+            if follower is not None and follower.device is not device:
+                follower = None
+            began = time.perf_counter()
+            with _quick_switches():
+                facts = session.step(follower)
+            if facts is None:
+                return
+            taken = time.perf_counter() - began
+            self._step_s = taken if not self._step_s else 0.7 * self._step_s + 0.3 * taken
+            if facts.loss != facts.loss and self.trial.on_nan == "fail":
+                raise RunError(f"trial {self.trial.name!r}: the loss of step {self.step} is not a number")
+            yield StepDone(
+                self.step,
+                self.state.epoch,
+                facts.loss,
+                facts.num_tokens,
+                taken,
+                facts.ledger.up_bytes,
+                facts.ledger.down_bytes,
+                facts.ledger.loads,
+                (*device.spans(), *self._updater.spans()) if device.tracing else (),
+            )
+
+    def evaluate(self, device: Device) -> dict[str, float]:
+        """The trial's own metrics of the model as it is, in eval mode."""
+        if self.trial.evaluate is None:
+            return {}
+        session = self._on(device)
+        model = self.state.chain.model
+        model.eval()
+        try:
+            with randomness.kept(device.torch_device), device.computing(), session.units.buffers_bound():
+                return {name: float(value) for name, value in self.trial.evaluate(session.predict).items()}
+        finally:
+            model.train()
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors by name (views of the host store) and facts (JSON), at a step boundary."""
+        self.settle()
+        from loadmaster.train.snapshots import facts_of, tensors_of
+
+        return tensors_of(self.state), facts_of(self.state)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from a snapshot."""
+        from loadmaster.train.snapshots import put_back
+
+        self.leave()
+        put_back(self.state, tensors, facts)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers; they load into the plain model."""
+        self.settle()
+        return {name: tensor.detach() for name, tensor in self.state.chain.model.state_dict().items()}
+
+    @property
+    def need_bytes(self) -> int | None:
+        """Device memory of a turn beside the places trials share, where it was planned."""
+        return self.setting.own_bytes
+
+    def remaining_s(self) -> float:
+        """Seconds left at the pace so far."""
+        left = self.state.steps_left
+        return float("inf") if left is None else left * self._step_s
+
+    def settle(self) -> None:
+        """Wait until host memory is the whole truth."""
+        if self._session is not None:
+            self._session.settle()
+
+    def leave(self) -> None:
+        """Give the device's memory back; the state stays in host memory."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.device.tenants[:] = [each for each in session.device.tenants if each is not self]
+            session.close()
+
+    def close(self) -> None:
+        """Memory back to where it was."""
+        try:
+            self.leave()
+        finally:
+            self._updater.leave(self)
+            self.state.iterator = None
+            self.state.pieces.clear()
+
+    def _on(self, device: Device) -> Session:
+        if self._session is not None and self._session.device is not device:
+            self.leave()
+        if self._session is None:
+            self._session = self._entered(device)
+        return self._session
+
+    def _entered(self, device: Device) -> Session:
+        """Onto a device; who stands there longest leaves until there is room."""
+        while True:
+            try:
+                session = Session(self.state, device, self.setting, self._updater, self._sequence)
+            except DeviceMemoryError:
+                if not device.tenants:
+                    raise
+                device.tenants[0].leave()
+                continue
+            device.tenants.append(self)
+            return session
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Python's lock changes hands sooner: updates must not wait for the thread that issues units."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def open_runner(
+    trial: Trial,
+    *,
+    device: Device,
+    optimizer_placement: str = "auto",
+    rates: Rates | None = None,
+    cuts: Sequence[int] | None = None,
+    placement: Sequence[Placement] | None = None,
+    num_slots: int = 4,
+    depth: int | None = None,
+    share: int = 1,
+    num_threads: int | None = None,
+    updater: HostUpdater | None = None,
+    sequence: Iterator[int] | None = None,
+) -> "ShardRunner":
+    """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
+    built = build(trial, device=device.torch_device)
+    threads = num_threads or default_threads()
+    plan: ShardPlan | None = None
+    if placement is None:
+        plan = make_plan(
+            built,
+            cap_bytes=device.arena.cap_bytes,
+            rates=rates or default_rates(device.torch_device),
+            optimizer_placement=optimizer_placement,
+            num_slots=num_slots,
+            cuts=cuts,
+            share=share,
+        )
+        state = hold(built, [first for first, _ in plan.layout.cuts], landing=True)
+        setting = Setting(
+            plan.placement,
+            plan.num_slots,
+            plan.depth,
+            plan.ring_bytes,
+            num_threads=threads,
+            own_bytes=plan.own_bytes,
+        )
+    else:
+        state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
+        setting = make_setting(
+            state,
+            placement,
+            num_slots=num_slots,
+            depth=depth if depth is not None else num_slots - 1,
+            ring_bytes=None,
+            num_threads=threads,
+        )
+    return ShardRunner(
+        state,
+        setting,
+        updater=updater or HostUpdater(),
+        sequence=sequence or itertools.count(),
+        plan=plan,
+    )
+
+
+def interleave(
+    runners: Sequence[ShardRunner], device: Device, num_steps: int
+) -> Iterator[tuple[ShardRunner, StepDone]]:
+    """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
+
+    The weights the next trial begins with come while the one before it ends.
+    """
+    waiting = list(runners)
+    for _ in range(num_steps):
+        for runner in list(waiting):
+            following = waiting[(waiting.index(runner) + 1) % len(waiting)]
+            done = next(runner.steps(device, 1, after=following), None)
+            if done is None:
+                waiting.remove(runner)
+            else:
+                yield runner, done
+
+
+def default_threads() -> int:
+    """Threads of the host's updates: two cores are left to issue units and run autograd."""
+    return max(1, (os.cpu_count() or 1) - 2)
+
+
+def default_rates(device: torch.device) -> Rates:
+    """Rates until a machine has been measured."""
+    return TYPICAL_GPU if device.type == "cuda" else SIMULATED
+
+
+def make_setting(
+    state: TrialState,
+    placement: str | Sequence[Placement],
+    *,
+    num_slots: int,
+    depth: int,
+    ring_bytes: int | None,
+    num_threads: int,
+) -> Setting:
+    """Placement of each piece, and a ring as large as the largest parameter that needs it."""
+    from loadmaster.train.placing import chunk_places
+    from loadmaster.train.slots import least_slots
+
+    count = len(state.layout.pieces)
+    chosen: tuple[Placement, ...] = (placement,) * count if isinstance(placement, str) else tuple(placement)  # type: ignore[assignment]
+    if len(chosen) != count:
+        raise InputError(f"{len(chosen)} placements for {count} pieces")
+    streamed = frozenset(index for index, where in enumerate(chosen) if where != "pinned")
+    needed = [
+        chunk_places(host, [position])[1]
+        for host in state.pieces
+        if chosen[host.piece.index] == "device"
+        for position, wanted in enumerate(host.trainable)
+        if wanted
+    ]
+    ring = max([ring_bytes or 0, *needed]) if needed else 0
+    slots = max(num_slots, least_slots(state.layout, streamed))
+    return Setting(chosen, slots, depth, ring, num_threads=num_threads)

@@ -1,0 +1,254 @@
+"""Searchers: which trials go on. They are told metrics at milestones, and answer.
+
+    report(trial, step, metrics) -> CONTINUE | STOP | PAUSE     paused trials keep their state: no cost
+    released()                   -> paused trials that go on or stop now
+
+`SuccessiveHalving` waits until everyone still in the race has reached a rung, then lets the best 1/eta go on:
+its decisions depend on the metrics alone, not on how many devices there are. `Asha` (Li et al., 2018) lets a
+trial go on as soon as it is among the best 1/eta of those that reported there: nobody waits, but decisions
+depend on the order of arrival. So a study journals every decision and replays it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from loadmaster.core.errors import InputError
+
+
+class Decision(StrEnum):
+    """What becomes of a trial that reported."""
+
+    CONTINUE = "continue"
+    STOP = "stop"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A trial as searchers know it."""
+
+    name: str
+    num_steps: int
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """Decides which trials go on; a new one is made for every run, and replayed from the journal."""
+
+    def begin(self, entrants: Sequence[Entrant]) -> None:
+        """Learn who takes part (again, when trials are added)."""
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        """The next step after `step` at which a report is wanted; None: only at the end."""
+
+    def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
+        """Decide about a trial that stands at a milestone."""
+
+    def released(self) -> list[tuple[str, Decision]]:
+        """Paused trials that are decided now."""
+
+    def exhausted(self) -> list[tuple[str, Decision]]:
+        """Nobody runs any more: what becomes of those who wait; who is not named stops."""
+
+    def withdraw(self, trial: str) -> None:
+        """A trial failed: nobody waits for it any more."""
+
+
+@dataclass
+class RunAll:
+    """Every trial to its end: what a study does without a searcher."""
+
+    def begin(self, entrants: Sequence[Entrant]) -> None:
+        """Nothing to learn."""
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        """No milestones."""
+        return None
+
+    def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
+        """Go on."""
+        return Decision.CONTINUE
+
+    def released(self) -> list[tuple[str, Decision]]:
+        """Nobody is ever paused."""
+        return []
+
+    def exhausted(self) -> list[tuple[str, Decision]]:
+        """Nobody waits."""
+        return []
+
+    def withdraw(self, trial: str) -> None:
+        """Nobody waits."""
+
+
+def value_of(metrics: Mapping[str, float], metric: str | None) -> float:
+    """The number that is compared."""
+    if metric is None:
+        metric = "loss" if "loss" in metrics or len(metrics) != 1 else next(iter(metrics))
+    if metric not in metrics:
+        raise InputError(
+            f"metric {metric!r} is not reported; there are: {', '.join(sorted(metrics)) or 'none'}"
+        )
+    return float(metrics[metric])
+
+
+@dataclass
+class _Rungs:
+    """What both halvings share: rungs at min_steps x eta^k, and an order of values."""
+
+    eta: int = 3
+    min_steps: int | None = None  # the first rung; default: so that one trial of all is left at the end
+    metric: str | None = None
+    mode: str = "min"
+    _entrants: dict[str, Entrant] = field(default_factory=dict, init=False, repr=False)
+    _values: dict[int, dict[str, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # rung -> trial
+    _out: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 2:
+            raise InputError(
+                f"eta is {self.eta!r}; give a whole number >= 2: one trial in eta goes on at a rung"
+            )
+        if self.min_steps is not None and (not isinstance(self.min_steps, int) or self.min_steps < 1):
+            raise InputError(f"min_steps is {self.min_steps!r}; give a whole number of steps >= 1")
+        if self.mode not in ("min", "max"):
+            raise InputError(f"mode is {self.mode!r}; give 'min' or 'max'")
+
+    def begin(self, entrants: Sequence[Entrant]) -> None:
+        """Learn who takes part."""
+        self._entrants |= {each.name: each for each in entrants}
+
+    def rungs(self, trial: str) -> list[int]:
+        """Steps at which this trial reports, before its end."""
+        num_steps = self._entrants[trial].num_steps
+        first = self.min_steps
+        if first is None:
+            halvings = max(1, math.ceil(math.log(max(len(self._entrants), 2), self.eta) - 1e-9))
+            first = max(1, num_steps // self.eta**halvings)
+        found = []
+        while first < num_steps:
+            found.append(first)
+            first *= self.eta
+        return found
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        """The next rung."""
+        return next((rung for rung in self.rungs(trial) if rung > step), None)
+
+    def withdraw(self, trial: str) -> None:
+        """Nobody waits for it; it takes no place at a rung."""
+        self._out.add(trial)
+        for values in self._values.values():
+            values.pop(trial, None)
+
+    def exhausted(self) -> list[tuple[str, Decision]]:
+        """Those who wait stop."""
+        return []
+
+    def _noted(self, trial: str, step: int, metrics: Mapping[str, float]) -> int | None:
+        """Keep a value; the rung's number, or None where the trial is at its end."""
+        rungs = self.rungs(trial)
+        if step not in rungs:
+            return None
+        rung = rungs.index(step)
+        value = value_of(metrics, self.metric)
+        worst = math.inf if math.isnan(value) else value if self.mode == "min" else -value
+        self._values.setdefault(rung, {})[trial] = worst
+        return rung
+
+    def _best(self, rung: int) -> list[str]:
+        """Trials of a rung, the best first; ties by the order they were given in."""
+        order = {name: at for at, name in enumerate(self._entrants)}
+        values = self._values.get(rung, {})
+        return sorted(values, key=lambda name: (values[name], order[name]))
+
+
+@dataclass
+class SuccessiveHalving(_Rungs):
+    """At each rung the best 1/eta of those still in go on, when all of them have reached it."""
+
+    _decided: dict[int, set[str]] = field(default_factory=dict, init=False, repr=False)
+    _ready: list[tuple[str, Decision]] = field(default_factory=list, init=False, repr=False)
+
+    def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
+        """Wait at a rung for the others; the last to arrive is decided like the rest, by `released`."""
+        rung = self._noted(trial, step, metrics)
+        if rung is None:
+            return Decision.CONTINUE
+        self._decide(rung)
+        return Decision.PAUSE
+
+    def withdraw(self, trial: str) -> None:
+        """The others may have been waiting for this one."""
+        super().withdraw(trial)
+        for rung in sorted(self._values):
+            self._decide(rung)
+
+    def _decide(self, rung: int) -> None:
+        still = [name for name in self._entrants if name not in self._out]
+        expected = {name for name in still if len(self.rungs(name)) > rung}
+        arrived = self._values.get(rung, {})
+        if rung in self._decided or not arrived or not expected <= set(arrived):
+            return
+        best = self._best(rung)
+        go_on = set(best[: max(1, len(best) // self.eta)])
+        self._decided[rung] = go_on
+        for name in best:
+            self._ready.append((name, Decision.CONTINUE if name in go_on else Decision.STOP))
+            if name not in go_on:
+                self._out.add(name)
+
+    def released(self) -> list[tuple[str, Decision]]:
+        """Those decided since the last time."""
+        ready, self._ready = self._ready, []
+        return ready
+
+
+@dataclass
+class Asha(_Rungs):
+    """A trial goes on as soon as it is among the best 1/eta that reported at its rung; the rest wait."""
+
+    _gone_on: dict[int, set[str]] = field(default_factory=dict, init=False, repr=False)
+    _ready: list[tuple[str, Decision]] = field(default_factory=list, init=False, repr=False)
+
+    def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
+        """Go on, or wait: later reports may promote it."""
+        rung = self._noted(trial, step, metrics)
+        if rung is None:
+            return Decision.CONTINUE
+        self._promote(rung)
+        for at, (name, _) in enumerate(self._ready):
+            if name == trial:
+                del self._ready[at]
+                return Decision.CONTINUE
+        return Decision.PAUSE
+
+    def _promote(self, rung: int) -> None:
+        best = self._best(rung)
+        gone = self._gone_on.setdefault(rung, set())
+        for name in best[: len(best) // self.eta]:
+            if name not in gone:
+                gone.add(name)
+                self._ready.append((name, Decision.CONTINUE))
+
+    def released(self) -> list[tuple[str, Decision]]:
+        """Those promoted since the last time."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def exhausted(self) -> list[tuple[str, Decision]]:
+        """With few trials nobody may be among the best 1/eta: the best of the highest rung goes on alone."""
+        if not self._values:
+            return []
+        top = max(self._values)
+        waiting = [name for name in self._best(top) if name not in self._out]
+        if not waiting or self._gone_on.get(top):
+            return []
+        self._gone_on.setdefault(top, set()).add(waiting[0])
+        return [(waiting[0], Decision.CONTINUE)]

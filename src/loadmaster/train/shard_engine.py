@@ -1,0 +1,134 @@
+"""The engine that trains shard by shard: devices by name, runners under a cap, plans.
+
+Devices: 'auto' is every GPU, or the CPU where there is none; else names such as 'cuda:0', 'cpu' or 'cpu#1' (a
+simulated device with memory of its own), in a list or parted by commas.
+"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.train.engine import Runner, TrialPlan
+from loadmaster.train.rates import Rates
+from loadmaster.train.study_plan import free_host_bytes
+from loadmaster.train.trial import Trial
+
+_NAME = re.compile(r"cpu(#\d+)?|cuda(:\d+)?(#\d+)?")
+_OF_A_GPU = 0.9  # of its memory, where no cap is given
+_OF_THE_HOST = 0.25
+_PLACEMENTS = ("auto", "device", "host", "hybrid")
+
+
+@dataclass
+class ShardEngine:
+    """Opens devices and runners of this package."""
+
+    memory_cap_bytes: int | None = None
+    host_cap_bytes: int | None = None
+    optimizer_placement: str = "auto"
+    rates: Rates | None = None  # None: typical ones
+    share: int = 1  # trials that are to stand on a device at once
+    _here: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # of this process
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown placement before anything is built."""
+        if self.optimizer_placement not in _PLACEMENTS:
+            raise UnknownNameError("optimizer_placement", self.optimizer_placement, _PLACEMENTS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads stay in their process."""
+        return {**self.__dict__, "_here": {}}
+
+    def device_names(self, devices: str | Sequence[str]) -> list[str]:
+        """The devices that are meant; no GPU is touched."""
+        if devices == "auto":
+            count = torch.cuda.device_count()
+            return [f"cuda:{at}" for at in range(count)] or ["cpu"]
+        names = [each.strip() for each in devices.split(",")] if isinstance(devices, str) else list(devices)
+        for name in names:
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise InputError(f"unknown device {name!r}; write 'auto', 'cuda:0', 'cpu', or 'cpu#0, cpu#1'")
+            if name.startswith("cuda") and not torch.cuda.device_count():
+                raise InputError(f"there is no {name} here: torch sees no GPU; use devices='cpu'")
+        if not names or len(set(names)) != len(names):
+            raise InputError(f"devices {names} must be given, each once")
+        return names
+
+    def open_device(self, name: str) -> Any:
+        """The device, with its arena and streams, in this process."""
+        from loadmaster.train.cpu_device import CpuDevice
+        from loadmaster.train.cuda_device import CudaDevice
+
+        if name.startswith("cuda"):
+            real = name.partition("#")[0]
+            real = real if ":" in real else f"{real}:0"
+            return CudaDevice(real, cap_bytes=self._cap_bytes(real), trace=True)
+        return CpuDevice(name, cap_bytes=self._cap_bytes("cpu"))
+
+    def _cap_bytes(self, name: str) -> int:
+        if self.memory_cap_bytes is not None:
+            return self.memory_cap_bytes
+        if name.startswith("cuda"):
+            return int(_OF_A_GPU * torch.cuda.get_device_properties(name).total_memory)
+        return int(_OF_THE_HOST * free_host_bytes())
+
+    def open_runner(self, trial: Trial, device: Any) -> Runner:
+        """A trial at its beginning; updates of all trials of a process share one thread and one order."""
+        from loadmaster.train.runner import open_runner
+        from loadmaster.train.updater import HostUpdater
+
+        if "updater" not in self._here:
+            self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
+        wish = self.optimizer_placement
+        return open_runner(
+            trial, device=device, optimizer_placement=wish, rates=self.rates, share=self.share, **self._here
+        )
+
+    def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
+        """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
+        from loadmaster.train.partition import make_plan
+        from loadmaster.train.runner import default_rates
+        from loadmaster.train.state import build, sizes_of
+
+        name = min(device_names, key=self._cap_bytes)
+        where = torch.device("cuda" if name.startswith("cuda") else "cpu")
+        rates = self.rates or default_rates(where)
+        built = build(trial, device=where)
+        plan = make_plan(
+            built,
+            cap_bytes=self._cap_bytes(name),
+            rates=rates,
+            optimizer_placement=self.optimizer_placement,
+            share=self.share,
+        )
+        sizes = sizes_of(built)
+        state_bytes = sum(sizes.pinned_bytes)
+        return TrialPlan(
+            trial=trial.name,
+            num_steps=num_steps(trial, built.num_batches),
+            step_s=plan.limit.predicted_s,
+            host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes),
+            state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
+            peak_bytes=plan.peak_bytes,
+            num_shards=plan.layout.num_shards,
+            bytes_up=int(plan.work.up_bytes),
+            bytes_down=int(plan.work.down_bytes),
+            bound_by=plan.limit.bound_by,
+            load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
+            detail=plan,
+        )
+
+
+def num_steps(trial: Trial, num_batches: int | None) -> int:
+    """Optimizer steps of a trial; data without a length is counted once, by an iterator of its own."""
+    if num_batches is None and trial.max_steps is not None and trial.epochs == 1:
+        num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), trial.max_steps * trial.accumulate))
+    elif num_batches is None:
+        num_batches = sum(1 for _ in trial.data())
+    total = -(-num_batches // trial.accumulate) * trial.epochs
+    return total if trial.max_steps is None else min(total, trial.max_steps)

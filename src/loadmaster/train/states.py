@@ -1,0 +1,132 @@
+"""What an optimizer keeps for a parameter, found by one step of a tiny copy; and one step of any part of it.
+
+A state tensor whose shape follows the parameter's goes into the slab; numbers and single-element tensors
+(step counts) stay beside it. How an optimizer starts its state is its own business: the first step of a
+parameter runs with none, and what it made is then moved into the slab.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import InputError, LoadmasterError
+
+_ODD_SIZES = (2, 3, 5, 7, 11, 13)
+_WHOLE_MODEL = ("LBFGS", "SAM")
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateLayout:
+    """Keys whose tensors follow the parameter's shape: which of its axes they keep, and their dtype."""
+
+    large: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+    def shape(self, key: str, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one state tensor of a parameter."""
+        return tuple(parameter[axis] for axis in self.large[key][0])
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter in a step: tensors wherever they stand, and its state, which the step changes."""
+
+    group: int
+    param: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+Hyper = list[dict[str, Any]]  # the options of each param group at one step
+
+
+def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
+    """The options of each group now: a step that runs later must not see a later learning rate."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def on_host(hyper: Hyper) -> Hyper:
+    """The same options for a step on the CPU: its fused kernel, where the user left the choice open."""
+    return [
+        {**group, "fused": True}
+        if group.get("fused", 0) is None
+        and group.get("foreach", 0) is None
+        and not group.get("differentiable")
+        and not isinstance(group.get("lr"), torch.Tensor)
+        else group
+        for group in hyper
+    ]
+
+
+def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyper: Hyper) -> None:
+    """One optimizer step of these parameters alone, in place."""
+    part = object.__new__(type(template))
+    part.__dict__.update(template.__dict__)
+    part.__dict__.pop("step", None)  # a schedule puts a wrapper there that would step the template
+    part.state = defaultdict(dict)
+    part.param_groups = []
+    leaves = []
+    for group in sorted({member.group for member in members}):
+        params = []
+        for member in members:
+            if member.group == group:
+                leaf = torch.nn.Parameter(member.param)
+                leaf.grad = member.grad
+                part.state[leaf] = member.state
+                params.append(leaf)
+        leaves.extend(params)
+        part.param_groups.append({**hyper[group], "params": params})
+    part.step()
+
+
+def check_optimizer(optimizer: Any, *, name: str) -> None:
+    """Refuse by name what cannot be stepped a part at a time."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"trial {name!r}: optim gave {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
+    kind = type(optimizer).__name__
+    if any(word in kind for word in _WHOLE_MODEL):
+        raise InputError(
+            f"trial {name!r}: {kind} looks at the whole model in each step and cannot go shard by shard;"
+            " use an element-wise or per-tensor optimizer (SGD, AdamW, Adafactor, Muon, ...)"
+        )
+
+
+def discover(
+    optimizer: torch.optim.Optimizer, ranks: Sequence[int], group: int, *, dtype: torch.dtype, device: Any
+) -> dict[int, StateLayout]:
+    """The state of parameters of each rank in one group, from a step of tiny ones."""
+    found = {}
+    for rank in sorted(set(ranks)):
+        size = _ODD_SIZES[:rank]
+        param = torch.zeros(size, dtype=dtype, device=device)
+        member = Member(group, param, torch.ones_like(param))
+        try:
+            step_members(optimizer, [member], hyper_of(optimizer))
+        except LoadmasterError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{type(optimizer).__name__} cannot step a parameter of {rank} axes: {error}"
+            ) from error
+        found[rank] = StateLayout(
+            {
+                key: (tuple(size.index(length) for length in value.shape), value.dtype)
+                for key, value in member.state.items()
+                if isinstance(value, torch.Tensor) and value.ndim and all(n in size for n in value.shape)
+            }
+        )
+    return found

@@ -1,0 +1,275 @@
+"""A study: trials that share devices, a folder that remembers them, and a searcher.
+
+    study = lt.Study(trials, dir="runs/gpt", devices="auto", memory_cap="8GiB")
+    print(study.plan())        # trains nothing
+    result = study.fit()       # the same call again goes on where it was
+
+The folder holds the journal, the checkpoints and a lock; a second process is refused.
+"""
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loadmaster.core.errors import FileError, InputError
+from loadmaster.core.units import parse_bytes, parse_seconds
+from loadmaster.train.book import Book, Entry
+from loadmaster.train.coordinator import Coordinator
+from loadmaster.train.crew import Crew, InlineCrew
+from loadmaster.train.engine import Engine
+from loadmaster.train.events import Audience
+from loadmaster.train.journal import Journal
+from loadmaster.train.loaders import check_source, with_timeout
+from loadmaster.train.pace import Pace
+from loadmaster.train.referee import Referee
+from loadmaster.train.result import Result, TrialResult
+from loadmaster.train.searchers import RunAll, Searcher
+from loadmaster.train.study_plan import StudyPlan, study_plan
+from loadmaster.train.whereabouts import Places
+from loadmaster.train.worker import Worker
+
+_FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
+_LAUNCHERS = ("auto", "inline", "processes", "ray")
+
+_MOST_AT_ONCE = 4  # trials of a device that stand there together; more hide nothing more
+
+
+class Study:
+    """Trials on devices; see the module's text."""
+
+    def __init__(
+        self,
+        trials: Sequence[Any],
+        *,
+        dir: str | os.PathLike[str],
+        devices: str | Sequence[str] = "auto",
+        memory_cap: str | int | None = None,
+        host_cap: str | int | None = None,
+        optimizer_placement: str = "auto",
+        searcher: Searcher | None = None,
+        metric: str | None = None,
+        mode: str = "min",
+        callbacks: Sequence[Any] = (),
+        checkpoint_every: int | str = "auto",
+        loader_timeout: str | float | None = None,
+        launcher: str = "auto",
+        engine: Engine | None = None,
+    ) -> None:
+        names = [trial.name for trial in trials]
+        if not names:
+            raise InputError("a study needs at least one trial")
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two trials are named {twice!r}; names must differ, they name folders")
+        if mode not in ("min", "max"):
+            raise InputError(f"mode is {mode!r}; give 'min' or 'max'")
+        if launcher not in _LAUNCHERS:
+            raise InputError(f"launcher is {launcher!r}; give one of {', '.join(_LAUNCHERS)}")
+        self.dir = Path(dir)
+        self.metric, self.mode = metric, mode
+        self.callbacks = list(callbacks)
+        self.launcher = launcher
+        self._devices = devices
+        self._memory_cap = None if memory_cap is None else parse_bytes(memory_cap)
+        self._host_cap = None if host_cap is None else parse_bytes(host_cap)
+        self._searcher, self._every = searcher, checkpoint_every
+        self._timeout_s = None if loader_timeout is None else parse_seconds(loader_timeout)
+        self._trials = {trial.name: trial for trial in trials}
+        self._placement = optimizer_placement
+        self._engine = engine
+        self._plan: StudyPlan | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The trials, in the order they were given."""
+        return list(self._trials)
+
+    def engine(self) -> Engine:
+        """What trains."""
+        if self._engine is None:
+            from loadmaster.train.shard_engine import ShardEngine
+
+            self._engine = ShardEngine(
+                memory_cap_bytes=self._memory_cap,
+                host_cap_bytes=self._host_cap,
+                optimizer_placement=self._placement,
+            )
+            if self.launcher != "ray":
+                devices = len(self._engine.device_names(self._devices))
+                self._engine.share = min(_MOST_AT_ONCE, -(-len(self._trials) // devices))
+        return self._engine
+
+    def plan(self) -> StudyPlan:
+        """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
+        if self._plan is None:
+            for name, trial in self._trials.items():
+                check_source(trial.data, trial=name)
+            engine = self.engine()
+            devices = self._device_names(engine)
+            self._plan = study_plan(
+                [engine.planned(trial, devices) for trial in self._trials.values()],
+                devices,
+                folder=self.dir,
+                memory_cap_bytes=self._memory_cap,
+                host_cap_bytes=self._host_cap,
+            )
+        return self._plan
+
+    def _device_names(self, engine: Engine) -> list[str]:
+        if self.launcher == "ray" and self._devices == "auto":
+            from loadmaster.train.ray_launcher import ray_device_names
+
+            return ray_device_names()
+        return engine.device_names(self._devices)
+
+    def fit(self, *, retry_failed: bool = False) -> Result:
+        """Train all trials to their ends, from wherever an earlier call was left.
+
+        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
+        """
+        plan = self.plan()
+        plan.require()
+        began = time.perf_counter()
+        with self._locked():
+            journal = Journal(self.dir / "journal")
+            try:
+                coordinator = self._coordinator(journal, plan, retry_failed=retry_failed)
+                try:
+                    coordinator.audience.tell("on_start", self.names)
+                    with _interrupts(coordinator):
+                        coordinator.run()
+                finally:
+                    coordinator.crew.close()
+                    journal.sync()
+                    coordinator.audience.tell("on_close")
+                result = self._result(coordinator.book, time.perf_counter() - began, coordinator)
+                coordinator.audience.tell("on_end", result)
+            finally:
+                journal.close()
+        return result
+
+    def _coordinator(self, journal: Journal, plan: StudyPlan, *, retry_failed: bool) -> Coordinator:
+        book = Book(journal)
+        plans = {each.trial: each for each in plan.trials}
+        for name, trial in self._trials.items():
+            entry = book.enter(name, _facts(trial), plans[name].num_steps)
+            if retry_failed and entry.error_kind:
+                book.note("retry", trial=name)
+                book.rewind(name)
+        audience = Audience(self.callbacks)
+        root = self.dir / "checkpoints"
+        root.mkdir(exist_ok=True)
+        # It is told everything anew from the journal, so each call starts from the one that was given.
+        searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
+        return Coordinator(
+            names=self.names,
+            device_names=plan.devices,
+            book=book,
+            crew=self._crew(plan, root),
+            referee=Referee(book, searcher, self._trials, audience=audience),
+            plans=plans,
+            places=Places({each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes),
+            pace=Pace({each.trial: each.step_s for each in plan.trials}, self._every),
+            audience=audience,
+            root=root,
+        )
+
+    def _crew(self, plan: StudyPlan, root: Path) -> Crew:
+        trials = self._guarded()
+        launcher = self.launcher
+        if launcher == "auto":
+            launcher = "inline" if len(plan.devices) == 1 else "processes"
+        if launcher == "processes":
+            from loadmaster.train.workers import ProcessCrew
+
+            return ProcessCrew(self.engine(), trials, plan.devices, root)
+        if launcher == "ray":
+            from loadmaster.train.ray_launcher import RayCrew
+
+            return RayCrew(self.engine(), trials, plan.devices)
+        return InlineCrew(
+            lambda at, halted: Worker(self.engine(), trials, plan.devices[at], root, halted=halted),
+            len(plan.devices),
+        )
+
+    def _guarded(self) -> dict[str, Any]:
+        """The trials, with a limit on how long their data may take."""
+        if self._timeout_s is None:
+            return dict(self._trials)
+        limit_s = self._timeout_s
+        return {
+            name: replace(trial, data=with_timeout(trial.data, limit_s, trial=name))
+            for name, trial in self._trials.items()
+        }
+
+    def _result(self, book: Book, wall_s: float, coordinator: Coordinator) -> Result:
+        root = self.dir / "checkpoints"
+        rows = tuple(_trial_result(book.entries[name], root) for name in self.names)
+        return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The folder, for this process alone."""
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as problem:
+            raise FileError(f"cannot use {self.dir} as the folder of a study: {problem.strerror}") from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise FileError(
+                    f"{self.dir} is in use by another process; wait until it is done, or give another dir"
+                ) from None
+            yield
+        finally:
+            os.close(handle)
+
+
+def _facts(trial: Any) -> dict[str, Any]:
+    """What may not change between two calls."""
+    return {name: getattr(trial, name, None) for name in _FACTS}
+
+
+def _trial_result(entry: Entry, root: Path) -> TrialResult:
+    return TrialResult(
+        name=entry.name,
+        status=entry.status,
+        step=entry.step,
+        loss=entry.loss,
+        metrics=dict(entry.metrics),
+        seconds=entry.seconds,
+        num_tokens=entry.num_tokens,
+        error=entry.error,
+        error_kind=entry.error_kind,
+        durable_step=entry.durable_step,
+        folder=root / entry.committed[-1].folder if entry.committed else None,
+    )
+
+
+@contextmanager
+def _interrupts(coordinator: Coordinator) -> Iterator[None]:
+    """The first Ctrl-C asks for a clean stop, the second one does not wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def asked(_number: int, _frame: object) -> None:
+        if coordinator.halt_asked:
+            raise KeyboardInterrupt
+        coordinator.halt_asked = True
+
+    before = signal.signal(signal.SIGINT, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,173 @@
+"""Optimizer steps of a piece: on the host, streamed through the device, or where it is pinned.
+
+An entry is one parameter with everything a step needs, wherever it stands. `apply` runs the user's optimizer
+on some entries; `HostUpdate` takes the one-pass kernel for Adam and AdamW where it gives the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from loadmaster.train.host_kernels import adam_step, table_of
+from loadmaster.train.states import Hyper, Member, on_host, step_members
+from loadmaster.train.store import HostPiece
+
+_WHOLE_VECTORS = 16  # elements: the end of a tensor of another size is rounded otherwise by the framework
+_MOST_FACTORS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One parameter in a step."""
+
+    host: HostPiece
+    position: int
+    group: int
+    param: torch.Tensor
+    grad: torch.Tensor
+    views: dict[str, torch.Tensor]  # where large state belongs
+
+
+def apply(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hyper) -> None:
+    """One step; large state ends in the entries' views, small state beside the piece."""
+    members = []
+    for entry in entries:
+        options = hyper[entry.group]
+        on_device = options.get("fused") or options.get("capturable")
+        small_device = entry.param.device if on_device else torch.device("cpu")
+        state = {
+            key: value.to(small_device) if isinstance(value, torch.Tensor) else value
+            for key, value in entry.host.small[entry.position].items()
+        }
+        if entry.host.started[entry.position]:
+            state |= entry.views
+        members.append(Member(entry.group, entry.param, entry.grad, state))
+    step_members(template, members, hyper)
+    for entry, member in zip(entries, members, strict=True):
+        small = entry.host.small[entry.position]
+        for key, value in member.state.items():
+            if key not in entry.views:
+                small[key] = value
+            elif value is not entry.views[key]:
+                entry.views[key].copy_(value)
+        entry.host.started[entry.position] = True
+
+
+def scaled(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> torch.Tensor:
+    """The gradient in the parameter's dtype, times each factor in turn."""
+    wide = grad.to(dtype)
+    for factor in factors:
+        wide = wide * factor
+    return wide
+
+
+class HostUpdate:
+    """Steps of one piece on the host from its landed gradients; what can be prepared is, once."""
+
+    def __init__(
+        self, template: torch.optim.Optimizer, host: HostPiece, groups: Sequence[int], *, num_threads: int
+    ) -> None:
+        self._template, self._host, self._groups = template, host, groups
+        self._num_threads = num_threads
+        self._grads = host.grads
+        self._tables: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
+
+    def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
+        """One step of these parameters; writes their compute copies."""
+        hyper = on_host(hyper)
+        quick = [p for p in positions if self._by_kernel(p, hyper[self._groups[p]], factors)]
+        ages = {
+            group: {self._age(p) for p in quick if self._groups[p] == group} for group in range(len(hyper))
+        }
+        if any(len(age) > 1 for age in ages.values()):  # a parameter that sometimes has no gradient
+            quick = []
+        plain = [p for p in positions if p not in set(quick)]
+        if quick:
+            self._kernel_step(
+                quick, hyper, {group: max(age, default=0) for group, age in ages.items()}, factors
+            )
+        if plain:
+            self._plain_step(plain, hyper, factors)
+
+    def _plain_step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
+        host = self._host
+        entries = [
+            Entry(
+                host,
+                p,
+                self._groups[p],
+                host.master[p],
+                scaled(self._grad(p), host.master[p].dtype, factors),
+                host.state[p],
+            )
+            for p in positions
+        ]
+        apply(self._template, entries, hyper)
+        for position in positions:
+            if host.separate[position]:
+                host.compute[position].copy_(host.master[position])
+
+    def _kernel_step(
+        self, positions: list[int], hyper: Hyper, ages: dict[int, int], factors: Sequence[float]
+    ) -> None:
+        host = self._host
+        groups = sorted({self._groups[p] for p in positions})
+        table = self._tables.get(tuple(positions))
+        if table is None:
+            table = self._tables[tuple(positions)] = table_of(
+                host.slab,
+                [
+                    (
+                        groups.index(self._groups[p]),
+                        host.master[p],
+                        host.state[p]["exp_avg"],
+                        host.state[p]["exp_avg_sq"],
+                        self._grad(p),
+                        host.compute[p] if host.separate[p] else None,
+                    )
+                    for p in positions
+                ],
+            )
+        adam_step(
+            host.slab,
+            table,
+            steps=[ages[group] + 1 for group in groups],
+            options=[hyper[group] for group in groups],
+            decoupled=[self._decoupled(hyper[group]) for group in groups],
+            factors=factors,
+            num_threads=self._num_threads,
+        )
+        for position in positions:
+            age = float(ages[self._groups[position]] + 1)
+            host.small[position]["step"] = torch.tensor(age, dtype=torch.float32)
+            host.started[position] = True
+
+    def _by_kernel(self, position: int, options: dict[str, Any], factors: Sequence[float]) -> bool:
+        """Whether the one-pass kernel gives what the framework's fused step would."""
+        master, grad = self._host.master[position], self._grad(position)
+        return (
+            type(self._template) in (torch.optim.Adam, torch.optim.AdamW)
+            and bool(options.get("fused"))
+            and not options.get("amsgrad")
+            and not isinstance(options["lr"], torch.Tensor)
+            and 1 - options["betas"][0] < 0.5  # above, the framework's interpolation takes another form
+            and master.dtype == torch.float32
+            and grad.dtype in (torch.float32, torch.bfloat16)
+            and self._host.compute[position].dtype in (torch.float32, torch.bfloat16)
+            and master.numel() % _WHOLE_VECTORS == 0
+            and len(factors) <= _MOST_FACTORS
+        )
+
+    def _grad(self, position: int) -> torch.Tensor:
+        grad = self._grads[position]
+        assert grad is not None, "a parameter that is stepped has a gradient"
+        return grad
+
+    def _age(self, position: int) -> int:
+        return int(self._host.small[position].get("step", 0))
+
+    def _decoupled(self, options: dict[str, Any]) -> bool:
+        return bool(options.get("decoupled_weight_decay", isinstance(self._template, torch.optim.AdamW)))

@@ -1,0 +1,164 @@
+"""Killed at any moment, a study goes on to the same weights: `kill -9`, and a death at every single write."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadmaster.train.journal import read_journal
+from loadmaster.train.searchers import SuccessiveHalving
+from loadmaster.train.study import Study
+from tests.train.plain_engine import Plain
+from tests.train.small_trials import digest, plainly, trial
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trials() -> list[Any]:
+    return [trial("a"), trial("b", lr=0.1, num_batches=6)]
+
+
+def fit(folder: Path, **options: Any) -> Any:
+    given = {"engine": Plain(2), "launcher": "inline", "checkpoint_every": 3}
+    return Study(trials(), dir=folder, **(given | options)).fit()
+
+
+class Slowly:
+    def on_step(self, name: str, done: Any) -> None:
+        time.sleep(0.002)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Start work in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return child
+
+
+def hashes(result: Any) -> list[str]:
+    return [digest(each.state_dict()) for each in result.trials]
+
+
+def test_twenty_of_twenty_random_kills_resume_to_the_same_weights(tmp_path: Path) -> None:
+    wanted = [plainly(one) for one in trials()]
+    rng = random.Random(5)
+    steps = []
+    for at in range(20):
+        folder = tmp_path / str(at)
+        child = in_child(lambda folder=folder: fit(folder, callbacks=[Slowly()]))  # type: ignore[misc]
+        time.sleep(rng.uniform(0.0, 0.4))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        records = read_journal(folder / "journal").records
+        steps.append(len(records))
+        assert hashes(fit(folder)) == wanted
+    assert len(set(steps)) > 5  # they died at different points
+
+
+def test_a_study_killed_again_and_again_arrives_all_the_same(tmp_path: Path) -> None:
+    wanted = [plainly(one) for one in trials()]
+    for _ in range(12):
+        child = in_child(lambda: fit(tmp_path, callbacks=[Slowly()]))
+        time.sleep(0.06)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert hashes(fit(tmp_path)) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_death_at_every_write_and_every_sync_resumes_to_the_same_weights(
+    call: str, before: bool, tmp_path: Path
+) -> None:
+    wanted = [plainly(one) for one in trials()]
+    real = getattr(os, call)
+
+    def dying_at(number: int) -> Callable[[], object]:
+        left = [number]
+
+        def counted(*given: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0 and before:
+                if call == "write":
+                    real(given[0], given[1][: len(given[1]) // 2])  # torn in the middle
+                os._exit(9)
+            found = real(*given)
+            if left[0] == 0:
+                os._exit(9)
+            return found
+
+        def work() -> None:
+            setattr(os, call, counted)
+            fit(folder)
+
+        return work
+
+    number, ended = 0, False
+    while not ended:
+        number += 3 if number > 4 else 1
+        folder = tmp_path / str(number)
+        _, status = os.waitpid(in_child(dying_at(number)), 0)
+        ended = os.waitstatus_to_exitcode(status) == 0
+        assert ended or os.waitstatus_to_exitcode(status) == 9
+        assert hashes(fit(folder)) == wanted
+    assert number > 20  # there were that many
+
+
+def test_a_search_killed_at_every_write_decides_the_same(tmp_path: Path) -> None:
+    def search(folder: Path) -> Any:
+        given = [trial(f"t{lr}", lr=lr, eval_every=None) for lr in (0.1, 0.01, 0.001)]
+        searcher = SuccessiveHalving(eta=3, min_steps=4)
+        return Study(given, dir=folder, searcher=searcher, engine=Plain(), checkpoint_every=3).fit()
+
+    whole = search(tmp_path / "whole")
+    real = os.write
+
+    for number in range(1, 60, 4):
+        folder = tmp_path / str(number)
+
+        def work(folder: Path = folder, number: int = number) -> None:
+            left = [number]
+
+            def counted(*given: Any) -> Any:
+                left[0] -= 1
+                return real(*given) if left[0] > 0 else os._exit(9)
+
+            os.write = counted
+            search(folder)
+
+        os.waitpid(in_child(work), 0)
+        result = search(folder)
+        assert [(t.status, t.step) for t in result.trials] == [(t.status, t.step) for t in whole.trials]
+        assert digest(result.best.state_dict()) == digest(whole.best.state_dict())
+
+
+def test_a_process_of_its_own_killed_goes_on_in_the_next(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, torch; torch.set_num_threads(1)\n"
+        "from tests.train.test_kill import fit, hashes, Slowly\n"
+        "print('ready', flush=True)\n"
+        "print(*hashes(fit(pathlib.Path(sys.argv[1]), callbacks=[Slowly()])))\n"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.05)
+        process.kill()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1:] == [plainly(one) for one in trials()]

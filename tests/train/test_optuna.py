@@ -1,0 +1,62 @@
+"""Optuna: its proposals are trained, its pruner stops them, the same call goes on with the same ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loadmaster.train as lt
+from loadmaster.train.result import Status
+from tests.train.plain_engine import Plain
+from tests.train.small_trials import digest, plainly, trial
+from tests.train.test_study import Stop
+
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def make(proposal: Any) -> lt.Trial:
+    lr = proposal.suggest_float("lr", 1e-4, 1.0, log=True)
+    return trial(f"t{proposal.number}-{lr:.3g}", lr=lr, eval_every=None)
+
+
+def search(folder: Path, study: Any, **options: Any) -> lt.Result:
+    given = {"num_trials": 6, "report_every": 5, "engine": Plain(), "checkpoint_every": 4}
+    return lt.optimize(make, study=study, dir=folder, **(given | options))
+
+
+def new_study() -> Any:
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0)
+    return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3), pruner=pruner)
+
+
+def test_optuna_proposes_prunes_and_is_told(tmp_path: Path) -> None:
+    study = new_study()
+    result = search(tmp_path, study, batch=2)
+    states = [each.state.name for each in study.trials]
+    assert len(states) == 6
+    assert states.count("COMPLETE") == sum(t.status == Status.DONE for t in result.trials) >= 1
+    assert states.count("PRUNED") == sum(t.status == Status.STOPPED for t in result.trials) >= 1
+    assert study.best_value == pytest.approx(result.best.metrics["loss"])
+    lr = study.best_params["lr"]
+    assert digest(result.best.state_dict()) == plainly(trial("x", lr=lr, eval_every=None))
+
+
+def test_an_interrupted_search_goes_on_with_the_same_trials(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, new_study(), callbacks=[Stop(13, "interrupt")])
+    study = new_study()
+    study.sampler = optuna.samplers.RandomSampler(seed=99)  # would propose others
+    result = search(tmp_path, study)
+    wanted = search(tmp_path / "whole", new_study())
+    assert [t.name for t in result.trials] == [t.name for t in wanted.trials]
+    assert all(each.state.is_finished() for each in study.trials)
+
+
+def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(lt.optimize.__globals__["InputError"], match="put the proposal's number"):
+        lt.optimize(lambda p: trial("same"), study=new_study(), num_trials=2, dir=tmp_path, engine=Plain())
