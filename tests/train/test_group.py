@@ -145,3 +145,14 @@ def test_another_backbone_is_refused_and_a_shared_one_is_held_once() -> None:
 def test_a_cap_that_holds_no_group_is_said() -> None:
     with pytest.raises(DeviceMemoryError, match="raise memory_cap"):
         open_group(_sweep(), device=_device(3000))
+
+
+def test_the_benchmark_of_adapters_runs_small_and_moves_the_backbone_once_for_all() -> None:
+    from benchmarks.train_lora import TINY, compared
+
+    device = CpuDevice(cap_bytes=800_000)
+    found = compared(TINY, device, 3)
+    assert device.arena.used_bytes == 0
+    assert found["all_loss"] != found["one_loss"]  # it goes on from where it was alone
+    assert 0 < found["one_gb_up"] <= found["all_gb_up"] < 2 * 8 * 90e-6  # twice eight shards, not thrice that
+    device.close()

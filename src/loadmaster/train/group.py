@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError
+from loadmaster.train import randomness
 from loadmaster.train.belt import Belt
 from loadmaster.train.blocks import Chain
 from loadmaster.train.frozen import frozen_share, is_frozen, parted, shareable
@@ -95,7 +96,7 @@ class Group:
         assert self._belt is not None
         before = self._belt.up_bytes, self._belt.loads
         ride = _Ride([self._members[id(state)] for state in riders])
-        with self.device.computing():
+        with randomness.kept(self.device.torch_device), self.device.computing():
             ride.begin()
             if ride.alive:
                 self._sweep(ride, self._belt)

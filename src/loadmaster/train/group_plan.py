@@ -92,7 +92,7 @@ def _base_bytes(states: Sequence[TrialState]) -> int:
         trained = [n for n, wanted in enumerate(sizes.trained) if wanted]
         total += sum(aligned(sizes.update_bytes[n]) + aligned(sizes.copy_bytes[n]) for n in trained)
         total += 2 * aligned(1) * len(state.layout.pieces)
-        total += sum(sizes.grad_bytes[n] for n in trained) if state.trial.deferred else 0
+        total += sum(sizes.grad_bytes[n] for n in trained) + len(state.layout.pieces)
         total += sum(buffer.nbytes for buffer in state.chain.buffers)
         total += state.trial.accumulate * (2 * facts.input_bytes + max(facts.output_bytes))
     kinds = [

@@ -18,10 +18,11 @@ from loadmaster.train.profile import tree_bytes
 from loadmaster.train.setting import Ledger
 from loadmaster.train.shelf import Shelf
 from loadmaster.train.state import TrialState
-from loadmaster.train.states import Hyper, hyper_of
+from loadmaster.train.states import hyper_of
 from loadmaster.train.store import HostPiece
 from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.units import Kept, Moment, Units
+from loadmaster.train.update import Entry, apply
 
 
 class Adapter(PinnedPiece):
@@ -45,22 +46,18 @@ class Adapter(PinnedPiece):
             for master, place in zip(self.master, places, strict=True)
         ]
         with device.computing():
-            self._refresh()
+            self.refresh()
 
     def compute_views(self) -> list[torch.Tensor]:
         """The parameters as units read them."""
         return self._compute
 
-    def update(
-        self,
-        template: torch.optim.Optimizer,
-        groups: Any,
-        grads: Mapping[int, torch.Tensor],
-        hyper: Hyper,
-    ) -> None:
-        """Step them where they stand, and round them to what units read."""
-        super().update(template, groups, grads, hyper)
-        self._refresh()
+    def entries(self, groups: Sequence[int], grads: Mapping[int, torch.Tensor]) -> list[Entry]:
+        """What a step of the optimizer needs of them; they are not what the host has any more."""
+        self._dirty = True
+        return [
+            Entry(self.host, p, groups[p], self.master[p], grads[p], self.state[p]) for p in sorted(grads)
+        ]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -68,7 +65,8 @@ class Adapter(PinnedPiece):
         super().close()
         self._device.arena.give_back(self._copies)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Round the parameters to what units read."""
         pairs = [
             (copy, master)
             for copy, master, apart in zip(self._compute, self.master, self.host.separate, strict=True)
@@ -93,7 +91,7 @@ class Member:
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
         self.grads = Gradients(state, device.torch_device)
         self._adapters: dict[int, Adapter] = {}
-        self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of a deferred update
+        self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of this step, until its end
         self._shelf = Shelf(device, f"{state.trial.name} boundaries", on_device=on_device)
         self._resident = Booked(device.arena, "batches and buffers")
         self.lowest = lowest_trained(state)
@@ -198,11 +196,10 @@ class Member:
     def end(self) -> float:
         """What is due after the last visit; gives the loss."""
         state = self.state
-        if state.trial.deferred:
-            self._deferred()
         if not state.checked:
             self.grads.check_all_seen()
             state.checked = True
+        self._update()
         if state.schedule is not None:
             state.schedule.step()
         state.step += 1
@@ -284,11 +281,11 @@ class Member:
             adapter = self._adapters.get(index)
             views = frozen[self._shared[index]] if adapter is None else adapter.compute_views()
             for number, view in zip(self.state.layout.pieces[index].parameters, views, strict=True):
-                leaves[number] = view.detach().requires_grad_(adapter is not None)
+                leaves[number] = view if adapter is None else view.detach().requires_grad_()
         return leaves
 
     def _finish(self, shard: int) -> None:
-        """Update what has all its gradients, unless the whole model must be seen first."""
+        """Keep the gradients that are whole; one step of the optimizer takes them all at the end."""
         for index in self.state.layout.pieces_of[shard]:
             adapter = self._adapters.get(index)
             if adapter is None or adapter.host.piece.shards[0] != shard:
@@ -296,31 +293,38 @@ class Member:
             grads = self.grads.collect(index)
             if self.state.trial.deferred:
                 self.grads.note_norms(index, grads, self._scale)
-                self._waiting[index] = grads
-                self._resident.push(tree_bytes(grads))
-            else:
-                adapter.update(self.state.optimizer, self.state.groups(index), grads, self._hyper)
+            self._waiting[index] = grads
+            self._resident.push(max(1, tree_bytes(grads)))
 
-    def _deferred(self) -> None:
-        factors, overflow = self.grads.factors(self._scale)
-        if self.state.trial.precision == "fp16":
-            self.state.scaler.update(overflow=overflow)
-        for index, grads in () if overflow else self._waiting.items():
-            dtypes = self._adapters[index].host.master
-            wide = {p: self.grads.widened(grad, dtypes[p].dtype, factors) for p, grad in grads.items()}
-            self._adapters[index].update(self.state.optimizer, self.state.groups(index), wide, self._hyper)
-        self._waiting.clear()
-        self.grads.forget()
+    def _update(self) -> None:
+        state, factors, overflow = self.state, (), False
+        if state.trial.deferred:
+            factors, overflow = self.grads.factors(self._scale)  # type: ignore[assignment]
+            self.grads.forget()
+        if state.trial.precision == "fp16":
+            state.scaler.update(overflow=overflow)
+        waiting, self._waiting = self._waiting, {}
+        if overflow:
+            return
+        entries = []
+        for index, grads in waiting.items():
+            adapter = self._adapters[index]
+            masters = adapter.host.master
+            wide = {p: self.grads.widened(grad, masters[p].dtype, factors) for p, grad in grads.items()}
+            entries.extend(adapter.entries(state.groups(index), wide))
+        if entries:
+            apply(state.optimizer, entries, self._hyper)
+        for index in waiting:
+            self._adapters[index].refresh()
 
     @contextmanager
     def _own_randomness(self, *, drawn: bool) -> Iterator[None]:
-        """This trial's generators; `drawn`: they go on from where they then are."""
+        """This trial's generators; `drawn`: they go on from there."""
         where, state = self._device.torch_device, self.state
-        with randomness.kept(where):
-            randomness.install(state.generators, where)
-            yield
-            if drawn:
-                state.generators = randomness.current(where)
+        randomness.install(state.generators, where)
+        yield
+        if drawn:
+            state.generators = randomness.current(where)
 
 
 def lowest_trained(state: TrialState) -> int:
