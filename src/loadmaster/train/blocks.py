@@ -38,6 +38,7 @@ class Chain:
     buffer_name: tuple[str, ...]
     buffers: tuple[torch.Tensor, ...]
     buffer_slots: tuple[tuple[Slot, ...], ...]
+    traced: bool = False  # cut out of the model's graph
 
     def users(self, parameter: int) -> tuple[int, ...]:
         """Blocks that hold a parameter."""
@@ -51,6 +52,11 @@ class Chain:
 def chain_of(trial: Trial, model: nn.Module) -> Chain:
     """The blocks of a built model; says what does not fit together."""
     blocks = tuple(trial.blocks(model)) if trial.blocks is not None else from_tree(model)
+    traced = not blocks and trial.blocks is None
+    if traced:
+        from loadmaster.train.traced import from_graph
+
+        blocks = from_graph(model)
     if not blocks:
         raise InputError(f"trial {trial.name!r}: its model has no chain of blocks; give Trial(blocks=...)")
     for index, block in enumerate(blocks):
@@ -70,6 +76,7 @@ def chain_of(trial: Trial, model: nn.Module) -> Chain:
         tuple(buffers),
         tuple(buffers.values()),
         _slots(blocks, list(buffers.values()), "_buffers"),
+        traced,
     )
     _check(trial, chain)
     return chain

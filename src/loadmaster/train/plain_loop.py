@@ -94,6 +94,8 @@ class _Loop:
     def _loss(self, value: Any, targets: Any, micro_batch: int) -> torch.Tensor:
         dtype = COMPUTE_DTYPE[self.trial.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            if self.chain.traced and not self.trial.counted_rng:  # the model itself, not what was cut of it
+                return self.trial.loss(call(self.chain.model, value, first=True), targets)
             for index, block in enumerate(self.chain.blocks):
                 if self.trial.counted_rng:
                     seed = randomness.counted_seed(

@@ -1,7 +1,7 @@
 """A trial's training state in host memory: weights, optimizer, buffers, generators, place in the data."""
 
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,10 +163,23 @@ def sizes_of(built: Built) -> Sizes:
     return Sizes(*columns)
 
 
-def hold(built: Built, cuts: Sequence[int], *, landing: Sequence[bool] | bool) -> TrialState:
-    """Move a built model into the host store, shard by shard, and make its optimizer."""
+def hold(
+    built: Built,
+    cuts: Sequence[int],
+    *,
+    landing: Sequence[bool] | bool,
+    layout: Layout | None = None,
+    shared: Mapping[int, HostPiece] | None = None,
+) -> TrialState:
+    """Move a built model into the host store, shard by shard, and make its optimizer.
+
+    Pieces in `shared` are held already, by another trial.
+    """
     trial, chain = built.trial, built.chain
-    layout = lay_out(chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable)
+    if layout is None:
+        layout = lay_out(
+            chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable
+        )
     trained = [parameter for parameter in chain.parameters if parameter.requires_grad]
     probe = trial.optim(trained)
     check_optimizer(probe, name=trial.name)
@@ -179,7 +192,9 @@ def hold(built: Built, cuts: Sequence[int], *, landing: Sequence[bool] | bool) -
     pieces = []
     for piece in layout.pieces:
         lands = landing if isinstance(landing, bool) else landing[piece.index]
-        host = host_piece(piece, layout, chain.parameters, states, grad_dtype=grad_dtype, landing=lands)
+        host = (shared or {}).get(piece.index) or host_piece(
+            piece, layout, chain.parameters, states, grad_dtype=grad_dtype, landing=lands
+        )
         for number, view in zip(piece.parameters, host.master, strict=True):
             chain.parameters[number].data = view
         pieces.append(host)

@@ -1,0 +1,343 @@
+"""One trial of a group on a device: its adapters stay there, its batch visits each frozen shard in turn."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from loadmaster.train import randomness
+from loadmaster.train.arena import Booked
+from loadmaster.train.belt import Belt
+from loadmaster.train.data import moved, next_batches
+from loadmaster.train.frozen import is_frozen
+from loadmaster.train.gradients import Gradients
+from loadmaster.train.layout import Packer
+from loadmaster.train.placing import PinnedPiece
+from loadmaster.train.profile import tree_bytes
+from loadmaster.train.setting import Ledger
+from loadmaster.train.shelf import Shelf
+from loadmaster.train.state import TrialState
+from loadmaster.train.states import hyper_of
+from loadmaster.train.store import HostPiece
+from loadmaster.train.streams import Copy, Device, Event
+from loadmaster.train.units import Kept, Moment, Units
+from loadmaster.train.update import Entry, apply
+
+
+class Adapter(PinnedPiece):
+    """Trained parameters of one shard, on the device with their state and their compute copies."""
+
+    def __init__(self, host: HostPiece, device: Device, ledger: Ledger) -> None:
+        packer = Packer()
+        places = [
+            packer.place(view.shape, view.dtype) if apart else None
+            for view, apart in zip(host.compute, host.separate, strict=True)
+        ]
+        self._copies = device.arena.region("adapters", packer.end_bytes)
+        try:
+            super().__init__(host, device, ledger)
+        except BaseException:
+            device.arena.give_back(self._copies)
+            raise
+        memory = self._copies.memory
+        self._compute = [
+            master if place is None else place.view(memory)
+            for master, place in zip(self.master, places, strict=True)
+        ]
+        with device.computing():
+            self.refresh()
+
+    def compute_views(self) -> list[torch.Tensor]:
+        """The parameters as units read them."""
+        return self._compute
+
+    def entries(self, groups: Sequence[int], grads: Mapping[int, torch.Tensor]) -> list[Entry]:
+        """What a step of the optimizer needs of them; they are not what the host has any more."""
+        self._dirty = True
+        return [
+            Entry(self.host, p, groups[p], self.master[p], grads[p], self.state[p]) for p in sorted(grads)
+        ]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._compute = []
+        super().close()
+        self._device.arena.give_back(self._copies)
+
+    def refresh(self) -> None:
+        """Round the parameters to what units read."""
+        pairs = [
+            (copy, master)
+            for copy, master, apart in zip(self._compute, self.master, self.host.separate, strict=True)
+            if apart
+        ]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])
+
+
+class Member:
+    """A trial's part of group steps on one device; `begin`, then visits of shards, then `end`."""
+
+    def __init__(
+        self, state: TrialState, device: Device, *, shared: Sequence[HostPiece], on_device: bool
+    ) -> None:
+        self.state, self._device = state, device
+        mine = [piece.index for piece in state.layout.pieces if is_frozen(piece, state.chain)]
+        self._shared = {own: host.piece.index for own, host in zip(mine, shared, strict=True)}
+        self.ledger = Ledger()
+        self._told = (0, 0)
+        self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
+        self.grads = Gradients(state, device.torch_device)
+        self._adapters: dict[int, Adapter] = {}
+        self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of this step, until its end
+        self._shelf = Shelf(device, f"{state.trial.name} boundaries", on_device=on_device)
+        self._resident = Booked(device.arena, "batches and buffers")
+        self.lowest = lowest_trained(state)
+        self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
+        try:
+            self._stay()
+            for host in state.pieces:
+                if not is_frozen(host.piece, state.chain):
+                    self._adapters[host.piece.index] = Adapter(host, device, self.ledger)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> bool:
+        """Take the step's batches; False where training is over."""
+        state, where = self.state, self._device.torch_device
+        with self._own_randomness(drawn=True):
+            batches = next_batches(state, where)
+        if not batches:
+            return False
+        self._hyper = hyper_of(state.optimizer)
+        self._moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
+        self._values = [moved(batch[0], where) for batch in batches]
+        self._targets = [moved(batch[1], where) for batch in batches]
+        self._resident.push(tree_bytes((self._values, self._targets)))
+        self._kept: list[list[Kept]] = []
+        self._slopes: list[Any] = []
+        self._scale = state.scaler.scale if state.trial.precision == "fp16" else 1.0
+        return True
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this step."""
+        return self.state.facts.num_tokens * len(self._moments)
+
+    def forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
+        """F of every micro-batch; what backward needs is put on the shelf."""
+        with self._visit(shard, "F", frozen):
+            outs = [
+                self.units.forward(shard, value, moment)
+                for value, moment in zip(self._values, self._moments, strict=True)
+            ]
+        self._kept.append([kept for _, kept in outs])
+        self._values = [out for out, _ in outs]
+        if shard + 1 < len(self.units.cuts):
+            self._shelf.note(shard + 1, self._values)
+
+    def lay_down(self, shard: int) -> None:
+        """The input of a shard that has been run is wanted again only by its backward, if it has one."""
+        if shard < self.lowest:
+            self._kept[shard].clear()
+        if shard == 0:
+            return
+        for kept in self._kept[shard]:
+            kept.value = None
+        if shard < self.lowest:
+            self._shelf.drop(shard)
+        else:
+            self._shelf.lay_down(shard)
+
+    def reach_for(self, shard: int) -> None:
+        """Bring the input of a shard back, ahead of its backward."""
+        if shard > max(0, self.lowest - 1):
+            self._shelf.reach_for(shard)
+
+    def last(self, frozen: Mapping[int, list[torch.Tensor]]) -> None:
+        """L: losses and the first slopes."""
+        shard = len(self.units.cuts) - 1
+        losses = []
+        with self._visit(shard, "L", frozen):
+            for value, target, moment in zip(self._values, self._targets, self._moments, strict=True):
+                loss, slope = self.units.last(value, target, moment, scale=self._scale)
+                self.grads.take(shard, moment)
+                losses.append(loss)
+                self._slopes.append(slope)
+        self._values, self._targets = [], []
+        if shard > 0:
+            self._shelf.drop(shard)
+        copies = [Copy(box, loss.float()) for box, loss in zip(self._losses, losses, strict=False)]
+        label = f"{self.state.trial.name} loss"
+        self._landed: Event = self._device.down(copies, after=[self._device.mark()], label=label)
+        self._sent = [copy.source for copy in copies]
+        self._finish(shard)
+
+    def backward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
+        """B of every micro-batch, unless nothing at or below the shard is trained."""
+        if shard < self.lowest:
+            return
+        if shard > 0:
+            for kept, value in zip(self._kept[shard], self._shelf.taken(shard), strict=True):
+                kept.value = value
+        with self._visit(shard, "B", frozen):
+            for number, moment in enumerate(self._moments):
+                kept = self._kept[shard][number]
+                self._slopes[number] = self.units.backward(shard, kept, self._slopes[number], moment)
+                self.grads.take(shard, moment)
+        self._kept[shard].clear()
+        if shard > 0:
+            self._shelf.drop(shard)
+        self._finish(shard)
+
+    def end(self) -> float:
+        """What is due after the last visit; gives the loss."""
+        state = self.state
+        if not state.checked:
+            self.grads.check_all_seen()
+            state.checked = True
+        self._update()
+        if state.schedule is not None:
+            state.schedule.step()
+        state.step += 1
+        self._landed.wait()
+        count = len(self._moments)
+        self._clear()
+        return sum(each / count for each in self._losses[:count].tolist())
+
+    def predict(self, inputs: Any, belt: Belt) -> Any:
+        """The outputs for some inputs, without gradients; the belt goes as in a forward pass."""
+        value = moved(inputs, self._device.torch_device)
+        for shard in range(len(self.units.cuts)):
+            leaves = self._leaves(shard, belt.take(shard))
+            self.units.bind(shard, leaves)
+            try:
+                with self._device.arena.hold("activations", visit_bytes(self.state, shard, "F")):
+                    value = self.units.evaluate(shard, value)
+            finally:
+                self.units.unbind(shard)
+            belt.done(shard)
+        return value
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Up and down since last asked: adapters and boundaries."""
+        now = (self.ledger.up_bytes + self._shelf.up_bytes, self.ledger.down_bytes + self._shelf.down_bytes)
+        told, self._told = self._told, now
+        return now[0] - told[0], now[1] - told[1]
+
+    def settle(self) -> None:
+        """Bring adapters and buffers home."""
+        with self._device.computing():
+            for adapter in self._adapters.values():
+                adapter.write_back()
+            self._device.mark().wait()
+        for buffer, copy in zip(self.state.chain.buffers, self.units.buffers, strict=True):
+            buffer.copy_(copy)
+
+    def close(self) -> None:
+        """Give the memory back; nothing is brought home."""
+        self._clear()
+        self._resident.clear()
+        for adapter in self._adapters.values():
+            adapter.close()
+        self._adapters.clear()
+
+    def _clear(self) -> None:
+        self._kept, self._slopes, self._values, self._targets = [], [], [], []
+        self._shelf.clear()
+        self._resident.clear()
+        self._stay()
+
+    def _stay(self) -> None:
+        size = sum(buffer.nbytes for buffer in self.units.buffers)
+        if size:
+            self._resident.push(size)
+
+    @contextmanager
+    def _visit(self, shard: int, kind: str, frozen: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:
+        """Weights, buffers and generators of this trial, for as long as it stands in a shard."""
+        leaves = self._leaves(shard, frozen)
+        self.units.bind(shard, leaves)
+        self.grads.watch(shard, leaves)
+        label = f"{self.state.trial.name} {kind}{shard}"
+        size = visit_bytes(self.state, shard, kind)
+        try:
+            with (
+                self._own_randomness(drawn=not self.state.trial.counted_rng),
+                self.units.buffers_bound(),
+                self._device.arena.hold("activations", size),
+                self._device.span("compute", label),
+            ):
+                yield
+        finally:
+            self.units.unbind(shard)
+
+    def _leaves(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> dict[int, torch.Tensor]:
+        leaves = {}
+        for index in self.state.layout.pieces_of[shard]:
+            adapter = self._adapters.get(index)
+            views = frozen[self._shared[index]] if adapter is None else adapter.compute_views()
+            for number, view in zip(self.state.layout.pieces[index].parameters, views, strict=True):
+                leaves[number] = view if adapter is None else view.detach().requires_grad_()
+        return leaves
+
+    def _finish(self, shard: int) -> None:
+        """Keep the gradients that are whole; one step of the optimizer takes them all at the end."""
+        for index in self.state.layout.pieces_of[shard]:
+            adapter = self._adapters.get(index)
+            if adapter is None or adapter.host.piece.shards[0] != shard:
+                continue
+            grads = self.grads.collect(index)
+            if self.state.trial.deferred:
+                self.grads.note_norms(index, grads, self._scale)
+            self._waiting[index] = grads
+            self._resident.push(max(1, tree_bytes(grads)))
+
+    def _update(self) -> None:
+        state, factors, overflow = self.state, (), False
+        if state.trial.deferred:
+            factors, overflow = self.grads.factors(self._scale)  # type: ignore[assignment]
+            self.grads.forget()
+        if state.trial.precision == "fp16":
+            state.scaler.update(overflow=overflow)
+        waiting, self._waiting = self._waiting, {}
+        if overflow:
+            return
+        entries = []
+        for index, grads in waiting.items():
+            adapter = self._adapters[index]
+            masters = adapter.host.master
+            wide = {p: self.grads.widened(grad, masters[p].dtype, factors) for p, grad in grads.items()}
+            entries.extend(adapter.entries(state.groups(index), wide))
+        if entries:
+            apply(state.optimizer, entries, self._hyper)
+        for index in waiting:
+            self._adapters[index].refresh()
+
+    @contextmanager
+    def _own_randomness(self, *, drawn: bool) -> Iterator[None]:
+        """This trial's generators; `drawn`: they go on from there."""
+        where, state = self._device.torch_device, self.state
+        randomness.install(state.generators, where)
+        yield
+        if drawn:
+            state.generators = randomness.current(where)
+
+
+def lowest_trained(state: TrialState) -> int:
+    """The first shard with something to train: backward need not go below."""
+    return min(p.shards[0] for p in state.layout.pieces if not is_frozen(p, state.chain))
+
+
+def visit_bytes(state: TrialState, shard: int, kind: str) -> int:
+    """Device memory a visit takes beside weights and boundaries."""
+    low, high = state.layout.cuts[shard]
+    facts = state.facts
+    if kind == "F":
+        return 2 * max(facts.output_bytes[low:high])
+    numbers = [n for piece in state.layout.pieces_of[shard] for n in state.layout.pieces[piece].parameters]
+    grads = sum(state.sizes.grad_bytes[n] for n in numbers)
+    return int(1.25 * sum(facts.saved_bytes[low:high])) + 2 * facts.output_bytes[high - 1] + grads

@@ -1,0 +1,159 @@
+"""Blocks found by themselves: in the module tree, or cut out of the graph, skips and all."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import loadmaster.train as lt
+from loadmaster.core.errors import InputError
+from loadmaster.train.blocks import chain_of
+from loadmaster.train.cpu_device import CpuDevice
+
+
+class UNet(nn.Module):
+    """Down twice, up twice, with skips over the middle; batch norm, dropout, an in-place ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up2, self.up1 = nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = F.relu(self.down1(x))
+        second = F.relu(self.norm(self.down2(F.max_pool2d(first, 2))), inplace=True)
+        low = F.dropout(self.middle(F.max_pool2d(second, 2)), 0.1, training=self.training)
+        up = self.up2(torch.cat([F.interpolate(low, scale_factor=2), second], dim=1))
+        return self.up1(torch.cat([F.interpolate(up, scale_factor=2), first], dim=1))
+
+
+class OddTransformer(nn.Module):
+    """Two inputs, tied output, a parameter of its own, layers run in an order of its own, a late skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(11, 8), nn.Parameter(torch.randn(1, 6, 8))
+        make = lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)  # noqa: E731
+        self.layers = nn.ModuleList([make() for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = start = self.embed(tokens) + self.place[:, : tokens.shape[1]] * weight
+        for layer in reversed(self.layers):
+            x = layer(x) + x
+        x = (x + start) * self.scale
+        return {"logits": F.linear(x, self.embed.weight)}
+
+
+def _images() -> list[Any]:
+    made = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(n, 1, 8, 8, generator=made), torch.randint(2, (n, 8, 8), generator=made))
+        for n in (3, 3, 2)
+    ]
+
+
+def _texts() -> list[Any]:
+    made = torch.Generator().manual_seed(2)
+    return [
+        (
+            (torch.randint(11, (n, 6), generator=made), torch.rand(1, generator=made)),
+            torch.randint(11, (n, 6)),
+        )
+        for n in (3, 2)
+    ]
+
+
+_DRAWN = _texts()
+TRIALS: dict[str, dict[str, Any]] = {
+    "unet": {"build": UNet, "data": _images, "loss": F.cross_entropy},
+    "odd": {
+        "build": OddTransformer,
+        "data": lambda: _DRAWN,
+        "loss": lambda out, targets: F.cross_entropy(out["logits"].transpose(1, 2), targets),
+    },
+}
+
+
+def _trial(kind: str, **more: Any) -> lt.Trial:
+    optim = lambda ps: torch.optim.AdamW(ps, lr=1e-2)  # noqa: E731
+    return lt.Trial(name=kind, optim=optim, epochs=3, seed=4, **(TRIALS[kind] | more))
+
+
+def _plain(trial: lt.Trial) -> dict[str, torch.Tensor]:
+    """The loop everybody writes."""
+    torch.manual_seed(trial.seed)
+    model = trial.build()
+    optimizer = trial.optim(model.parameters())
+    for _ in range(trial.epochs):
+        for inputs, targets in trial.data():
+            optimizer.zero_grad()
+            out = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+            trial.loss(out, targets).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("shards", ["each", "two"])
+@pytest.mark.parametrize("kind", list(TRIALS))
+def test_a_model_that_is_no_chain_is_cut_and_trains_to_the_bits_of_a_plain_loop(
+    kind: str, shards: str
+) -> None:
+    trial = _trial(kind)
+    num_blocks = len(chain_of(trial, trial.build()).blocks)
+    assert num_blocks >= 4
+    cuts = list(range(num_blocks)) if shards == "each" else [0, num_blocks // 2]
+    device = CpuDevice(cap_bytes=1 << 24, jitter_s=1e-4)
+    runner = lt.open_runner(
+        trial, device=device, cuts=cuts, optimizer_placement="device", num_slots=99
+    )
+    losses = [done.loss for done in runner.steps(device, 99)]
+    ours, witness, plain = runner.state_dict(), _plain(trial), lt.reference(trial)
+    assert losses == list(plain.losses)
+    for name, tensor in witness.items():
+        assert torch.equal(tensor, ours[name]), name
+        assert torch.equal(tensor, plain.state_dict[name]), name
+    runner.close()
+    device.close()
+
+
+def test_a_skip_across_a_cut_is_one_more_leaf() -> None:
+    trial = _trial("unet")
+    chain = chain_of(trial, trial.build().train())
+    value: Any = torch.randn(2, 1, 8, 8)
+    widths = []
+    for index, block in enumerate(chain.blocks):
+        value = block(value)
+        widths.append(len(value) if isinstance(value, tuple) and index + 1 < len(chain.blocks) else 1)
+    assert sum(width > 1 for width in widths) >= 2
+    assert widths[-1] == 1
+
+
+def test_evaluation_runs_the_model_as_eval_mode_has_it() -> None:
+    batch = _images()[0][0]
+    trial = _trial("unet", evaluate=lambda predict: {"sum": predict(batch).double().sum().item()})
+    device = CpuDevice(cap_bytes=1 << 24)
+    runner = lt.open_runner(trial, device=device)
+    found = runner.evaluate(device)
+    torch.manual_seed(trial.seed)
+    with torch.no_grad():
+        assert found["sum"] == trial.build().eval()(batch).double().sum().item()
+    runner.close()
+
+
+def test_a_forward_that_looks_at_values_is_refused_with_the_reason_and_the_way_out() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() > 0 else -self.linear(x)
+
+    trial = _trial("unet", build=Looking)
+    with pytest.raises(InputError, match=r"Looking shows no chain of blocks.*give Trial\(blocks"):
+        chain_of(trial, Looking())

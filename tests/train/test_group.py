@@ -1,0 +1,158 @@
+"""Trials on one frozen backbone: streamed once for all, each to the bits it would have alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import loadmaster.train as lt
+from loadmaster.core.errors import DeviceMemoryError, InputError
+from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.train.group import Group, open_group, steps
+from loadmaster.train.state import TrialState
+from tests.train.lora_trials import NUM_LAYERS, WIDTH, lora
+
+SHARD_BYTES = WIDTH * WIDTH * 4
+EACH_BLOCK = list(range(NUM_LAYERS + 2))
+
+
+def _sweep(**more: Any) -> list[lt.Trial]:
+    return [lora(f"t{n}", lr=lr, seed=n, **more) for n, lr in enumerate((1e-2, 3e-3, 1e-3))]
+
+
+def _device(cap_bytes: int = 1 << 20) -> CpuDevice:
+    return CpuDevice(cap_bytes=cap_bytes, jitter_s=2e-4)
+
+
+def _run(group: Group, num_steps: int = 99) -> dict[str, list[Any]]:
+    told: dict[str, list[Any]] = {state.trial.name: [] for state in group.states}
+    for step in steps(group, num_steps):
+        for each in step:
+            told[each.state.trial.name].append(each)
+    return told
+
+
+def _losses(told: list[Any]) -> list[float]:
+    return [each.loss for each in told if not each.over and each.error is None]
+
+
+def _equal(state: TrialState, group: Group, losses: list[float]) -> None:
+    group.settle(state)
+    plain = lt.reference(state.trial)
+    assert losses == list(plain.losses)
+    ours = state.chain.model.state_dict()
+    assert [name for name, tensor in plain.state_dict.items() if not torch.equal(tensor, ours[name])] == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"accumulate": 2}, {"clip_norm": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}],
+    ids=lambda more: str(more),
+)
+def test_three_trials_on_one_backbone_each_equal_their_plain_loop(more: dict[str, Any]) -> None:
+    device = _device()
+    group = open_group(_sweep(**more), device=device, cuts=EACH_BLOCK, num_places=3)
+    told = _run(group)
+    for state in list(group.states):
+        _equal(state, group, _losses(told[state.trial.name]))
+    group.leave()
+    assert device.arena.used_bytes == 0
+    assert device.arena.peak_bytes <= device.arena.cap_bytes
+    device.close()
+
+
+def test_the_backbone_goes_up_once_a_step_however_many_trials_share_it() -> None:
+    per_trial = {}
+    for count in (1, 3):
+        device = _device()
+        group = open_group(_sweep()[:count], device=device, cuts=EACH_BLOCK, num_places=2)
+        told = _run(group, 3)
+        per_trial[count] = told["t0"][-1].bytes_up
+        assert {each[-1].loads for each in told.values()} == {told["t0"][-1].loads}
+        group.leave()
+        device.close()
+    assert per_trial[1] >= 2 * (NUM_LAYERS - 1) * SHARD_BYTES
+    assert per_trial[3] == per_trial[1] // 3
+
+
+def test_boundaries_go_to_host_memory_where_the_cap_leaves_no_room_and_the_bits_stay() -> None:
+    trials = _sweep(data=lambda: [(torch.arange(400).view(8, 50) % 11, torch.arange(400) % 11)] * 3)
+    roomy = _device(1 << 22)
+    group = open_group(trials, device=roomy, cuts=EACH_BLOCK)
+    next(iter(steps(group, 1)))
+    assert group.plan is not None
+    assert group.plan.on_device
+    needed = group.plan.peak_bytes
+    group.leave()
+    tight = _device(needed - 8 * SHARD_BYTES - 8 * 400 * WIDTH * 4)
+    group = open_group(trials, device=tight, cuts=EACH_BLOCK)
+    told = _run(group)
+    assert group.plan is not None
+    assert not group.plan.on_device
+    for state in list(group.states):
+        _equal(state, group, _losses(told[state.trial.name]))
+    assert tight.arena.peak_bytes <= tight.arena.cap_bytes
+    group.leave()
+    assert tight.arena.used_bytes == 0
+
+
+def test_a_member_that_fails_in_the_middle_leaves_the_others_bit_equal() -> None:
+    trials = _sweep()
+    calls = []
+
+    def broken(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise ValueError("the user's own mistake")
+        return out.float().mean()
+
+    trials[1] = lora("t1", seed=1, loss=broken)
+    device = _device()
+    group = open_group(trials, device=device, cuts=EACH_BLOCK, num_places=3)
+    calls.clear()
+    told = _run(group)
+    assert "own mistake" in str(told["t1"][3].error)
+    assert len(told["t1"]) == 4
+    assert [state.trial.name for state in group.states] == ["t0", "t2"]
+    for state in list(group.states):
+        _equal(state, group, _losses(told[state.trial.name]))
+    group.leave()
+    assert device.arena.used_bytes == 0
+
+
+def test_a_member_that_is_stopped_leaves_the_others_bit_equal() -> None:
+    device = _device()
+    group = open_group(_sweep(), device=device, cuts=EACH_BLOCK, num_places=3)
+    first = _run(group, 2)
+    group.part(group.states[0])
+    rest = _run(group)
+    assert len(group.states) == 2
+    for state in list(group.states):
+        name = state.trial.name
+        _equal(state, group, _losses(first[name]) + _losses(rest[name]))
+    group.leave()
+
+
+def test_another_backbone_is_refused_and_a_shared_one_is_held_once() -> None:
+    device = _device()
+    with pytest.raises(InputError, match="cannot join the group of 'a'"):
+        open_group([lora("a"), lora("b", backbone=1)], device=device)
+    group = open_group([lora("a"), lora("b", seed=3)], device=device)
+    weights = [state.chain.model.get_parameter("1.weight").data_ptr() for state in group.states]
+    assert weights[0] == weights[1]
+
+
+def test_a_cap_that_holds_no_group_is_said() -> None:
+    with pytest.raises(DeviceMemoryError, match="raise memory_cap"):
+        open_group(_sweep(), device=_device(3000))
+
+
+def test_the_benchmark_of_adapters_runs_small_and_moves_the_backbone_once_for_all() -> None:
+    from benchmarks.train_lora import TINY, compared
+
+    device = CpuDevice(cap_bytes=800_000)
+    found = compared(TINY, device, 3)
+    assert device.arena.used_bytes == 0
+    assert found["all_loss"] != found["one_loss"]  # it goes on from where it was alone
+    assert 0 < found["one_gb_up"] <= found["all_gb_up"] < 2 * 8 * 90e-6  # twice eight shards, not thrice that
+    device.close()
