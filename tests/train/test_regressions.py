@@ -1,9 +1,10 @@
 """Defects of the published systems, one test each: what must not happen here, by number.
 
-Those about shards, units and optimizers on a device are in the tests of the executor; these are about studies.
+Those about shards, units and optimizers are in the tests of the executor; these are about studies.
 """
 
 import inspect
+import itertools
 import os
 import random
 import subprocess
@@ -66,7 +67,7 @@ def test_r17_a_thousand_runs_with_turns_of_no_length_book_no_trial_twice() -> No
         )
         for i in range(num):
             turns = sorted((s.start_s, s.end_s) for s in seen.served if s.turn.trial == i)
-            assert all(a[1] <= b[0] for a, b in zip(turns, turns[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(turns))
         steps = [sum(s.turn.num_steps for s in seen.served if s.turn.trial == i) for i in range(num)]
         assert steps == left
 

@@ -58,12 +58,12 @@ def command(
 
 
 def _study(source: str) -> "Study":
+    from importlib.util import find_spec
+
     from loadmaster.core.errors import InputError
 
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise InputError("train needs PyTorch; install it: pip install 'loadmaster[train]'") from None
+    if find_spec("torch") is None:
+        raise InputError("train needs PyTorch; install it: pip install 'loadmaster[train]'")
     from loadmaster.train.source import study_of
 
     return study_of(source)

@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,8 @@ class Worker:
     def _drop(self, trial: str) -> None:
         runner = self.held.pop(trial, None)
         if runner is not None:
-            try:
+            with suppress(Exception):  # of a trial that failed; there is nothing more to do for it
                 runner.close()
-            except Exception:  # of a trial that failed; there is nothing more to do for it
-                pass
         self._room.reclaim(self.held)
 
     def close(self) -> None:
