@@ -43,6 +43,8 @@ class ShardPlan:
     work: Work
     limit: Limit
     load_bytes: int  # to bring what is pinned
+    num_rings: int = 2
+    num_in_flight: int = IN_FLIGHT  # pieces whose gradients may be on their way down
     slot_bytes: int = 0  # what a turn of another trial pushes out
 
 
@@ -71,10 +73,10 @@ def unit_bytes(
     return sum(kept) + extra + (grads if high - low > 1 or facts.sums_grads else 0) + casts
 
 
-def flight_bytes(layout: Layout, sizes: Sizes, streamed: frozenset[int]) -> int:
+def flight_bytes(layout: Layout, sizes: Sizes, streamed: frozenset[int], num_in_flight: int) -> int:
     """Gradients that may be on their way down at once."""
     grads = [sum(sizes.grad_bytes[n] for n in layout.pieces[piece].parameters) for piece in streamed]
-    return sum(sorted(grads)[-IN_FLIGHT:])
+    return sum(sorted(grads)[-num_in_flight:])
 
 
 def make_plan(
@@ -152,14 +154,13 @@ def _base(
     fewest = least_slots(layout, streamed)
     ring = _ring_bytes(layout, sizes, everything)
     plan: ShardPlan | None = None
-    for slots in range(max(num_slots, fewest), fewest - 1, -1):
+    most = max(num_slots, fewest)
+    ways = [(slots, 2, IN_FLIGHT) for slots in range(most, fewest - 1, -1)]
+    for slots, num_rings, num_in_flight in [*ways, (fewest, 2, 1), (fewest, 1, 1)]:
         depth = max(0, slots - fewest)
-        plan = _measured(
-            built,
-            ShardPlan(layout, everything, slots, depth, ring, 0, 0, _NO_WORK, _NO_LIMIT, 0),
-            sizes,
-            share,
-        )
+        bare = ShardPlan(layout, everything, slots, depth, ring, 0, 0, _NO_WORK, _NO_LIMIT, 0)
+        bare = replace(bare, num_rings=num_rings, num_in_flight=num_in_flight)
+        plan = _measured(built, bare, sizes, share)
         if plan.peak_bytes <= room:
             break
     assert plan is not None
@@ -237,7 +238,7 @@ def _measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardP
         own_bytes=standing + moving,
         work=_work(built, plan, sizes),
         load_bytes=pinned,
-        slot_bytes=shared - 2 * aligned(plan.ring_bytes) if plan.ring_bytes else shared,
+        slot_bytes=shared - plan.num_rings * aligned(plan.ring_bytes) if plan.ring_bytes else shared,
     )
 
 
@@ -251,14 +252,17 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int]:
         streamed,
         num_slots=plan.num_slots,
         ring_bytes=plan.ring_bytes,
-        num_rings=2,
+        num_rings=plan.num_rings,
         flight_bytes=0,
     )
     standing = sum(aligned(buffer.numel() * buffer.element_size()) for buffer in built.chain.buffers)
     for piece in layout.pieces:
         if plan.placement[piece.index] == "pinned":
             standing += aligned(sum(aligned(sizes.pinned_bytes[n]) for n in piece.parameters))
-    arena.book("gradients in flight", flight_bytes(layout, sizes, streamed) if layout.num_shards > 1 else 0)
+    arena.book(
+        "gradients in flight",
+        flight_bytes(layout, sizes, streamed, plan.num_in_flight) if layout.num_shards > 1 else 0,
+    )
     micro = built.trial.accumulate
     arena.book("batch", 2 * micro * facts.input_bytes)
     boundaries = []

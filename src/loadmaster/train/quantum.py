@@ -82,7 +82,7 @@ class Session:
             num_slots=setting.num_slots,
             ring_bytes=setting.ring_bytes,
             num_rings=setting.num_rings,
-            flight_bytes=flight_bytes(state.layout, state.sizes, streamed),
+            flight_bytes=flight_bytes(state.layout, state.sizes, streamed, setting.num_in_flight),
         )
 
     def step(self, follower: "Session | None" = None) -> StepFacts | None:

@@ -231,7 +231,9 @@ def open_runner(
             plan.num_slots,
             plan.depth,
             plan.ring_bytes,
+            num_rings=plan.num_rings,
             num_threads=threads,
+            num_in_flight=plan.num_in_flight,
             own_bytes=plan.own_bytes,
         )
     else:

@@ -19,6 +19,7 @@ class Setting:
     ring_bytes: int
     num_rings: int = 2
     num_threads: int = 1
+    num_in_flight: int = 3  # pieces whose gradients may be on their way down
     own_bytes: int | None = None  # planned, beside the places trials share
 
 
