@@ -108,9 +108,7 @@ def test_a_model_that_is_no_chain_is_cut_and_trains_to_the_bits_of_a_plain_loop(
     assert num_blocks >= 4
     cuts = list(range(num_blocks)) if shards == "each" else [0, num_blocks // 2]
     device = CpuDevice(cap_bytes=1 << 24, jitter_s=1e-4)
-    runner = lt.open_runner(
-        trial, device=device, cuts=cuts, optimizer_placement="device", num_slots=99
-    )
+    runner = lt.open_runner(trial, device=device, cuts=cuts, optimizer_placement="device", num_slots=99)
     losses = [done.loss for done in runner.steps(device, 99)]
     ours, witness, plain = runner.state_dict(), _plain(trial), lt.reference(trial)
     assert losses == list(plain.losses)

@@ -5,7 +5,20 @@ from typing import Annotated
 import typer
 
 from loadmaster import __version__
-from loadmaster.cli import algorithms, compare, costs, demo, doctor, fit, plan, probe, run, show, simulate, train
+from loadmaster.cli import (
+    algorithms,
+    compare,
+    costs,
+    demo,
+    doctor,
+    fit,
+    plan,
+    probe,
+    run,
+    show,
+    simulate,
+    train,
+)
 
 app = typer.Typer(
     add_completion=False,

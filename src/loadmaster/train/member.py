@@ -36,7 +36,7 @@ class Adapter(PinnedPiece):
         ]
         self._copies = device.arena.region("adapters", packer.end_bytes)
         try:
-            super().__init__(host, device, ledger)
+            super().__init__(host, device, ledger, name="adapters")
         except BaseException:
             device.arena.give_back(self._copies)
             raise
