@@ -11,7 +11,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from loadmaster.core.errors import InputError
