@@ -155,3 +155,49 @@ def test_a_forward_that_looks_at_values_is_refused_with_the_reason_and_the_way_o
     trial = _trial("unet", build=Looking)
     with pytest.raises(InputError, match=r"Looking shows no chain of blocks.*give Trial\(blocks"):
         chain_of(trial, Looking())
+
+
+def _own_init() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    nn.init.normal_(model[1].weight, std=0.02)
+    return model
+
+
+def _scaled() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    return model
+
+
+def _usual() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Linear(16, 4)
+    )
+
+
+@pytest.mark.parametrize(("build", "empty"), [(_usual, True), (_own_init, False), (_scaled, False)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_build_without_memory_gives_the_numbers_of_a_plain_one_or_is_not_taken(
+    build: Any, empty: bool, precision: Any
+) -> None:
+    from loadmaster.train import state
+
+    made = torch.Generator().manual_seed(1)
+    data = [(torch.randn(6, 8, generator=made), torch.randint(4, (6,), generator=made))] * 3
+    trial = _trial("unet", build=build, data=lambda: data, precision=precision)
+    before = torch.get_rng_state()
+    built = state.build(trial, device=torch.device("cpu"))
+    assert built.empty is empty
+    if empty:
+        assert all(p.untyped_storage().nbytes() <= 4 for p in built.chain.parameters)
+    held = state.hold(built, [0, 1], landing=False)
+    torch.manual_seed(trial.seed)
+    witness = build()
+    assert torch.equal(held.generators.host, torch.get_rng_state())
+    for name, tensor in witness.state_dict().items():
+        assert torch.equal(tensor, built.chain.model.state_dict()[name]), name
+    torch.set_rng_state(before)
+    device = CpuDevice(cap_bytes=1 << 20)
+    runner = lt.open_runner(trial, device=device, optimizer_placement="device")
+    assert [done.loss for done in runner.steps(device, 99)] == list(lt.reference(trial).losses)
+    runner.close()

@@ -156,3 +156,39 @@ def test_the_benchmark_of_adapters_runs_small_and_moves_the_backbone_once_for_al
     assert found["all_loss"] != found["one_loss"]  # it goes on from where it was alone
     assert 0 < found["one_gb_up"] <= found["all_gb_up"] < 2 * 8 * 90e-6  # twice eight shards, not thrice that
     device.close()
+
+
+def test_a_study_puts_adapter_trials_on_one_backbone_and_each_ends_with_its_own_bits(tmp_path: Any) -> None:
+    trials = _sweep(eval_every=3, evaluate=lambda predict: {"x": predict(torch.arange(5)[None]).sum().item()})
+    study = lt.Study(trials, dir=tmp_path, devices="cpu", memory_cap=1 << 20, checkpoint_every=3)
+    result = study.fit()
+    for trial in trials:
+        plain = lt.reference(trial)
+        ours = result[trial.name].state_dict()
+        assert [n for n, tensor in plain.state_dict.items() if not torch.equal(tensor, ours[n])] == []
+        assert result[trial.name].loss == plain.losses[-1]
+    shared = [span for span in result.spans if "load" in span.name and "+" in span.name]
+    assert shared, "one load served several trials"
+
+
+def test_a_member_whose_steps_were_done_ahead_is_seen_where_its_study_thinks_it_is() -> None:
+    from loadmaster.train.group_runner import Groups
+    from loadmaster.train.state import build
+
+    device = _device()
+    groups = Groups()
+    one, two = (groups.runner(build(trial, device=device.torch_device), device) for trial in _sweep()[:2])
+    assert len(list(one.steps(device, 3))) == 3
+    assert (one.step, two.step, two.state.step) == (3, 0, 3)
+    assert [done.step for done in two.steps(device, 1)] == [1]
+    after_one = {name: tensor.clone() for name, tensor in two.state_dict().items()}
+    assert two.step == two.state.step == 1
+    plain = lt.reference(lora("t1", lr=3e-3, seed=1, max_steps=1))
+    assert all(torch.equal(tensor, after_one[name]) for name, tensor in plain.state_dict.items())
+    list(two.steps(device, 99))
+    list(one.steps(device, 99))
+    for runner, trial in ((one, _sweep()[0]), (two, _sweep()[1])):
+        ours = runner.state_dict()
+        assert all(torch.equal(tensor, ours[n]) for n, tensor in lt.reference(trial).state_dict.items())
+        runner.close()
+    assert device.arena.used_bytes == 0

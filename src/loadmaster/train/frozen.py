@@ -18,6 +18,7 @@ from loadmaster.train.state import Built
 from loadmaster.train.store import HostPiece
 
 _CHUNK_BYTES = 1 << 26
+_MOST = 0.5  # of a model's bytes
 
 
 def frozen_numbers(chain: Chain) -> list[int]:
@@ -30,6 +31,11 @@ def frozen_share(chain: Chain) -> float:
     """The share of a model's bytes that is frozen."""
     total = sum(parameter.nbytes for parameter in chain.parameters)
     return sum(chain.parameters[n].nbytes for n in frozen_numbers(chain)) / total if total else 0.0
+
+
+def has_backbone(chain: Chain) -> bool:
+    """Whether most of a model is frozen."""
+    return frozen_share(chain) > _MOST
 
 
 def parted(layout: Layout, chain: Chain) -> Layout:

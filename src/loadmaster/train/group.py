@@ -9,6 +9,7 @@ fails or is stopped leaves; the others do not notice.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.train import randomness
 from loadmaster.train.belt import Belt
-from loadmaster.train.blocks import Chain
 from loadmaster.train.frozen import frozen_share, is_frozen, parted, shareable
 from loadmaster.train.group_plan import GroupPlan, group_cuts, plan_group
 from loadmaster.train.layout import Layout, lay_out
@@ -36,6 +36,7 @@ class Ridden:
     """One trial's part of a group step: its numbers, or what went wrong, or the end of its data."""
 
     state: TrialState
+    epoch: int = 0
     loss: float = 0.0
     num_tokens: int = 0
     seconds: float = 0.0  # its share
@@ -117,6 +118,21 @@ class Group:
         assert self._belt is not None
         member = self._members[id(state)]
         return member.predict(inputs, self._belt)
+
+    def has(self, state: TrialState) -> bool:
+        """Whether a trial is a member."""
+        return any(each is state for each in self.states)
+
+    def rejoin(self, state: TrialState) -> None:
+        """Take a member back that failed in a step which is to be undone."""
+        if not self.has(state):
+            self.leave()
+            self.states.append(state)
+
+    def buffers_bound(self, state: TrialState) -> AbstractContextManager[None]:
+        """A member's blocks see the device's buffers."""
+        self._enter()
+        return self._members[id(state)].units.buffers_bound()
 
     def settle(self, state: TrialState) -> None:
         """Bring a member's adapters home: then its host memory is the whole truth."""
@@ -246,10 +262,17 @@ class _Ride:
             return Ridden(member.state, error=self.errors[key])
         if key not in self.losses:
             return Ridden(member.state, over=True)
-        own = tuple(span for span in spans if span[1].startswith(f"{name} ") or "+" in span[1])
+        first = member is self.members[0]  # what was done for all is told once
+        names = [f"{each.state.trial.name} " for each in self.members]
+        own = tuple(
+            span
+            for span in spans
+            if span[1].startswith(f"{name} ") or (first and not span[1].startswith(tuple(names)))
+        )
         moved_up, moved_down = member.moved_bytes()
         return Ridden(
             member.state,
+            member.state.epoch,
             self.losses[key],
             self._num_tokens[key],
             seconds,
@@ -265,11 +288,6 @@ def parted_layout(built: Built, cuts: Sequence[int]) -> Layout:
     dtype = COMPUTE_DTYPE[built.trial.precision]
     layout = lay_out(built.chain, cuts, compute_dtype=dtype, castable=built.facts.castable)
     return parted(layout, built.chain)
-
-
-def has_backbone(chain: Chain) -> bool:
-    """Whether most of a model is frozen."""
-    return frozen_share(chain) > 0.5
 
 
 def open_group(

@@ -34,7 +34,7 @@ class Adapter(PinnedPiece):
             packer.place(view.shape, view.dtype) if apart else None
             for view, apart in zip(host.compute, host.separate, strict=True)
         ]
-        self._copies = device.arena.region("adapters", packer.end_bytes)
+        self._copies = device.arena.region("pinned", packer.end_bytes)
         try:
             super().__init__(host, device, ledger, name="adapters")
         except BaseException:
@@ -93,7 +93,7 @@ class Member:
         self._adapters: dict[int, Adapter] = {}
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of this step, until its end
         self._shelf = Shelf(device, f"{state.trial.name} boundaries", on_device=on_device)
-        self._resident = Booked(device.arena, "batches and buffers")
+        self._resident = Booked(device.arena, f"{state.trial.name} batch")
         self.lowest = lowest_trained(state)
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         try:

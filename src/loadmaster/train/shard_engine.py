@@ -34,6 +34,10 @@ class ShardEngine:
     rates: Rates | None = None  # None: typical ones
     share: int = 1  # trials that are to stand on a device at once
     _here: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # of this process
+    _groups: dict[int, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # by device, of this process
+    _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
 
     def __post_init__(self) -> None:
         """Refuse an unknown placement before anything is built."""
@@ -42,7 +46,7 @@ class ShardEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay in their process."""
-        return {**self.__dict__, "_here": {}}
+        return {**self.__dict__, "_here": {}, "_groups": {}}
 
     def device_names(self, devices: str | Sequence[str]) -> list[str]:
         """The devices that are meant; no GPU is touched."""
@@ -82,12 +86,29 @@ class ShardEngine:
         from loadmaster.train.runner import open_runner
         from loadmaster.train.updater import HostUpdater
 
+        grouped = self._grouped(trial, device)
+        if grouped is not None:
+            return grouped
         if "updater" not in self._here:
             self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
         wish = self.optimizer_placement
         return open_runner(
             trial, device=device, optimizer_placement=wish, rates=self.rates, share=self.share, **self._here
         )
+
+    def _grouped(self, trial: Trial, device: Any) -> Runner | None:
+        """A runner on a shared backbone, where most of a model is frozen and a group of it fits."""
+        from loadmaster.train.frozen import has_backbone
+        from loadmaster.train.group_runner import Groups
+        from loadmaster.train.state import build
+
+        if trial.name not in self._backbones:
+            return None
+        built = build(trial, device=device.torch_device)
+        if not has_backbone(built.chain):
+            return None
+        groups = self._groups.setdefault(id(device), Groups())
+        return groups.runner(built, device)
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
@@ -108,20 +129,44 @@ class ShardEngine:
         )
         sizes = sizes_of(built)
         state_bytes = sum(sizes.pinned_bytes)
+        shared_bytes = self._noted(trial, built)
         return TrialPlan(
             trial=trial.name,
             num_steps=num_steps(trial, built.num_batches),
+<<<<<<< HEAD
             step_s=plan.limit.predicted_s,
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes),
+=======
+            step_s=plan.limit.seconds,
+            host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
+>>>>>>> w7d
             state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
             peak_bytes=plan.peak_bytes,
             num_shards=plan.layout.num_shards,
             bytes_up=int(plan.work.up_bytes),
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
+<<<<<<< HEAD
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
+=======
+            load_s=plan.load_bytes / rates.up_bytes_per_s,
+            built_on="meta" if built.empty else "cpu",
+>>>>>>> w7d
             detail=plan,
         )
+
+    def _noted(self, trial: Trial, built: Any) -> int:
+        """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
+        from loadmaster.train.frozen import digest, frozen_numbers, has_backbone
+
+        if not has_backbone(built.chain):
+            return 0
+        found = digest(built.chain)
+        others = {each for name, each in self._backbones.items() if name != trial.name}
+        self._backbones[trial.name] = found
+        if found not in others:
+            return 0
+        return sum(built.chain.parameters[n].nbytes for n in frozen_numbers(built.chain))
 
 
 def num_steps(trial: Trial, num_batches: int | None) -> int:

@@ -13,6 +13,7 @@ from loadmaster.train import randomness
 from loadmaster.train.arena import aligned
 from loadmaster.train.blocks import Chain, chain_of
 from loadmaster.train.layout import Layout, lay_out
+from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
 from loadmaster.train.states import StateLayout, check_optimizer, discover
 from loadmaster.train.store import HostPiece, host_piece
@@ -91,14 +92,21 @@ class Built:
     facts: Profile
     generators: randomness.Generators
     num_batches: int | None
+<<<<<<< HEAD
     device: torch.device
+=======
+    empty: bool = False  # its numbers are drawn when it is held
+>>>>>>> w7d
 
 
 def build(trial: Trial, *, device: torch.device) -> Built:
     """Build the model as a plain script would after seeding, and profile it on a batch of its own."""
     with randomness.kept(device):
         randomness.seed_all(trial.seed, device)
-        model = trial.build()
+        empty = on_meta(trial.build)
+        if empty is None:
+            randomness.seed_all(trial.seed, device)
+        model = trial.build() if empty is None else empty
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
@@ -108,7 +116,14 @@ def build(trial: Trial, *, device: torch.device) -> Built:
         batch, num_batches = first_batch(trial)
         model.train()
         facts = profile(trial, chain, batch, device=device)
+<<<<<<< HEAD
     return Built(trial, chain, facts, generators, num_batches, device)
+=======
+        if empty is not None:
+            hollow(model)
+            chain = chain_of(trial, model)
+    return Built(trial, chain, facts, generators, num_batches, empty is not None)
+>>>>>>> w7d
 
 
 def first_batch(trial: Trial) -> tuple[Any, int | None]:
@@ -198,6 +213,7 @@ def hold(
         for number, view in zip(piece.parameters, host.master, strict=True):
             chain.parameters[number].data = view
         pieces.append(host)
+    generators = _filled(built, pieces) if built.empty else built.generators
     optimizer = trial.optim(trained)
     schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
     optimizer._opt_called = (
@@ -212,12 +228,27 @@ def hold(
         optimizer,
         schedule,
         group_of,
-        built.generators,
+        generators,
         Scaler(),
         sizes_of(built),
     )
     state.num_batches = built.num_batches
     return state
+
+
+def _filled(built: Built, pieces: Sequence[HostPiece]) -> randomness.Generators:
+    """Draw the numbers of a model built without memory, where it is held; the generators as they then are."""
+    other = built.generators.device
+    device = torch.device("cpu" if other is None else "cuda")
+    with randomness.kept(device):
+        randomness.seed_all(built.trial.seed, device)
+        reset(built.chain.model)
+        generators = randomness.current(device)
+    for host in pieces:
+        for copy, master in zip(host.compute, host.master, strict=True):
+            if copy is not master:
+                copy.copy_(master)
+    return generators
 
 
 def _states(optimizer: torch.optim.Optimizer, chain: Chain) -> tuple[list[StateLayout | None], list[int]]:
