@@ -133,25 +133,16 @@ class ShardEngine:
         return TrialPlan(
             trial=trial.name,
             num_steps=num_steps(trial, built.num_batches),
-<<<<<<< HEAD
             step_s=plan.limit.predicted_s,
-            host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes),
-=======
-            step_s=plan.limit.seconds,
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
->>>>>>> w7d
             state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
             peak_bytes=plan.peak_bytes,
             num_shards=plan.layout.num_shards,
             bytes_up=int(plan.work.up_bytes),
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
-<<<<<<< HEAD
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
-=======
-            load_s=plan.load_bytes / rates.up_bytes_per_s,
             built_on="meta" if built.empty else "cpu",
->>>>>>> w7d
             detail=plan,
         )
 

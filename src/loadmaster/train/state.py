@@ -92,11 +92,8 @@ class Built:
     facts: Profile
     generators: randomness.Generators
     num_batches: int | None
-<<<<<<< HEAD
     device: torch.device
-=======
     empty: bool = False  # its numbers are drawn when it is held
->>>>>>> w7d
 
 
 def build(trial: Trial, *, device: torch.device) -> Built:
@@ -116,14 +113,10 @@ def build(trial: Trial, *, device: torch.device) -> Built:
         batch, num_batches = first_batch(trial)
         model.train()
         facts = profile(trial, chain, batch, device=device)
-<<<<<<< HEAD
-    return Built(trial, chain, facts, generators, num_batches, device)
-=======
         if empty is not None:
             hollow(model)
             chain = chain_of(trial, model)
-    return Built(trial, chain, facts, generators, num_batches, empty is not None)
->>>>>>> w7d
+    return Built(trial, chain, facts, generators, num_batches, device, empty is not None)
 
 
 def first_batch(trial: Trial) -> tuple[Any, int | None]:
