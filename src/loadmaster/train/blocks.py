@@ -2,7 +2,7 @@
 
 A block takes what the block before it gave: any pytree of tensors, so a skip connection that crosses a cut is
 one more leaf. Blocks are given (`Trial.blocks`), or read off the module tree (`nn.Sequential`, or a module
-whose only children are such chains), or cut out of the exported graph (`traced.py`).
+whose only children are such chains), or cut out of the graph (`traced.py`).
 """
 
 from collections.abc import Mapping, Sequence
