@@ -68,7 +68,7 @@ class Belt:
         wanted += [(max(rest), None)] * min(num_places, len(rest))
         try:
             for size, own in wanted:
-                self._places.append(_Place(device.arena.region("pinned", size), own))
+                self._places.append(_Place(device.arena.region("belts", size), own))
         except BaseException:
             self.close()
             raise

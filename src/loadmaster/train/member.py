@@ -28,15 +28,15 @@ from loadmaster.train.update import Entry, apply
 class Adapter(PinnedPiece):
     """Trained parameters of one shard, on the device with their state and their compute copies."""
 
-    def __init__(self, host: HostPiece, device: Device, ledger: Ledger) -> None:
+    def __init__(self, host: HostPiece, device: Device, ledger: Ledger, *, name: str) -> None:
         packer = Packer()
         places = [
             packer.place(view.shape, view.dtype) if apart else None
             for view, apart in zip(host.compute, host.separate, strict=True)
         ]
-        self._copies = device.arena.region("pinned", packer.end_bytes)
+        self._copies = device.arena.region(name, packer.end_bytes)
         try:
-            super().__init__(host, device, ledger, name="adapters")
+            super().__init__(host, device, ledger, name=name)
         except BaseException:
             device.arena.give_back(self._copies)
             raise
@@ -100,7 +100,8 @@ class Member:
             self._stay()
             for host in state.pieces:
                 if not is_frozen(host.piece, state.chain):
-                    self._adapters[host.piece.index] = Adapter(host, device, self.ledger)
+                    name = f"{state.trial.name} adapters"
+                    self._adapters[host.piece.index] = Adapter(host, device, self.ledger, name=name)
         except BaseException:
             self.close()
             raise
@@ -215,7 +216,9 @@ class Member:
             leaves = self._leaves(shard, belt.take(shard))
             self.units.bind(shard, leaves)
             try:
-                with self._device.arena.hold("activations", visit_bytes(self.state, shard, "F")):
+                with self._device.arena.hold(
+                    f"{self.state.trial.name} activations", visit_bytes(self.state, shard, "F")
+                ):
                     value = self.units.evaluate(shard, value)
             finally:
                 self.units.unbind(shard)
@@ -268,7 +271,7 @@ class Member:
             with (
                 self._own_randomness(drawn=not self.state.trial.counted_rng),
                 self.units.buffers_bound(),
-                self._device.arena.hold("activations", size),
+                self._device.arena.hold(f"{self.state.trial.name} activations", size),
                 self._device.span("compute", label),
             ):
                 yield

@@ -17,7 +17,7 @@ from loadmaster.train.slots import Order, split_sizes
 from loadmaster.train.streams import Device, Event
 
 _FAR = 1 << 60
-SHARED = ("slots", "rings")  # regions of no trial in particular
+SHARED = ("slots", "rings", "belts")  # regions of no trial in particular
 
 
 class Owner(Protocol):
