@@ -245,6 +245,7 @@ def test_an_edit_right_after_a_forward_is_not_seen_by_it(monkeypatch: Any) -> No
         assert float(model(x)) == 0.0, "and the edit is seen by the next"
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_weights_are_pinned_and_gradients_come_down_without_waiting_for_the_device() -> None:
     built = deep()
     model = spilled_model(built, all_of, window_bytes=2 * WEIGHT, devices=SPILL)
