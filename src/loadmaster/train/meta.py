@@ -44,8 +44,9 @@ def on_meta(build: Callable[[], Any]) -> nn.Module | None:
     if not isinstance(model, nn.Module) or not _plain(model):
         return None
     names = [id(parameter) for parameter in model.parameters()]
-    if not all(name in built.written for name in names):
-        return None
+    own = {*names, *(id(buffer) for buffer in model.buffers())}
+    if not all(name in built.written for name in names) or not built.written.keys() <= own:
+        return None  # a weight that nobody fills, or one that was filled and then replaced, as ties do
     with again:
         reset(model)
     same = built.log == again.log and all(name in again.written for name in names)
