@@ -81,6 +81,7 @@ class _Search:
         self.priority = np.empty(len(rank_s), dtype=np.int32)
         self.priority[np.lexsort((np.arange(len(rank_s)), -rank_s))] = np.arange(len(rank_s))
         self.fastest = self.cargo.seconds.argmin(axis=1)
+        self._known: dict[Row, Score] = {}
 
     @property
     def over(self) -> bool:
@@ -89,9 +90,14 @@ class _Search:
         return self.tally.spent or self.tally.best_score <= met
 
     def rated(self, row: Row) -> Score:
-        """The score of a row; once the budget is spent the worst there is."""
-        if self.tally.spent:
-            return Score(np.iinfo(np.int64).max, np.inf)
+        """The score of a row, simulated once; after the budget is spent the worst there is."""
+        if row not in self._known:
+            if self.tally.spent:
+                return Score(np.iinfo(np.int64).max, np.inf)
+            self._known[row] = self._simulated(row)
+        return self._known[row]
+
+    def _simulated(self, row: Row) -> Score:
         cargo = self.cargo
         ends, devices = np.array(row).T
         device = np.repeat(devices, np.diff(ends, prepend=0))
