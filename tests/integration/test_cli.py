@@ -301,6 +301,7 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
         "plan",
         "fit",
         "run",
+        "train",
         "simulate",
         "compare",
         "show",

@@ -6,6 +6,7 @@ at its first step until it is handed over.
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from loadmaster.runtime.accounts import Accounts
 class Optimizers:
     """The optimizers of a placed model."""
 
-    def __init__(self, model: nn.Module, accounts: Accounts | None, homes: dict[str, int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        accounts: Accounts | None,
+        homes: dict[str, int],
+        current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`current` says whether the model has not been placed anew."""
+        self._current = current
         self._weights = {id(weight): (name, weight) for name, weight in model.named_parameters()}
         self._accounts, self._homes = accounts, homes
         self._stops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -57,7 +66,7 @@ class Optimizers:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             found = this()
-            if found is not None:
+            if found is not None and found._current():
                 found.count(optimizer)
 
         handle = register_optimizer_step_post_hook(stepped)

@@ -3,7 +3,7 @@
 import functools
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,7 +184,8 @@ def placed_model(
     accounts = Accounts(devices) if any(device.logical for device in devices) else None
     if accounts is not None:
         accounts.predicted_bytes = list(predicted_bytes or [])
-    optimizers = Optimizers(model, accounts, homes)
+    model.__dict__[_TURN] = model.__dict__.get(_TURN, 0) + 1
+    optimizers = Optimizers(model, accounts, homes, _turn_of(model))
     if weights is not None or is_meta(model):
         materialise(
             model,
@@ -307,15 +308,21 @@ def _spill(
     return Spill(known.spilled, known.window_bytes, largest, devices, accounts)
 
 
+def _turn_of(model: nn.Module) -> Callable[[], bool]:
+    """Whether a model is still placed as it is now: asked later, when it may have been placed anew."""
+    turn = model.__dict__.get(_TURN, 0)
+    return lambda: bool(model.__dict__.get(_TURN, 0) == turn)
+
+
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
     """A gradient is counted where its weight is, until the model is placed anew or the placed one is gone."""
-    turn = model.__dict__[_TURN] = model.__dict__.get(_TURN, 0) + 1
+    current = _turn_of(model)
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
 
         def count(weight: Any, name: str = name) -> None:
-            if model.__dict__.get(_TURN) == turn:
+            if current():
                 accounts.add(weight.grad, homes[name], f"the gradient of {name}")
 
         handle = weight.register_post_accumulate_grad_hook(count)
