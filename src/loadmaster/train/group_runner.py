@@ -184,7 +184,8 @@ class Groups:
                 state = group.join(built)
                 if state is not None:
                     return MemberRunner(state, group, members)
-        group, fresh = Group(device), []
+        group = Group(device)
+        fresh: list[MemberRunner] = []
         state = group.join(built)
         assert state is not None, "the first of a group is always taken or refused aloud"
         runner = MemberRunner(state, group, fresh)
