@@ -169,13 +169,21 @@ def _scaled() -> nn.Module:
     return model
 
 
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
 def _usual() -> nn.Module:
     return nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Linear(16, 4)
     )
 
 
-@pytest.mark.parametrize(("build", "empty"), [(_usual, True), (_own_init, False), (_scaled, False)])
+@pytest.mark.parametrize(
+    ("build", "empty"), [(_usual, True), (_own_init, False), (_scaled, False), (_tied, False)]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_build_without_memory_gives_the_numbers_of_a_plain_one_or_is_not_taken(
     build: Any, empty: bool, precision: Any

@@ -27,9 +27,11 @@ class _Writes(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             leaves = tree_leaves((args, kwargs))
-            self.log.append((str(func), [_word(leaf) for leaf in leaves]))
-            if args and isinstance(args[0], torch.Tensor):
-                self.written[id(args[0])] = args[0]
+            target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+            # which tensor, too: a weight that was drawn and then replaced by a tied one is another
+            self.log.append((str(func), id(target), [_word(leaf) for leaf in leaves]))
+            if target is not None:
+                self.written[id(target)] = target  # kept, so that no other gets its id
         return func(*args, **kwargs)
 
 
