@@ -21,7 +21,7 @@ from tests.strategies import problems
 
 ROUNDING = 1e-12  # sums of loads in another order
 quick = settings(max_examples=30, deadline=None)
-long = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+long = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SIZES = [(4, 3), (5, 2)]
 QUESTIONS: dict[str, dict[str, Any]] = {
     "step": {"issue": False},
