@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.command_line import answer, finish, loadmaster, start
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="training needs the extra [torch]")
 STUDY = Path(__file__).resolve().parents[2] / "examples" / "train_a_study.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

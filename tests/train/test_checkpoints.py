@@ -51,7 +51,7 @@ def test_what_is_in_the_model_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_the_library_safetensors_reads_the_model(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="the witness reads files with safetensors")
     saved = save(tmp_path, snapshot(), trial="a", generation=1, fence=0)
     found = safetensors.load_file(str(tmp_path / saved.folder / MODEL))
     assert found.keys() == snapshot().model.keys()
@@ -59,7 +59,7 @@ def test_the_library_safetensors_reads_the_model(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="the witness reads files with safetensors")
     tensors = {"odd": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5)}
     safetensors.save_file(tensors, str(tmp_path / "t"), metadata={"by": "them"})
     found = read_tensors(tmp_path / "t")

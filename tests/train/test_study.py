@@ -36,7 +36,7 @@ def test_every_trial_ends_with_the_weights_of_the_plain_loop(num_devices: int, t
 
 
 def test_the_weights_load_into_the_plain_model_and_by_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="the witness reads files with safetensors")
     result = study(tmp_path, [trial("a")]).fit()
     model = build()
     model.load_state_dict(result.best.state_dict())

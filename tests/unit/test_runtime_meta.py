@@ -125,7 +125,7 @@ def test_values_come_from_a_checkpoint(tmp_path: Path, shards: int, meta: bool) 
 
 
 def test_the_library_writes_what_is_read_here(tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
+    library = pytest.importorskip("safetensors.torch", reason="the witness reads files with safetensors")
     tensors = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5), "c": torch.zeros(0, 2)}
     library.save_file(tensors, tmp_path / "x.safetensors")
     read = Checkpoint(tmp_path / "x.safetensors")
@@ -134,7 +134,7 @@ def test_the_library_writes_what_is_read_here(tmp_path: Path) -> None:
 
 
 def test_a_transformers_model_is_initialised_by_its_own_rule() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs the extra [hf]")
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
     config.use_cache = False
     model = on_meta(lambda: transformers.GPT2LMHeadModel(config))

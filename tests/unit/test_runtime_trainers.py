@@ -35,8 +35,8 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[misc]
 
 def by_trainer(model: Any, folder: Any, **more: Any) -> tuple[list[float], dict[str, Any]]:
     """Losses of every step and the weights at the end, by the real Trainer."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers", reason="needs the extra [hf]")
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=3,
