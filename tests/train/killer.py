@@ -17,13 +17,21 @@ from tests.train.test_kill import Slowly, hashes, in_child
 from tests.train.test_shard_study import TRIALS, study
 
 
+def _wait_for(journal: Path) -> None:
+    """Until something was written, or for a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (journal.exists() and journal.stat().st_size):
+        time.sleep(0.005)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rng = random.Random(11)
     for at in range(int(sys.argv[2])):
         folder = Path(sys.argv[1]) / str(at)
         child = in_child(lambda folder=folder: study(folder, TRIALS[:2], callbacks=[Slowly()]).fit())  # type: ignore[misc]
-        time.sleep(rng.uniform(0.05, 0.9))
+        _wait_for(folder / "journal")  # a plan is made before anything is written, fast or slow
+        time.sleep(rng.uniform(0.0, 0.6))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         records = len(read_journal(folder / "journal").records)
