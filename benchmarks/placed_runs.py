@@ -237,11 +237,16 @@ def shorter(name: str, num_layers: int, *, batch: int, seq: int) -> Shorter:
     return Shorter(replace(size, numbers={**size.numbers, "n_layer": num_layers}), batch, seq)
 
 
-def captured(case: Case | Shorter) -> Any:
+def captured(case: Case | Shorter, optimizer: Any = "adamw") -> Any:
     """The graph of a case, for a GPU where there is one."""
     made = case.example("meta")
     target = "cuda" if torch.cuda.is_available() else "cpu"
-    return lm.capture(made.model, made.args, made.kwargs, loss=made.loss, target=target)
+    return lm.capture(made.model, made.args, made.kwargs, loss=made.loss, target=target, optimizer=optimizer)
+
+
+def fused_adamw(weights: Any) -> Any:
+    """One kernel for all weights of a device."""
+    return torch.optim.AdamW(weights, fused=True)
 
 
 @contextmanager

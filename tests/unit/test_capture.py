@@ -67,16 +67,21 @@ def test_weights_are_resident_to_the_byte(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_ops_sit_with_their_forward_op_and_run_in_reverse(name: str) -> None:
     graph = captured(name, None)
-    back = ops_of(graph, Phase.BACKWARD)
+    every = np.array(ops_of(graph, Phase.BACKWARD))
+    back = every[graph.mirror[every] != NO_MIRROR]
+    assert len(back) >= 0.92 * len(every)
+    for op in every[graph.mirror[every] == NO_MIRROR]:  # a sum of a tied weight's gradients
+        together = np.flatnonzero(graph.group == graph.group[op])
+        assert graph.op_kind[op] == "add"
+        assert (graph.phase[together] == Phase.PARAM).sum() == 1
     mirror = graph.mirror[back]
-    assert (mirror != NO_MIRROR).mean() >= 0.92
     assert (graph.phase[mirror] == Phase.FORWARD).all()
     assert (graph.group[back] == graph.group[mirror]).all()
     sums = np.array(
         [graph.op_kind[op] == "add" for op in back]
     )  # stand where the last of their parts is made
     assert (np.diff(mirror[~sums]) <= 0).all()
-    assert (np.diff(graph.phase[[*ops_of(graph, Phase.FORWARD), *back]]) >= 0).all()
+    assert (np.diff(graph.phase[[*ops_of(graph, Phase.FORWARD), *every]]) >= 0).all()
 
 
 def test_a_sum_of_gradients_sits_with_the_maker_of_the_tensor_whose_gradient_it_is() -> None:
@@ -99,6 +104,24 @@ def test_a_sum_of_gradients_sits_with_the_maker_of_the_tensor_whose_gradient_it_
         if op == add
     }
     assert makers == {"mm"}
+
+
+def test_the_sum_of_a_tied_weights_gradients_sits_with_the_weight() -> None:
+    graph = captured("gpt2", None)
+    add = graph.op_name.index("transformer.wte.weight.backward")
+    assert graph.op_kind[add] == "add"
+    assert graph.group[add] == graph.group[graph.op_name.index("transformer.wte.weight")]
+    assert graph.group[add] != graph.group[graph.op_name.index("embedding")]
+
+
+def test_a_weight_is_held_to_the_end_of_the_formula_that_reads_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    graph = capture(model, (torch.randn(4, 8),))
+    last = max(
+        (name for name in graph.op_name if name.startswith("linear_1.backward")), key=graph.op_name.index
+    )
+    assert last == "linear_1.backward.3", "the gradient of the bias, which needs no weight"
+    assert "2.weight" in reads(graph, last)
 
 
 def test_seven_of_nine_are_captured_from_the_exported_graph() -> None:

@@ -104,8 +104,8 @@ def test_every_trained_weight_has_one_update_that_reads_its_gradient(name: str, 
 @pytest.mark.parametrize(("name", "path"), CASES)
 def test_each_product_has_its_products_backward(name: str, path: str | None) -> None:
     graph = captured(name, path)
-    back = np.flatnonzero(graph.phase == Phase.BACKWARD)
-    work = np.bincount(graph.mirror[back][graph.mirror[back] != NO_MIRROR], minlength=graph.num_ops)
+    back = np.flatnonzero((graph.phase == Phase.BACKWARD) & (graph.mirror != NO_MIRROR))
+    work = np.bincount(graph.mirror[back], minlength=graph.num_ops)
     products = np.flatnonzero((graph.phase == Phase.FORWARD) & (graph.flops > 0))
     assert len(products) >= 2
     assert (work[products] >= 1).all()

@@ -121,9 +121,17 @@ def test_equal_work_is_one_key_and_gradients_make_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "name"), [("sgd", "sgd"), ("momentum", "momentum"), ("adam", "adamw"), ("adamw", "adamw")]
+    ("optimizer", "name"),
+    [
+        ("sgd", "sgd"),
+        ("momentum", "momentum"),
+        ("adam", "adamw"),
+        ("adamw", "adamw"),
+        (lambda weights: torch.optim.AdamW(weights, fused=True), "adamw_fused"),
+        (lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True), "sgd_fused"),
+    ],
 )
-def test_an_update_is_known_by_what_its_optimizer_keeps(optimizer: str, name: str) -> None:
+def test_an_update_is_known_by_what_its_optimizer_keeps(optimizer: Any, name: str) -> None:
     updates = [text for text in keys_of(perceptron(optimizer=optimizer)).text if text.startswith("update")]
     assert sorted(updates) == sorted(f"update {name} float32[{s}]" for s in ("16,8", "16", "4,16", "4"))
 

@@ -168,6 +168,29 @@ def test_a_cap_on_a_part_of_a_gpu_holds() -> None:
         gradients(model, built)
 
 
+def test_a_gpu_that_is_full_is_told_and_stays_usable() -> None:
+    width = 4096
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    x = torch.randn(64, width)
+    problem = lm.problem(lm.capture(model, (x,), target="cuda"), "cuda:0")
+    placed = lm.place(model, lm.plan(problem, algorithm="single_device"))
+    before = [weight.detach().clone() for weight in placed.parameters()]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+    try:
+        with pytest.raises(DeviceMemoryError, match=r"is full: .* predicted peak .* more were asked for"):
+            placed(torch.randn(1 << 14, width))
+        with pytest.raises(torch.OutOfMemoryError) as raw:
+            placed(x).sum().backward()  # gradients are as large as the weights: 256 MiB
+        assert "is full" in str(placed.full(raw.value))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(map(torch.equal, before, placed.parameters()))
+    placed.zero_grad()
+    placed(x).sum().backward()
+
+
 def test_copies_between_parts_of_a_gpu_are_copies() -> None:
     built = deep()
     graph = lm.capture(built.model, built.args)

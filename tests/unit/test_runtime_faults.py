@@ -17,7 +17,9 @@ from loadmaster.core.errors import (  # noqa: E402
     RunError,
     UnknownNameError,
 )
+from loadmaster.runtime.devices import RunDevice  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
+from loadmaster.runtime.shortage import full_device  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -79,6 +81,80 @@ def test_a_plan_that_fits_is_given_after_a_shortage_only() -> None:
     trained(model, built, steps=1)
     with pytest.raises(RunError, match="no device of this model was full"):
         model.plan_that_fits()
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 198.00 MiB. GPU 1 has a total capacity of 139.80 GiB of which"
+    " 132.60 GiB is free. Including non-PyTorch memory, this process has 7.14 GiB memory in use."
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "device", "tried"),
+    [
+        (TORCH_SAYS, 2, 198 << 20),
+        (TORCH_SAYS.replace("GPU 1", "GPU 0").replace("198.00 MiB", "2.50 GiB"), 0, 5 << 29),
+        ("CUDA error: out of memory", 0, 0),
+    ],
+)
+def test_torchs_error_says_which_gpu_was_full(says: str, device: int, tried: int) -> None:
+    places = ["cuda:0", "cpu", "cuda:1"]
+    devices = [RunDevice(name, torch.device(name), 1 << 30, False) for name in places]
+    assert full_device(torch.OutOfMemoryError(says), devices) == (device, tried)
+
+
+class Hungry(nn.Module):
+    """Asks for more than there is, forward or backward, until it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(torch.ops.loadmaster_tests.eats(self.first(x)))
+
+
+@pytest.fixture
+def appetite() -> Any:
+    """An op that runs out of memory as torch does; in `when` is where."""
+    when: set[str] = set()
+
+    def eat(phase: str, x: Any) -> Any:
+        if phase in when:
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return x.clone()
+
+    with torch.library._scoped_library("loadmaster_tests", "DEF") as library:
+        library.define("eats(Tensor x) -> Tensor")
+        library.define("eats_back(Tensor x) -> Tensor")
+        for name, phase in (("eats", "forward"), ("eats_back", "backward")):
+            library.impl(name, lambda x, phase=phase: eat(phase, x), "CPU")
+            torch.library.register_fake(f"loadmaster_tests::{name}", torch.clone, lib=library)
+        torch.library.register_autograd(
+            "loadmaster_tests::eats", lambda _, grad: torch.ops.loadmaster_tests.eats_back(grad), lib=library
+        )
+        yield when
+
+
+def test_a_gpu_that_is_full_is_told_as_a_logical_device_is(appetite: set[str]) -> None:
+    built = Example(Hungry(), (torch.randn(8, 64),))
+    before = [weight.detach().clone() for weight in built.model.parameters()]
+    model = lm.place(built.model, lm.plan(lm.problem(captured(built), "cpu"), algorithm="single_device"))
+    appetite.add("forward")
+    with pytest.raises(
+        DeviceMemoryError, match=r"cpu.* is full: .*predicted peak .*198.0 MiB more"
+    ) as caught:
+        model(*built.args)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError), "torch's own words are there, too"
+    appetite.clear()
+    appetite.add("backward")
+    with pytest.raises(torch.OutOfMemoryError) as raw:
+        model(*built.args).sum().backward()
+    assert "198.0 MiB more" in str(model.full(raw.value))
+    assert all(map(torch.equal, before, model.parameters())), "weights are untouched"
+    appetite.clear()
+    model.zero_grad()
+    trained(model, built, steps=2)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -6,6 +6,7 @@ but the time depends on:
     'aten.mm.default float32[8,16] float32[16,4]'             as autograd or inference runs it
     'aten.mm.default float32[8,16] float32[16,4] @grad'       in the forward pass of a training step
     'update adamw float32[768,768]'                           one weight's update by an optimizer
+    'update adamw_fused float32[768,768]'                     ... by its one kernel for all (fused=True)
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ GAPS = ("gap forward", "gap backward", "gap update")  # see `gaps`: what lies be
 NO_KEY = -1
 _STATES = ((0, "sgd"), (1, "momentum"), (2, "adamw"))  # bytes kept beside a weight, in weights
 _STEP_BYTES = 16  # a step count beside them
+_FUSED = "fused_"  # of the kind of an update op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +83,7 @@ def _optimizers(graph: Graph) -> dict[int, str]:
     for param, op in zip(weight.tolist(), update.tolist(), strict=True):
         size, held = int(own[param]), int(graph.resident_bytes[param])
         off, name = min((abs(held - size * (1 + times)), name) for times, name in _STATES)
+        name += "_fused" * graph.op_kind[op].startswith(_FUSED)
         if size == 0 or off > _STEP_BYTES or name != found.get(op, name):
             return {}
         found[op] = name

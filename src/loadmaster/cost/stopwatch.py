@@ -35,6 +35,9 @@ _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
     "adamw": lambda weights: torch.optim.AdamW(weights),
+    "sgd_fused": lambda weights: torch.optim.SGD(weights, lr=1e-3, fused=True),
+    "momentum_fused": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9, fused=True),
+    "adamw_fused": lambda weights: torch.optim.AdamW(weights, fused=True),
 }
 
 

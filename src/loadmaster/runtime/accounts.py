@@ -106,8 +106,8 @@ class Accounts:
         node.register_hook(after)
 
     def _add(self, tensor: torch.Tensor, device: int, what: str) -> None:
-        if tensor.layout != torch.strided:
-            return
+        if tensor.layout != torch.strided or tensor.device.type != self.devices[device].where.type:
+            return  # pinned memory that a copy passes through is no device's own
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address in self._owner or not size:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import InputError, PlanError, RunError, VerifyError
+from loadmaster.core.errors import DeviceMemoryError, InputError, PlanError, RunError, VerifyError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -27,7 +27,7 @@ from loadmaster.runtime.loads import Spill
 from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import outputs
-from loadmaster.runtime.shortage import Replan, plan_that_fits
+from loadmaster.runtime.shortage import Replan, device_is_full, full_device, held_on, plan_that_fits
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
 
@@ -76,6 +76,7 @@ class Placed(nn.Module):
     hf_device_map: dict[str, torch.device]
     _placement: Placement | None = None
     _replan: Replan | None = None
+    _needed: list[int] | None = None  # [D] after a whole device was full: what stood there and was asked for
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
@@ -88,7 +89,10 @@ class Placed(nn.Module):
         if looks is not None:
             looks.begin()
         graph = self._graph(args, kwargs)
-        out = self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
+        try:
+            out = self._engine.run(*graph) if graph is not None else self._hooks(args, kwargs)
+        except torch.OutOfMemoryError as problem:
+            raise self.full(problem) from problem
         if looks is not None:
             looks.loss(out)
         return outputs(out, (args, kwargs))
@@ -120,7 +124,24 @@ class Placed(nn.Module):
         """After a device was full: the nearest plan that leaves room for what was missing there."""
         if self._placement is None:
             raise RunError("this model was placed without its placement; use lm.place")
-        return plan_that_fits(self._placement, self._engine.accounts, self._replan)
+        accounts = self._engine.accounts
+        needed = self._needed if accounts is None else accounts.most_needed_bytes
+        return plan_that_fits(self._placement, needed, self._replan)
+
+    def full(self, problem: torch.OutOfMemoryError) -> DeviceMemoryError:
+        """Torch's error as ours, for a loop that catches it in its backward pass: `raise placed.full(e)`."""
+        devices = self._engine.devices
+        at, tried = full_device(problem, devices)
+        held = [held_on(device) for device in devices]
+        known = self._placement.peak_bytes.tolist() if self._placement is not None else None
+        self._needed = list(held)
+        self._needed[at] += tried
+        return device_is_full(
+            devices[at],
+            held_bytes=held[at],
+            tried_bytes=tried,
+            predicted_bytes=None if known is None else known[at],
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -55,6 +55,8 @@ class Running:
             self._clocked_steps(training)
         except KeyboardInterrupt:
             self.ended = INTERRUPTED
+        except torch.OutOfMemoryError as problem:  # in the backward pass or the update
+            raise self.model.full(problem) from problem
 
     def _clocked_steps(self, training: Training) -> None:
         """A few steps more, op by op; hooks have no ops."""

@@ -1,32 +1,65 @@
-"""Shortage: after a device was full, the plan nearest to the one that ran which leaves room.
+"""Shortage: after a device was full, what is known of it, and the nearest plan that leaves room.
 
-What stood on the device beyond its prediction is taken off its room, and the plan is repaired from where its
-ops are: as few as it takes move.
+A logical device says itself that it is full (`accounts.py`), a whole GPU by torch's error. What stood on it
+beyond its prediction is taken off its room, and the plan is repaired from where its ops are: as few as it
+takes move.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from loadmaster.core.errors import RunError
+from loadmaster.core.errors import DeviceMemoryError, RunError
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
-from loadmaster.core.units import format_bytes
-from loadmaster.runtime.accounts import Accounts
+from loadmaster.core.units import format_bytes, parse_bytes
+from loadmaster.runtime.devices import RunDevice
 
 Replan = Callable[[Problem, Plan], Placement]
+_GPU = re.compile(r"GPU (\d+)")
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B)")
 
 
-def plan_that_fits(placement: Placement, accounts: Accounts | None, replan: Replan | None) -> Placement:
+def full_device(problem: BaseException, devices: Sequence[RunDevice]) -> tuple[int, int]:
+    """The device that an error of torch is about, and the bytes that were asked for there."""
+    gpu, tried = _GPU.search(str(problem)), _TRIED.search(str(problem))
+    index = int(gpu[1]) if gpu else 0
+    on_gpus = [at for at, device in enumerate(devices) if device.where.type == "cuda"]
+    at = next((at for at in on_gpus if devices[at].where.index == index), on_gpus[0] if on_gpus else 0)
+    return at, parse_bytes(tried[1]) if tried else 0
+
+
+def device_is_full(
+    device: RunDevice, *, held_bytes: int, tried_bytes: int, predicted_bytes: int | None
+) -> DeviceMemoryError:
+    """Torch's error in our words."""
+    predicted = "" if predicted_bytes is None else f" (predicted peak {format_bytes(predicted_bytes)})"
+    return DeviceMemoryError(
+        f"{device.name} is full: {format_bytes(held_bytes)} stood there{predicted}, and"
+        f" {format_bytes(tried_bytes)} more were asked for; weights are as they were. Give it more memory, a"
+        " device beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
+    )
+
+
+def held_on(device: RunDevice) -> int:
+    """The most bytes that tensors took on a whole device."""
+    return int(torch.cuda.max_memory_allocated(device.where)) if device.where.type == "cuda" else 0
+
+
+def plan_that_fits(
+    placement: Placement, most_needed_bytes: Sequence[int] | None, replan: Replan | None
+) -> Placement:
     """A placement of the same problem that fits as far as is known now."""
-    if accounts is None or accounts.most_needed_bytes is None:
+    if most_needed_bytes is None:
         raise RunError("no device of this model was full, so there is nothing to plan anew")
     if replan is None or placement.plan is None:
         raise RunError("this model was placed without a planner; place it with lm.place")
     cluster = placement.problem.cluster
-    beyond = np.array(accounts.most_needed_bytes) - np.minimum(placement.peak_bytes, cluster.usable_bytes)
+    beyond = np.array(most_needed_bytes) - np.minimum(placement.peak_bytes, cluster.usable_bytes)
     reserve = cluster.reserve_bytes + np.clip(beyond, 0, cluster.usable_bytes - 1)
     tight = replace(placement.problem, cluster=replace(cluster, reserve_bytes=reserve))
     found = replan(tight, placement.plan)

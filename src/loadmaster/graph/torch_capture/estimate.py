@@ -142,7 +142,8 @@ class Estimate:
         ledger, leaf, mirror = self.recorder.ledger, node.variable, self.recorder.last_mirror
         own, size = self.leaf.get(id(leaf)), leaf.numel() * leaf.itemsize
         if own is not None:
-            self.leaf[id(leaf)] = self._added(own, grad, mirror, in_place=True)
+            home = self.recorder.maker(node, mirror)
+            self.leaf[id(leaf)] = self._added(own, grad, home, in_place=True)
         elif self._holders.get(grad, 0) or ledger.tensors[grad].num_bytes != size:
             copied = Op(f"{self._name(mirror)}.backward", "clone", "", Phase.BACKWARD, mirror=mirror)
             self.leaf[id(leaf)] = ledger.add(copied, [grad], [size])[0]
@@ -153,7 +154,8 @@ class Estimate:
         old = self._grads.get(slot)
         if old is not None:
             self._holders[old] -= 1
-            grad = self._added(old, grad, mirror, in_place=not self._holders[old])
+            home = self.recorder.maker(slot[0], mirror)
+            grad = self._added(old, grad, home, in_place=not self._holders[old])
         self._grads[slot] = grad
         self._holders[grad] = self._holders.get(grad, 0) + 1
 

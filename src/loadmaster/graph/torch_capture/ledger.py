@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
+from loadmaster.graph.torch_capture.formulas import held_weights
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], object]  # the storage's number first
 NO_OP = -1
@@ -99,6 +100,9 @@ class Ledger:
         op.name = self._unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name)
         self.ops.append(op)
         self.current = len(self.ops) - 1
+        if op.mirror != NO_MIRROR and self.ops[op.mirror].phase == Phase.PARAM:  # a sum of its gradients
+            self.together(self.current, op.mirror)
+            op.mirror = NO_MIRROR
         return self.current
 
     def close(self) -> None:
@@ -317,7 +321,8 @@ class Ledger:
         kept = self._kept | {record.tensor for record in self._storages.values() if record.keep}
         for index, made in enumerate(self.tensors):
             builder.tensor(made.op, made.num_bytes, storage=made.base, keep=index in kept)
-        for tensor, user in self._uses:
+        columns = [op.phase for op in self.ops], [op.mirror for op in self.ops], [t.op for t in self.tensors]
+        for tensor, user in self._uses | held_weights(*columns, self._uses):
             builder.use(tensor, user)
         return builder.build()
 

@@ -279,7 +279,14 @@ class Recorder(TorchDispatchMode):
         if not self._is_older(call.before[0]):
             return mirror
         target = summed_for(call.func, call.before, torch._C._current_autograd_node())
-        return mirror if target is None else self._mirror_of.get(int(target._sequence_nr()), mirror)
+        return mirror if target is None else self.maker(target, mirror)
+
+    def maker(self, node: Any, otherwise: int) -> int:
+        """The op that made what a node takes the gradient of; a leaf's is the weight itself."""
+        if not hasattr(node, "variable"):
+            return self._mirror_of.get(int(node._sequence_nr()), otherwise)
+        number = self._numbers.get(node.variable.untyped_storage()._cdata)
+        return otherwise if number is None else self.ledger.producer(number)
 
     def _is_older(self, tensor: torch.Tensor) -> bool:
         """Whether another node of the backward pass made a tensor than the one that runs."""

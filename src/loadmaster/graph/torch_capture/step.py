@@ -162,7 +162,7 @@ class Step:
         ledger.ops[param].resident_bytes += update.state_bytes
         op = Op(
             f"{name}.update",
-            "update",
+            update.kind,
             name.rpartition(".")[0],
             Phase.UPDATE,
             signature=signature_of("update", [weight], {}),

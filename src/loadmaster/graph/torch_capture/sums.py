@@ -1,8 +1,8 @@
 """Sums: whose gradient autograd adds up, when it adds two outside of every formula.
 
 A tensor that several ops read gets a gradient from each; autograd adds them before it runs the node of the
-tensor's own maker. That is where a placed model adds them, too: at the tensor's home, not at the reader whose
-gradient came last.
+tensor's own maker, or before it hands them to a weight. That is where a placed model adds them, too: at the
+tensor's home, not at the reader whose gradient came last.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ def summed_for(func: Any, before: list[torch.Tensor], node: Any) -> Any:
 
 
 def _shape(node: Any, at: int) -> tuple[int, ...] | None:
-    """The shape of the gradient that a node takes at a place; a leaf takes none of these."""
+    """The shape of the gradient that a node takes at a place."""
     if hasattr(node, "variable"):
-        return None
+        return tuple(node.variable.shape)
     given = getattr(node, "_input_metadata", ())
     return tuple(given[at].shape) if at < len(given) else None

@@ -25,6 +25,7 @@ NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adafactor": torch.optim.Adafactor,
 }
+UPDATE, FUSED_UPDATE = "update", "fused_update"  # kinds of op: many kernels a weight, or one
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Update:
     live_bytes: int = 0
     workspace_bytes: int = 0
     lingers_bytes: int = 0  # still there when the next weight's update begins: Python holds it
+    kind: str = UPDATE
 
 
 def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
@@ -68,7 +70,9 @@ def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> lis
     for at, weight in enumerate(weights):
         if at not in stood_for:
             meter.updates[at].state_bytes = _storage_bytes(made.state.get(weight, {}))
-    found = [meter.updates[other] for other in like]
+    fused = {id(one) for group in made.param_groups if group.get("fused") for one in group["params"]}
+    kinds = [FUSED_UPDATE if id(weight) in fused else UPDATE for weight in weights]
+    found = [replace(meter.updates[other], kind=kind) for other, kind in zip(like, kinds, strict=True)]
     return found if at_once else _with_lingering(found, _places(made, weights))
 
 
