@@ -18,7 +18,10 @@ from loadmaster.cluster.benchmark import benchmark
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
+from loadmaster.core.timeline import SpanKind
 from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.runtime.running import Running, silent_tell
+from loadmaster.runtime.training import Task
 from loadmaster.zoo.hf import SIZES, Size, sized
 
 
@@ -48,12 +51,48 @@ def forget() -> None:
 
 def loss_on(model: Any, made: Any) -> Any:
     """The loss of a batch; labels go where the output is, and the output is let go of."""
-    out, loss = model(*made.args, **made.kwargs), made.loss
+    return loss_near(model(*made.args, **made.kwargs), made.loss)
+
+
+def loss_near(out: Any, loss: Any) -> Any:
+    """The loss of what a model gave, its labels beside that."""
     labels = getattr(loss, "labels", None)
     if isinstance(labels, torch.Tensor) and isinstance(out, torch.Tensor):
         loss = copy.copy(loss)
         loss.labels = labels.to(out.device)
     return loss_of(out, loss)
+
+
+def what_is_off(placed: Any, placement: Any, made: Any, *, num: int = 8) -> list[dict[str, Any]]:
+    """Where a prediction is off most: ops, devices and transfers, in ms, predicted and by the clock."""
+    task = Task(made.args, made.kwargs, lambda out: loss_near(out, made.loss), "adamw")
+    running = Running(placed, placement, task, lm.simulate(placement.problem, placement.plan))
+    running.run(2, silent_tell)
+    ours, theirs = running.predicted, running.timeline
+    if theirs is None:
+        return []
+    graph = placement.problem.graph
+    mine, its = ({int(one): s for one, s in zip(*op_seconds(t), strict=True)} for t in (ours, theirs))
+    rows = [
+        {"op": graph.op_name[op], "kind": graph.op_kind[op], "device": int(placement.plan.device[op])}
+        | {"ms": [round(1e3 * float(mine[op]), 3), round(1e3 * float(its[op]), 3)]}
+        for op in sorted(mine.keys() & its.keys(), key=lambda op: -abs(mine[op] - its[op]))[:num]
+    ]
+    busy = [[round(1e3 * one, 2) for one in t.busy_s.tolist()] for t in (ours, theirs)]
+    moved = [
+        round(1e3 * float((t.end_s - t.start_s)[t.kind != SpanKind.COMPUTE].sum()), 2) for t in (ours, theirs)
+    ]
+    clocked = [round(1e3 * t.step_s, 2) for t in (ours, theirs)]
+    return [{"step ms": clocked, "busy ms": busy, "moved ms": moved}, *rows]
+
+
+def op_seconds(timeline: Any) -> tuple[Any, Any]:
+    """The ops of a timeline and their seconds."""
+    compute = timeline.kind == SpanKind.COMPUTE
+    ops, inverse = np.unique(timeline.item[compute], return_inverse=True)
+    total = np.zeros(len(ops))
+    np.add.at(total, inverse, (timeline.end_s - timeline.start_s)[compute])
+    return ops, total
 
 
 class Stepper:

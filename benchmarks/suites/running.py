@@ -151,7 +151,7 @@ def _one_plan(report: Report, title: str, case: Any, placement: Any, at: tuple[i
     import torch
 
     import loadmaster as lm
-    from benchmarks.placed_runs import Stepper, by_phase, forget, timed
+    from benchmarks.placed_runs import Stepper, by_phase, forget, timed, what_is_off
 
     gpu, host = at
     forget()
@@ -165,7 +165,10 @@ def _one_plan(report: Report, title: str, case: Any, placement: Any, at: tuple[i
     peak = (found.peak_bytes - before) / max(1, int(placement.peak_bytes[gpu]))
     shown = {"hosted ops": int((placement.plan.device == host).sum()), "predicted_s": placement.score_s}
     print(json.dumps({"plan": title, **shown, "measured_s": found.step_s, "peaks GiB": by_phase(step)}))
-    print(json.dumps({"steps_s": [round(one, 4) for one in found.all_s]}))
+    print(json.dumps({"steps_s": [round(one, 4) for one in found.all_s]}), flush=True)
+    if abs(error) > 0.1 and not slow:
+        for row in what_is_off(placed, placement, made):
+            print(json.dumps(row), flush=True)
     report.add(SUITE, f"{title}: step measured", 1e3 * found.step_s, "ms")
     aim, reached = ("", None) if slow else ("within 0.15", abs(error) <= 0.15)
     report.add(SUITE, f"{title}: step error", error, "ratio", aim=aim, reached=reached)
