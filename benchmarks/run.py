@@ -1,6 +1,7 @@
 """python -m benchmarks.run [--add] [SUITE ...]: run the suites, print the figures, write a dated result file.
 
-With --add the figures of that file which this run did not take again are kept.
+With --add the figures of that file which this run did not take again are kept; a file that another machine
+has written is left alone, and a second one is written beside it, named after this machine's cores.
 """
 
 import importlib
@@ -31,12 +32,23 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{about['date']}-{'-'.join(wanted) if len(wanted) < len(known) else 'all'}.json"
     figures = report.figures
+    if "--add" in words and target.exists() and not _same(_read(target)["machine"], about):
+        target = target.with_name(f"{target.stem}-{about['cores']}-cores.json")
     if "--add" in words and target.exists():
-        figures = _added(json.loads(target.read_text(encoding="utf-8"))["figures"], figures)
+        figures = _added(_read(target)["figures"], figures)
     target.write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n", encoding="utf-8")
     missed = [figure["name"] for figure in report.figures if figure["reached"] is False]
     print(f"written to {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
     print(f"missed: {', '.join(missed)}" if missed else "every aim reached")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two descriptions are of one machine."""
+    return all(one.get(word) == other.get(word) for word in ("processor", "cores", "gpu"))
 
 
 def _added(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,18 +9,24 @@ _WIDTH = 140
 
 
 class Figures:
-    """One result file, or several; a suite that a later file has too replaces the earlier."""
+    """Result files; a suite that a later file of the same machine has too replaces the earlier."""
 
     def __init__(self, documents: Sequence[dict[str, Any]]) -> None:
         """Each document is what `benchmarks.run` wrote; the first says what machine the page is about."""
         self.machine = documents[0]["machine"]
-        last = {row["suite"]: at for at, document in enumerate(documents) for row in document["figures"]}
-        self.machine_of = {suite: documents[at]["machine"] for suite, at in last.items()}
+        last = {
+            (row["suite"], _words(document)): at
+            for at, document in enumerate(documents)
+            for row in document["figures"]
+        }
+        self.machines_of: dict[str, list[dict[str, Any]]] = {}
+        for (suite, _), at in last.items():
+            self.machines_of.setdefault(suite, []).append(documents[at]["machine"])
         self.by_name = {
             (row["suite"], row["name"]): row
             for at, document in enumerate(documents)
             for row in document["figures"]
-            if last[row["suite"]] == at
+            if last[row["suite"], _words(document)] == at
         }
 
     def of(self, suite: str) -> list[dict[str, Any]]:
@@ -45,6 +51,12 @@ class Figures:
         if row is None or not row["aim"]:
             return ""
         return f"{row['aim']} {row['unit']}: {mark(row)}"
+
+
+def _words(document: dict[str, Any]) -> str:
+    """What tells a machine from another."""
+    machine = document["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores, {machine.get('gpu', '')}"
 
 
 def mark(row: dict[str, Any]) -> str:

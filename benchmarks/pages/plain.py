@@ -29,12 +29,15 @@ def _listed(result: Figures, suite: str, title: str, text: str) -> str:
     rows = result.of(suite)
     if not rows:
         return f"## {title}\n\n{NOT_RUN}\n"
-    machine = result.machine_of[suite]
-    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
+    where = "; ".join(
+        f"{machine['gpu'] or machine['processor']}, {machine['cores']} cores, torch"
+        f" {machine['versions'].get('torch', '')}, {machine['date']}"
+        for machine in result.machines_of[suite]
+    )
     lines = [(row["name"], _value(row), f"{row['aim']}: {mark(row)}" if row["aim"] else "") for row in rows]
     return f"""## {title}
 
-{where}, torch {machine["versions"].get("torch", "")}, {machine["date"]}. {text}
+{where}. {text}
 
 {table(("what", "measured", "aim"), lines)}
 """

@@ -94,7 +94,7 @@ def gpu(result: Figures) -> str:
     )
     return f"""## Steps on a GPU
 
-{_where(result.machine_of["gpu"])}. The plain eager loop under AdamW (foreach, PyTorch's default), TF32 as PyTorch has it; `max_memory_allocated`, and the
+{_where(result.machines_of["gpu"][-1])}. The plain eager loop under AdamW (foreach, PyTorch's default), TF32 as PyTorch has it; `max_memory_allocated`, and the
 median of 20 steps before and 20 after the ops were measured. Captured without the GPU, every op measured on it. Where the host's time to
 issue exceeds the GPU's to compute, the step waits for launches, and is predicted to.
 
