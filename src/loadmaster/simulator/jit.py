@@ -33,6 +33,12 @@ def kernel(function: F) -> F:
     return compiled
 
 
+def kernel_part(function: F) -> F:
+    """A piece of a kernel under a name of its own: written into whoever calls it, so that no call is left."""
+    made: F = numba.njit(inline="always", error_model="numpy")(function)
+    return made
+
+
 @cache
 def cache_folder() -> Path:
     """Where compiled kernels are kept: the first of these that can be written."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.placers.exact._maxload.wires import carry
 from loadmaster.simulator.jit import kernel
 
 UNREACHED = 255
-_ONE, _SIX, _LOW = np.uint64(1), np.uint32(6), np.uint32(63)
 SUM, MAX2, MAX3 = 0, 1, 2
 
 
@@ -110,49 +110,10 @@ def sweep(
                     any_fits = any_fits or fits[t]
                 if not any_fits:
                     continue
-                v = more[link]
-                for q in range(tracks):
-                    moved[outer, q] = moved[inner, q]
-                for i in range(home_ptr[v], home_ptr[v + 1]):
-                    e = home_net[i]
-                    meets, inside = False, True
-                    for j in range(word_ptr[e], word_ptr[e + 1]):
-                        w = word[j]
-                        part = rows[inner, w] & ~rows[base, w] & mask[j]
-                        if part != 0:
-                            meets = True
-                        if part != mask[j]:
-                            inside = False
-                    if meets:
-                        for q in range(tracks):
-                            moved[outer, q] -= read_s[q, e]
-                    if not inside:
-                        for q in range(tracks):
-                            moved[outer, q] += write_s[q, e]
-                for i in range(user_ptr[v], user_ptr[v + 1]):
-                    e = user_net[i]
-                    h = net_home[e]
-                    hw = h >> _SIX
-                    if rows[inner, hw] & ~rows[base, hw] & (_ONE << np.uint64(h & _LOW)) != 0:
-                        inside = True
-                        for j in range(word_ptr[e], word_ptr[e + 1]):
-                            w = word[j]
-                            if rows[outer, w] & ~rows[base, w] & mask[j] != mask[j]:
-                                inside = False
-                                break
-                        if inside:
-                            for q in range(tracks):
-                                moved[outer, q] -= write_s[q, e]
-                    else:
-                        meets = False
-                        for j in range(word_ptr[e], word_ptr[e + 1]):
-                            w = word[j]
-                            if rows[inner, w] & ~rows[base, w] & mask[j] != 0:
-                                meets = True
-                                break
-                        if not meets:
-                            for q in range(tracks):
-                                moved[outer, q] += read_s[q, e]
+                carry(
+                    rows, base, inner, outer, more[link], home_ptr, home_net, user_ptr, user_net, net_home,
+                    word_ptr, word, mask, read_s, write_s, moved,
+                )  # fmt: skip
                 stack[height] = outer
                 height += 1
                 if not shared[outer]:
