@@ -1,8 +1,8 @@
-"""A device's memory for training: one allocation under a byte cap, cut into regions, and what else is held.
+"""A device's memory for training under a byte cap: regions that stay, and what else is held.
 
-Weights in flight, pinned weights, optimizer rings and gradient stages are regions of the one allocation.
-Activations come from the framework; they are booked here (`hold`), so that the cap counts everything and
-raises before it would be passed.
+Weights in flight, pinned weights, optimizer rings and boundaries are regions, taken when a trial enters and
+given back when it leaves; no step takes or frees one. Activations come from the framework; they are booked
+here (`hold`), so that the cap counts everything and raises before it would be passed.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,20 +40,24 @@ class Arena:
     used_bytes: int = 0
     peak_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
+    region_bytes: int = 0  # of regions that were taken, whatever is booked
 
     def region(self, name: str, num_bytes: int) -> Region:
         """Take a region; it counts until it is given back."""
         size = aligned(max(num_bytes, 1))
         self._book(name, size)
         try:
-            return Region(name, self.allocate(size))
-        except torch.cuda.OutOfMemoryError as error:
+            region = Region(name, self.allocate(size))
+        except torch.OutOfMemoryError as error:
             self._release(name, size)
             raise DeviceMemoryError(f"{self.device}: no room for {format_bytes(size)} of {name}") from error
+        self.region_bytes += size
+        return region
 
     def give_back(self, region: Region) -> None:
         """Return a region."""
         self._release(region.name, region.memory.numel())
+        self.region_bytes -= region.memory.numel()
         region.memory = region.memory[:0].clone()
 
     @contextmanager
@@ -96,8 +100,8 @@ class Arena:
 
     def _release(self, name: str, num_bytes: int) -> None:
         self.used_bytes -= num_bytes
-        self.held[name] -= num_bytes
-        if self.held.get(name) == 0:
+        self.held[name] = self.held.get(name, 0) - num_bytes
+        if self.held[name] == 0:
             del self.held[name]
 
 

@@ -63,6 +63,7 @@ class CpuDevice:
         self.tenants: list[Any] = []
         self.places: Any = None
         self.tracing = True
+        self.rehearses = False  # every byte is booked
         self.torch_device = torch.device("cpu")
         self.arena = Arena(name, cap_bytes, lambda size: torch.empty(size, dtype=torch.uint8))
         self._rate, self._jitter_s = copy_bytes_per_s, jitter_s
@@ -117,6 +118,13 @@ class CpuDevice:
         """What has been done since last asked."""
         taken, self._spans = self._spans, []
         return taken
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+    def num_retries(self) -> int:
+        """Never."""
+        return 0
 
     def close(self) -> None:
         """Stop the streams."""

@@ -1,12 +1,16 @@
 """An NVIDIA GPU: pinned slabs, three streams, events, and a cap on everything the process may take of it.
 
 The arena's regions and the activations both come from the framework's allocator, whose own limit is set to
-the cap: what the arena did not foresee raises there.
+the cap: what the arena did not foresee raises there. So the cap is on what that allocator reserves: regions,
+activations, workspaces of libraries and what is scattered between them. The driver's context (about half a
+GiB) stands beside it, as it does in the figures others give.
 """
 
+import gc
+import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -40,10 +44,13 @@ class CudaDevice:
         self.tenants: list[Any] = []
         self.places: Any = None
         self.tracing = trace
+        self.rehearses = True  # libraries and the allocator take what no plan sees
         self.torch_device = torch.device(name)
         index = self.torch_device.index or 0
         torch.cuda.set_device(index)
         total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.empty_cache()
+        _expandable()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), index)
         self.arena = Arena(name, cap_bytes, self._allocate)
         self._compute = torch.cuda.Stream(index)
@@ -57,7 +64,9 @@ class CudaDevice:
         self._pinned: set[int] = set()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register host memory with the driver."""
+        """Register host memory with the driver, once."""
+        if memory.data_ptr() in self._pinned:
+            return
         code = torch.cuda.cudart().cudaHostRegister(
             memory.data_ptr(), memory.numel() * memory.element_size(), 1
         )
@@ -123,6 +132,16 @@ class CudaDevice:
             for kind, label, first, last in taken
         ]
 
+    def release(self) -> None:
+        """Give cached memory back."""
+        gc.collect()
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+
+    def num_retries(self) -> int:
+        """How often the allocator had to give memory back before it could give any."""
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
+
     def close(self) -> None:
         """Wait for what is under way, unpin, give memory back."""
         torch.cuda.synchronize(self.torch_device)
@@ -168,3 +187,15 @@ class CudaDevice:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def _expandable() -> None:
+    """Segments that grow, unless the user chose otherwise: what is freed can serve a larger request."""
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
+        return
+    inner: Any = torch._C
+    change = getattr(inner, "_accelerator_setAllocatorSettings", None)
+    change = change or getattr(inner, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
+    if change is not None:
+        with suppress(RuntimeError):  # without it more is scattered, which the rehearsal sees
+            change("expandable_segments:True")

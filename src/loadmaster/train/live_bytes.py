@@ -30,10 +30,11 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in map(_storage, tree_leaves(out)):
             if storage is not None and storage._cdata not in given and storage._cdata not in self._seen:
-                self._note(storage)
+                self.note(storage)
         return out
 
-    def _note(self, storage: Any) -> None:
+    def note(self, storage: Any) -> None:
+        """Count a tensor's memory until it dies."""
         key, size = storage._cdata, int(storage.nbytes())
         self._seen.add(key)
         self.now_bytes += size

@@ -13,6 +13,7 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import Arena, aligned
+from loadmaster.train.boundaries import boundary_bytes
 from loadmaster.train.layout import Layout, Placement, lay_out
 from loadmaster.train.limits import Limit, Work, limit
 from loadmaster.train.places import need_of
@@ -23,8 +24,8 @@ from loadmaster.train.state import Built, Sizes, sizes_of
 from loadmaster.train.trial import COMPUTE_DTYPE
 
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
-_LIBRARIES_BYTES = 96 << 20  # workspaces of matrix products, on two streams, and of attention
-_SCATTERED = 0.03  # of the cap
+_LIBRARIES_BYTES = 128 << 20  # workspaces of matrix products, two threads on two streams, and of attention
+_SCATTERED = 0.04  # of the cap: holes, and blocks rounded up to 2 MiB
 _MOST_TRIED = 6  # cuts, those with the least peaks first
 IN_FLIGHT = 3  # pieces whose gradients may be on their way down
 
@@ -46,6 +47,7 @@ class ShardPlan:
     num_rings: int = 2
     num_in_flight: int = IN_FLIGHT  # pieces whose gradients may be on their way down
     slot_bytes: int = 0  # what a turn of another trial pushes out
+    moving_bytes: int = 0  # the most that comes and goes in a step: activations, batches, updates
 
 
 def unit_bytes(
@@ -73,10 +75,27 @@ def unit_bytes(
     return sum(kept) + extra + (grads if high - low > 1 or facts.sums_grads else 0) + casts
 
 
-def flight_bytes(layout: Layout, sizes: Sizes, streamed: frozenset[int], num_in_flight: int) -> int:
-    """Gradients that may be on their way down at once."""
+def update_bytes(sizes: Sizes, numbers: Sequence[int], *, deferred: bool, on_device: bool) -> int:
+    """Device memory a piece takes between its last backward and the end of its update, gradients included."""
+    trained = [n for n in numbers if sizes.trained[n]]
+    grads = sum(sizes.grad_bytes[n] for n in trained)
+    if not on_device:
+        return grads
+    wide = sum(sizes.wide_bytes[n] for n in trained)
+    if deferred:  # each factor makes one more
+        wide += 2 * sum(max(sizes.wide_bytes[n], sizes.grad_bytes[n]) for n in trained)
+    return grads + wide + sum(sizes.start_bytes[n] for n in trained)
+
+
+def flight_bytes(
+    layout: Layout, sizes: Sizes, streamed: frozenset[int], num_in_flight: int, *, ring_bytes: int
+) -> int:
+    """Gradients that may be on their way down at once, and what the update aside makes of one."""
+    if layout.num_shards == 1:
+        num_in_flight = 0  # the step ends with its only unit
     grads = [sum(sizes.grad_bytes[n] for n in layout.pieces[piece].parameters) for piece in streamed]
-    return sum(sorted(grads)[-num_in_flight:])
+    aside = ring_bytes if any(sizes.start_bytes) else ring_bytes // 3  # new state; or the gradient, widened
+    return sum(sorted(grads)[len(grads) - min(num_in_flight, len(grads)) :]) + aside
 
 
 def make_plan(
@@ -88,10 +107,11 @@ def make_plan(
     num_slots: int = 4,
     cuts: Sequence[int] | None = None,
     share: int = 1,
+    more_reserve_bytes: int = 0,
 ) -> ShardPlan:
     """The plan of one trial; `share` trials like it are to stand on the device at once, and take turns."""
     sizes = sizes_of(built)
-    room = cap_bytes - reserve_bytes(built, cap_bytes)
+    room = cap_bytes - reserve_bytes(built, cap_bytes) - more_reserve_bytes
     candidates = [list(cuts)] if cuts is not None else _candidates(built, sizes)
     bases = []
     for starts in candidates:
@@ -231,19 +251,20 @@ def _measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardP
         if plan.placement[piece.index] == "pinned"
         for number in piece.parameters
     )
-    shared, standing, moving = replay(built, plan, sizes)
+    shared, standing, moving, slot_bytes = replay(built, plan, sizes)
     return replace(
         plan,
         peak_bytes=shared + share * standing + moving,
         own_bytes=standing + moving,
         work=_work(built, plan, sizes),
         load_bytes=pinned,
-        slot_bytes=shared - plan.num_rings * aligned(plan.ring_bytes) if plan.ring_bytes else shared,
+        slot_bytes=slot_bytes,
+        moving_bytes=moving,
     )
 
 
-def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int]:
-    """Bytes of places, of what stands of a trial, and the most that comes and goes, unit by unit."""
+def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int, int]:
+    """Bytes of places, of what stands of a trial, the most that comes and goes in a step; and of slots."""
     arena = Arena("plan", 1 << 62, lambda size: torch.empty(0, dtype=torch.uint8))
     layout, facts = plan.layout, built.facts
     streamed = frozenset(p.index for p in layout.pieces if plan.placement[p.index] != "pinned")
@@ -253,27 +274,27 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int]:
         num_slots=plan.num_slots,
         ring_bytes=plan.ring_bytes,
         num_rings=plan.num_rings,
-        flight_bytes=0,
+        flight_bytes=flight_bytes(layout, sizes, streamed, plan.num_in_flight, ring_bytes=plan.ring_bytes),
+        boundary_bytes=boundary_bytes(facts, layout, micro_batches=built.trial.accumulate),
     )
     standing = sum(aligned(buffer.numel() * buffer.element_size()) for buffer in built.chain.buffers)
     for piece in layout.pieces:
         if plan.placement[piece.index] == "pinned":
             standing += aligned(sum(aligned(sizes.pinned_bytes[n]) for n in piece.parameters))
-    arena.book(
-        "gradients in flight",
-        flight_bytes(layout, sizes, streamed, plan.num_in_flight) if layout.num_shards > 1 else 0,
-    )
-    micro = built.trial.accumulate
-    arena.book("batch", 2 * micro * facts.input_bytes)
-    boundaries = []
+    arena.book("batch", 2 * built.trial.accumulate * facts.input_bytes)
+    deferred = built.trial.deferred
     for kind, shard in unit_order(layout.num_shards):
         with arena.hold("activations", unit_bytes(facts, layout, sizes, plan.placement, shard, kind)):
-            if kind == "F":
-                boundaries.append(micro * facts.output_bytes[layout.cuts[shard][1] - 1])
-                arena.book("boundaries", boundaries[-1])
-        if kind == "B" and boundaries:
-            arena.release("boundaries", boundaries.pop())
-    return need.num_bytes, standing, arena.peak_bytes
+            pass
+        if kind == "F":
+            continue
+        for index in layout.pieces_of[shard]:
+            pinned = plan.placement[index] == "pinned"
+            numbers = layout.pieces[index].parameters
+            held = update_bytes(sizes, numbers, deferred=deferred, on_device=pinned or deferred)
+            with arena.hold("update", held + max(facts.output_bytes)):
+                pass
+    return need.num_bytes, standing, arena.peak_bytes, need.slot_bytes
 
 
 def _work(built: Built, plan: ShardPlan, sizes: Sizes) -> Work:

@@ -17,7 +17,7 @@ from loadmaster.train.slots import Order, split_sizes
 from loadmaster.train.streams import Device, Event
 
 _FAR = 1 << 60
-SHARED = ("slots", "rings", "belts")  # regions of no trial in particular
+SHARED = ("slots", "rings", "belts", "boundaries", "gradients")  # regions of no trial in particular
 
 
 class Owner(Protocol):
@@ -66,7 +66,8 @@ class Need:
     num_usual: int = 0
     ring_bytes: int = 0
     num_rings: int = 0
-    flight_bytes: int = 0  # gradients on their way down
+    flight_bytes: int = 0  # gradients on their way down, or to an update that runs aside
+    boundary_bytes: int = 0  # what shards hand on, kept from forward to backward
 
     def joined(self, other: "Need") -> "Need":
         """Enough for either."""
@@ -76,15 +77,27 @@ class Need:
             tuple(max(pair) for pair in zip(mine, theirs, strict=True)),
             *(
                 max(getattr(self, name), getattr(other, name))
-                for name in ("usual_bytes", "num_usual", "ring_bytes", "num_rings", "flight_bytes")
+                for name in (
+                    "usual_bytes",
+                    "num_usual",
+                    "ring_bytes",
+                    "num_rings",
+                    "flight_bytes",
+                    "boundary_bytes",
+                )
             ),
         )
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots alone."""
+        return sum(aligned(size) for size in self.large) + self.num_usual * aligned(self.usual_bytes)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all regions."""
-        slots = sum(aligned(size) for size in self.large) + self.num_usual * aligned(self.usual_bytes)
-        return slots + (self.num_rings * aligned(self.ring_bytes) if self.ring_bytes else 0)
+        """Bytes of all regions, and of gradients on their way."""
+        rings = self.num_rings * aligned(self.ring_bytes) if self.ring_bytes else 0
+        return self.slot_bytes + rings + aligned(self.boundary_bytes) + self.flight_bytes
 
 
 def need_of(
@@ -95,6 +108,7 @@ def need_of(
     ring_bytes: int,
     num_rings: int,
     flight_bytes: int,
+    boundary_bytes: int = 0,
 ) -> Need:
     """Equal places for the usual pieces, one each for those half as large again as the usual."""
     large, rest = split_sizes(sizes, streamed)
@@ -105,6 +119,7 @@ def need_of(
         ring_bytes,
         num_rings if ring_bytes else 0,
         flight_bytes,
+        boundary_bytes,
     )
 
 
@@ -116,6 +131,7 @@ class Places:
     need: Need = field(default_factory=Need)
     slots: list[Slot] = field(default_factory=list)
     rings: list[Ring] = field(default_factory=list)
+    boundaries: Region | None = None
     running: Owner | None = None
     following: Owner | None = None
     _users: dict[int, Need] = field(default_factory=dict)  # [id of a session]
@@ -193,10 +209,14 @@ class Places:
     def flies(self, event: Event, tensors: list[torch.Tensor]) -> None:
         """Keep tensors until an event; where too much is under way, wait for the oldest."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._flying = [each for each in self._flying if not each[0].done()]
+        self.tidy()
         self._flying.append((event, tensors, size))
         while len(self._flying) > 1 and sum(each[2] for each in self._flying) > self.need.flight_bytes:
             self._flying.pop(0)[0].wait()
+
+    def tidy(self) -> None:
+        """Let go of what has arrived."""
+        self._flying = [each for each in self._flying if not each[0].done()]
 
     def settle(self) -> None:
         """Wait for all that flies."""
@@ -213,18 +233,29 @@ class Places:
                 f" {format_bytes(free)} of {format_bytes(arena.cap_bytes)} is free; raise memory_cap, or cut"
                 " into smaller blocks"
             )
-        same = need.num_bytes == self.need.num_bytes and need.large == self.need.large
-        same = same and (need.usual_bytes, need.num_usual) == (self.need.usual_bytes, self.need.num_usual)
-        if same and (need.ring_bytes, need.num_rings) == (self.need.ring_bytes, self.need.num_rings):
-            self.need = need
+        if need == self.need:
             return
+        before = self.need
         self._give_back()
-        self.need = need
-        self.slots = [
-            Slot(arena.region("slots", size), rank=rank) for rank, size in enumerate(need.large) if size
-        ]
-        self.slots += [Slot(arena.region("slots", need.usual_bytes)) for _ in range(need.num_usual)]
-        self.rings = [Ring(arena.region("rings", need.ring_bytes)) for _ in range(need.num_rings)]
+        try:
+            self._take(need)
+        except DeviceMemoryError:  # the allocator has less than was counted: as it was, for who stands there
+            self._give_back()
+            self._take(before)
+            raise
+
+    def _take(self, need: Need) -> None:
+        arena, self.need = self.device.arena, need
+        arena.book("gradients", need.flight_bytes)
+        for rank, size in enumerate(need.large):
+            if size:
+                self.slots.append(Slot(arena.region("slots", size), rank=rank))
+        for _ in range(need.num_usual):
+            self.slots.append(Slot(arena.region("slots", need.usual_bytes)))
+        for _ in range(need.num_rings):
+            self.rings.append(Ring(arena.region("rings", need.ring_bytes)))
+        if need.boundary_bytes:
+            self.boundaries = arena.region("boundaries", need.boundary_bytes)
 
     def _give_back(self) -> None:
         for slot in self.slots:
@@ -236,7 +267,12 @@ class Places:
             if ring.free is not None:
                 ring.free.wait()
             self.device.arena.give_back(ring.region)
-        self.slots, self.rings = [], []
+        if self.boundaries is not None:
+            with self.device.computing():
+                self.device.mark().wait()
+            self.device.arena.give_back(self.boundaries)
+        self.device.arena.release("gradients", self.need.flight_bytes)
+        self.slots, self.rings, self.boundaries = [], [], None
 
 
 def places_of(device: Device) -> Places:

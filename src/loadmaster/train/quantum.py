@@ -5,17 +5,17 @@ waits for is a weight whose update on the host is not done, and the loss at the 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from loadmaster.train import randomness
-from loadmaster.train.arena import Booked
+from loadmaster.train.boundaries import Boundaries, boundary_bytes
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.partition import flight_bytes, unit_bytes
+from loadmaster.train.partition import flight_bytes, unit_bytes, update_bytes
 from loadmaster.train.places import Need, need_of, places_of
 from loadmaster.train.placing import StreamedUpdate
 from loadmaster.train.profile import tree_bytes
@@ -39,17 +39,16 @@ class Session:
     updater: HostUpdater
     sequence: Iterator[int]
     ledger: Ledger = field(default_factory=Ledger)
+    rehearsing: bool = False
 
     def __post_init__(self) -> None:
-        """Take regions, pin slabs, bring pinned pieces up; all or nothing."""
+        """Take regions, pin slabs (for as long as the trial is held), bring pinned pieces up; all or nothing."""
         self.places = places_of(self.device)
         self.places.join(self, self._need())
         before = self.device.arena.mark()
         try:
             self._enter()
         except BaseException:
-            for host in self.state.pieces:
-                self.device.unpin(host.slab)
             self.device.arena.rewind(before)
             self.places.leave(self, None)
             raise
@@ -59,7 +58,7 @@ class Session:
         state, device, setting = self.state, self.device, self.setting
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
         self.grads = Gradients(state, device.torch_device)
-        self._boundaries = Booked(device.arena, f"{state.trial.name} boundaries")
+        self._boundaries = Boundaries(device.arena, f"{state.trial.name} boundaries")
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         for host in state.pieces:
             device.pin(host.slab)
@@ -82,7 +81,10 @@ class Session:
             num_slots=setting.num_slots,
             ring_bytes=setting.ring_bytes,
             num_rings=setting.num_rings,
-            flight_bytes=flight_bytes(state.layout, state.sizes, streamed, setting.num_in_flight),
+            flight_bytes=flight_bytes(
+                state.layout, state.sizes, streamed, setting.num_in_flight, ring_bytes=setting.ring_bytes
+            ),
+            boundary_bytes=boundary_bytes(state.facts, state.layout, micro_batches=state.trial.accumulate),
         )
 
     def step(self, follower: "Session | None" = None) -> StepFacts | None:
@@ -131,8 +133,8 @@ class Session:
             with self._unit("F", shard):
                 outs = [self.units.forward(shard, value, m) for value, m in zip(values, moments, strict=True)]
             kept.append([keep for _, keep in outs])
-            values = [out for out, _ in outs]
-            self._boundaries.push(sum(tree_bytes(value) for value in values))
+            values = self._boundaries.push([out for out, _ in outs], self.places.boundaries)
+            del outs
         losses = []
         slopes: list[Any] = []
         with self._unit("L", last):
@@ -182,6 +184,7 @@ class Session:
     @contextmanager
     def _unit(self, kind: str, shard: int) -> Iterator[None]:
         """Bind the shard's weights, loading what is missing; afterwards look ahead."""
+        self.places.tidy()
         leaves, used = self.weights.leaves(shard)
         self.weights.prefetch()
         self.units.bind(shard, leaves)
@@ -189,12 +192,14 @@ class Session:
         state = self.state
         held = unit_bytes(state.facts, state.layout, state.sizes, self.setting.placement, shard, kind)
         name = state.trial.name
-        with (
-            self.device.arena.hold(f"{name} activations", held),
-            self.device.span("compute", f"{name} {kind}{shard}"),
-        ):
-            yield
-        self.units.unbind(shard)
+        try:
+            with (
+                self.device.arena.hold(f"{name} activations", held),
+                self.device.span("compute", f"{name} {kind}{shard}"),
+            ):
+                yield
+        finally:  # after a failure too: nothing may hold on to a place that is given back
+            self.units.unbind(shard)
         done = self.device.mark()
         for slot in used:
             slot.free = done
@@ -207,13 +212,64 @@ class Session:
             if host.piece.shards[0] != shard or not any(host.trainable):
                 continue
             grads = self.grads.collect(index)
-            if self.state.trial.deferred:
+            if self.rehearsing:
+                self._as_if(index, grads)
+            elif self.state.trial.deferred:
                 self.grads.note_norms(index, grads, self._scale())
                 self._land(index, grads)
             elif self.setting.placement[index] == "host":
                 self._update_on_host(index, self._land(index, grads), sorted(grads), hyper, ())
             else:
                 self._update_on_device(index, grads, hyper)
+
+    def rehearse(self, batch: Any) -> None:
+        """The units of a step with all they take of the device, and nothing done: no update, no draw kept.
+
+        Whether a step fits is known before the first one changes anything.
+        """
+        state, where = self.state, self.device.torch_device
+        kept, told, grads = (
+            [buffer.clone() for buffer in self.units.buffers],
+            replace(self.ledger),
+            self.grads,
+        )
+        self.places.turn_of(self.weights, None)
+        self.weights.position = 0
+        self.grads, self.rehearsing = Gradients(state, where), True
+        try:
+            with randomness.kept(where), self.device.computing(), self.units.buffers_bound():
+                randomness.install(state.generators, where)
+                batches = [batch] * state.trial.accumulate
+                moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
+                inputs = [moved(each[0], where) for each in batches]
+                targets = [moved(each[1], where) for each in batches]
+                self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
+                self.device.mark().wait()
+        finally:
+            self._boundaries.clear()
+            self.grads, self.rehearsing = grads, False
+            for slot in self.places.slots:
+                if slot.owner is self.weights:
+                    slot.clear()
+            for buffer, before in zip(self.units.buffers, kept, strict=True):
+                buffer.copy_(before)
+            for name in ("up_bytes", "down_bytes", "loads", "waited_s"):
+                setattr(self.ledger, name, getattr(told, name))
+
+    def _as_if(self, index: int, grads: dict[int, torch.Tensor]) -> None:
+        """The memory of an update, without it."""
+        host = self.state.pieces[index]
+        where = self.setting.placement[index]
+        if where == "host" or self.state.trial.deferred:
+            self._land(index, grads)
+            return
+        computed = self.device.mark()
+        with nullcontext() if where == "pinned" else self.device.aside(computed):
+            wide = {p: grad.to(host.master[p].dtype) for p, grad in grads.items()}
+            if any(self.state.sizes.start_bytes):
+                wide |= {-1 - p: torch.empty_like(grad) for p, grad in wide.items()}
+        if where != "pinned":
+            self.places.flies(self.device.mark(aside=True), list(grads.values()))
 
     def _scale(self) -> float:
         return self.state.scaler.scale if self.state.trial.precision == "fp16" else 1.0
@@ -254,7 +310,14 @@ class Session:
     def _update_on_device(self, index: int, grads: dict[int, torch.Tensor], hyper: Hyper) -> None:
         host, groups, weights = self.state.pieces[index], self.state.groups(index), self.weights
         if index in weights.pinned:
-            with self.device.span("compute", f"{self.state.trial.name} update {host.piece.name}"):
+            name = self.state.trial.name
+            held = update_bytes(
+                self.state.sizes, host.piece.parameters, deferred=self.state.trial.deferred, on_device=True
+            )
+            with (
+                self.device.arena.hold(f"{name} update", held),
+                self.device.span("compute", f"{name} update {host.piece.name}"),
+            ):
                 weights.pinned[index].update(self.state.optimizer, groups, grads, hyper)
             return
         slot = weights.holding(index)
@@ -322,8 +385,6 @@ class Session:
         finally:
             self.weights.close()
             self.places.leave(self, self.weights)
-            for host in self.state.pieces:
-                self.device.unpin(host.slab)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
+from loadmaster.core.units import format_bytes
 from loadmaster.train import randomness
 from loadmaster.train.layout import Placement
 from loadmaster.train.partition import ShardPlan, make_plan
 from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.train.rehearsal import Rehearsal
 from loadmaster.train.setting import Setting
 from loadmaster.train.state import TrialState, build, hold
 from loadmaster.train.streams import Device
@@ -52,12 +54,15 @@ class ShardRunner:
         updater: HostUpdater,
         sequence: Iterator[int],
         plan: ShardPlan | None = None,
+        planned: Callable[[int], tuple[ShardPlan, Setting]] | None = None,
     ) -> None:
         self.plan = plan  # None: placed by hand
+        self._rehearsal = Rehearsal(state.trial, planned)
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         updater.join(self)
         self._session: Session | None = None
+        self._pinned_on: Device | None = None
         self._step_s = 0.0
 
     @property
@@ -161,28 +166,69 @@ class ShardRunner:
             self.leave()
         finally:
             self._updater.leave(self)
+            self._unpin()
             self.state.iterator = None
             self.state.pieces.clear()
+
+    def _unpin(self) -> None:
+        """Slabs stay pinned from turn to turn: registering them takes seconds."""
+        if self._pinned_on is not None:
+            for host in self.state.pieces:
+                self._pinned_on.unpin(host.slab)
+        self._pinned_on = None
 
     def _on(self, device: Device) -> Session:
         if self._session is not None and self._session.device is not device:
             self.leave()
+        if self._pinned_on is not device:
+            self._unpin()
+            self._pinned_on = device
         if self._session is None:
             self._session = self._entered(device)
         return self._session
 
+    @property
+    def notes(self) -> list[str]:
+        """What was planned anew, and why."""
+        return self._rehearsal.notes
+
     def _entered(self, device: Device) -> Session:
-        """Onto a device; who stands there longest leaves until there is room."""
+        """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
         while True:
-            try:
-                session = Session(self.state, device, self.setting, self._updater, self._sequence)
-            except DeviceMemoryError:
-                if not device.tenants:
-                    raise
+            session, why = self._tried(device)
+            if session is not None:
+                device.tenants.append(self)
+                return session
+            again = self._rehearsal.planned_anew(device, why) if why else None
+            if again is not None:
+                self.plan, self.setting = again
+            elif device.tenants:
                 device.tenants[0].leave()
-                continue
-            device.tenants.append(self)
-            return session
+            else:
+                raise DeviceMemoryError(
+                    f"trial {self.trial.name!r} {why} on {device.name} under a cap of"
+                    f" {format_bytes(device.arena.cap_bytes)}; raise memory_cap, cut into smaller blocks or"
+                    " take a smaller batch"
+                )
+
+    def _tried(self, device: Device) -> tuple[Session | None, str]:
+        """A session in which a step fits; or None, and why a rehearsal failed."""
+        try:
+            session = Session(self.state, device, self.setting, self._updater, self._sequence)
+        except DeviceMemoryError:
+            if not device.tenants:
+                raise
+            return None, ""
+        free_bytes = device.arena.cap_bytes - device.arena.used_bytes
+        if device.tenants and free_bytes < self.setting.moving_bytes:  # places grew with this one
+            session.close()
+            return None, ""
+        why = self._rehearsal.problem(session, device)
+        if not why:
+            return session, ""
+        session.close()
+        device.release()
+        return None, why
 
 
 @contextmanager
@@ -214,44 +260,46 @@ def open_runner(
     """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
     built = build(trial, device=device.torch_device)
     threads = num_threads or default_threads()
-    plan: ShardPlan | None = None
-    if placement is None:
-        plan = make_plan(
-            built,
-            cap_bytes=device.arena.cap_bytes,
-            rates=rates or default_rates(device.torch_device),
-            optimizer_placement=optimizer_placement,
-            num_slots=num_slots,
-            cuts=cuts,
-            share=share,
-        )
-        state = hold(built, [first for first, _ in plan.layout.cuts], landing=True)
-        setting = Setting(
-            plan.placement,
-            plan.num_slots,
-            plan.depth,
-            plan.ring_bytes,
-            num_rings=plan.num_rings,
-            num_threads=threads,
-            num_in_flight=plan.num_in_flight,
-            own_bytes=plan.own_bytes,
-        )
-    else:
+    about: dict[str, Any] = {"updater": updater or HostUpdater(), "sequence": sequence or itertools.count()}
+    if placement is not None:
         state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
+        ahead = depth if depth is not None else num_slots - 1
         setting = make_setting(
-            state,
-            placement,
-            num_slots=num_slots,
-            depth=depth if depth is not None else num_slots - 1,
-            ring_bytes=None,
-            num_threads=threads,
+            state, placement, num_slots=num_slots, depth=ahead, ring_bytes=None, num_threads=threads
         )
-    return ShardRunner(
-        state,
-        setting,
-        updater=updater or HostUpdater(),
-        sequence=sequence or itertools.count(),
-        plan=plan,
+        return ShardRunner(state, setting, **about)
+    given: dict[str, Any] = {
+        "cap_bytes": device.arena.cap_bytes,
+        "rates": rates or default_rates(device.torch_device),
+        "optimizer_placement": optimizer_placement,
+        "num_slots": num_slots,
+        "share": share,
+    }
+    plan = make_plan(built, cuts=cuts, **given)
+    starts = [first for first, _ in plan.layout.cuts]
+
+    def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
+        """The same cuts, for what is held lies in them, with more kept free."""
+        found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
+        return found, setting_of(found, num_threads=threads)
+
+    state = hold(built, starts, landing=True)
+    setting = setting_of(plan, num_threads=threads)
+    return ShardRunner(state, setting, plan=plan, planned=planned, **about)
+
+
+def setting_of(plan: ShardPlan, *, num_threads: int) -> Setting:
+    """How a plan is run."""
+    return Setting(
+        plan.placement,
+        plan.num_slots,
+        plan.depth,
+        plan.ring_bytes,
+        num_rings=plan.num_rings,
+        num_threads=num_threads,
+        num_in_flight=plan.num_in_flight,
+        own_bytes=plan.own_bytes,
+        moving_bytes=plan.moving_bytes,
     )
 
 

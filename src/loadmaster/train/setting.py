@@ -21,6 +21,7 @@ class Setting:
     num_threads: int = 1
     num_in_flight: int = 3  # pieces whose gradients may be on their way down
     own_bytes: int | None = None  # planned, beside the places trials share
+    moving_bytes: int = 0  # planned, of what comes and goes in a step
 
 
 @dataclass(slots=True)

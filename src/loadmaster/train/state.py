@@ -15,7 +15,7 @@ from loadmaster.train.blocks import Chain, chain_of
 from loadmaster.train.layout import Layout, lay_out
 from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
-from loadmaster.train.states import StateLayout, check_optimizer, discover
+from loadmaster.train.states import StateLayout, check_optimizer, discover, starts_at_zero
 from loadmaster.train.store import HostPiece, host_piece
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
 
@@ -142,6 +142,8 @@ class Sizes:
     pinned_bytes: tuple[int, ...]  # master and state
     copy_bytes: tuple[int, ...]  # a compute copy beside the master
     update_bytes: tuple[int, ...]  # master, state and copy, in a ring
+    wide_bytes: tuple[int, ...]  # the gradient in the master's dtype, where it comes in another
+    start_bytes: tuple[int, ...]  # state the optimizer makes for itself in its first step
 
 
 def sizes_of(built: Built) -> Sizes:
@@ -164,9 +166,10 @@ def sizes_of(built: Built) -> Sizes:
         grad = 0 if layout is None else (count * width if trial.accumulate > 1 else compute)
         copy = compute if narrow else 0
         master = aligned(count * width)
-        rows.append(
-            (count, layout is not None, compute, grad, master + kept, copy, master + kept + aligned(copy))
-        )
+        wide = count * width if 0 < grad < count * width else 0
+        start = 0 if starts_at_zero(optimizer) else kept
+        update = master + kept + aligned(copy)
+        rows.append((count, layout is not None, compute, grad, master + kept, copy, update, wide, start))
     columns = list(zip(*rows, strict=True))
     return Sizes(*columns)
 

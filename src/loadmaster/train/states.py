@@ -91,6 +91,22 @@ def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyp
     part.step()
 
 
+def starts_at_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all state it keeps begins as zeros: then it can begin where it stays."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def beginning(
+    options: dict[str, Any], views: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """The state Adam and AdamW begin with, in these views."""
+    for view in views.values():
+        view.zero_()
+    dtype = torch.get_default_dtype() if not options.get("fused") else torch.float32
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return {"step": torch.zeros((), dtype=dtype, device=device), **views}
+
+
 def check_optimizer(optimizer: Any, *, name: str) -> None:
     """Refuse by name what cannot be stepped a part at a time."""
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -46,6 +46,7 @@ class Device(Protocol):
     arena: Arena
     tenants: list[Any]  # runners that stand there, longest first
     places: Any  # slots and rings they share, None until first asked for
+    rehearses: bool  # whether a trial's first step there is tried before anything is changed
 
     def pin(self, memory: torch.Tensor) -> None:
         """Register host memory, so that copies from and to it run beside compute."""
@@ -85,6 +86,14 @@ class Device(Protocol):
 
     def spans(self) -> list[tuple[str, str, float, float]]:
         """(stream, label, start, end) of what has been done since last asked."""
+        ...
+
+    def release(self) -> None:
+        """Give memory nobody uses back."""
+        ...
+
+    def num_retries(self) -> int:
+        """How often memory had to be given back for want of room: each time everything stands still."""
         ...
 
     def close(self) -> None:

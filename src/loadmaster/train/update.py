@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from loadmaster.train.host_kernels import adam_step, table_of
-from loadmaster.train.states import Hyper, Member, on_host, step_members
+from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
 _WHOLE_VECTORS = 16  # elements: the end of a tensor of another size is rounded otherwise by the framework
@@ -44,6 +44,10 @@ def apply(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hype
         }
         if entry.host.started[entry.position]:
             state |= entry.views
+        elif starts_at_zero(template) and {"exp_avg", "exp_avg_sq"} <= entry.views.keys():
+            state = beginning(
+                options, entry.views, small_device
+            )  # made elsewhere, it would stand there twice
         members.append(Member(entry.group, entry.param, entry.grad, state))
     step_members(template, members, hyper)
     for entry, member in zip(entries, members, strict=True):
