@@ -1,6 +1,7 @@
 """A GPT of our own for the training figures: 48 layers of width 1600 and a head are 1.64 B parameters.
 
-Weights are filled from one random vector (building must not take longer than training), the residual
+Modules fill themselves, each matrix from one short random vector, a place further on for every row (building
+must not take longer than training); so a trial is built without memory and filled where it is held. The residual
 stream is bf16 where autocast is, and the loss runs over positions in slices, so that all logits never
 stand at once.
 """
@@ -15,6 +16,31 @@ from torch import nn
 _SLICES = 8
 
 
+def _fill(weight: torch.Tensor) -> None:
+    rows, columns = weight.shape
+    source = torch.randn(rows + columns, device=weight.device) * 0.02
+    with torch.no_grad():
+        weight.copy_(source.as_strided((rows, columns), (1, 1)))
+
+
+class Linear(nn.Linear):
+    """Quickly filled."""
+
+    def reset_parameters(self) -> None:
+        """Matrix from a vector, bias zero."""
+        _fill(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """Quickly filled."""
+
+    def reset_parameters(self) -> None:
+        """Matrix from a vector."""
+        _fill(self.weight)
+
+
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward."""
 
@@ -22,8 +48,8 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv, self.proj = Linear(width, 3 * width), Linear(width, width)
+        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One layer."""
@@ -39,7 +65,7 @@ class Embed(nn.Module):
 
     def __init__(self, vocab: int, length: int, width: int) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.token, self.position = Embedding(vocab, width), Embedding(length, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The residual stream."""
@@ -52,7 +78,7 @@ class Head(nn.Module):
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        self.norm, self.out = nn.LayerNorm(width), Linear(width, vocab, bias=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Module]:
         """Normed stream and output layer."""
@@ -62,28 +88,10 @@ class Head(nn.Module):
 def gpt(
     layers: int = 48, width: int = 1600, heads: int = 25, vocab: int = 50257, length: int = 1024
 ) -> nn.Module:
-    """The model as a chain, quickly filled."""
-    with torch.device("meta"):
-        model = nn.Sequential(
-            Embed(vocab, length, width), *(Layer(width, heads) for _ in range(layers)), Head(vocab, width)
-        )
-    model.to_empty(device="cpu")
-    source = torch.randn(1 << 20) * 0.02
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill(parameter, source, one="norm" in name and name.endswith("weight"))
-    return model
-
-
-def fill(parameter: torch.Tensor, source: torch.Tensor, *, one: bool) -> None:
-    """Norm weights one, vectors zero, matrices from the source again and again."""
-    if parameter.ndim == 1:
-        parameter.fill_(1.0 if one else 0.0)
-        return
-    flat, size = parameter.view(-1), source.numel()
-    whole = flat.numel() // size * size
-    flat[:whole].view(-1, size).copy_(source)
-    flat[whole:].copy_(source[: flat.numel() - whole])
+    """The model as a chain."""
+    return nn.Sequential(
+        Embed(vocab, length, width), *(Layer(width, heads) for _ in range(layers)), Head(vocab, width)
+    )
 
 
 class _SlicedLoss(torch.autograd.Function):
@@ -108,8 +116,10 @@ class _SlicedLoss(torch.autograd.Function):
             total -= likely.gather(1, wanted).sum()
             likely.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
             logits.copy_(likely)
+            del likely  # before the next one is made
             torch.mm(logits, weight, out=slope_x[first : first + rows])
             slope_weight.addmm_(logits.t(), part)
+            del logits
         ctx.save_for_backward(slope_x, slope_weight)
         return total
 

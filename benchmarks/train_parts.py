@@ -1,6 +1,9 @@
-"""The parts of the training suite, one function each; what a part finds, later ones use."""
+"""The parts of the training suite, one function each; what a part finds, later ones use.
 
-import gc
+Each runs in a process of its own: `python -m benchmarks.train_part NAME` (see there).
+"""
+
+import itertools
 import json
 import statistics
 import subprocess
@@ -10,60 +13,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.measure import Report
+from benchmarks.spans import covered, length, union
+from benchmarks.train_case import (
+    FULL,
+    SMOKE,
+    TINY,
+    Case,
+    by_hand,
+    closed,
+    device_of,
+    host_gib,
+    memory,
+    timed,
+    trial_of,
+)
 
 SUITE = "train"
-CAP_GIB = 6.5
-STEP_AIM_S, PEER_AIM, LIMIT_AIM, HIDDEN_AIM = 0.44, 2.0, 0.9, 0.8
+STEP_AIM_S, PEER_AIM, LIMIT_AIM = 0.44, 2.0, 0.9
 FOUR_RATIO_AIM, FOUR_LIMIT_AIM = 1.1, 0.92
-NUM_PINNED, EVERY = 6, 4  # by hand: shards that stay; of the others, each fourth is stepped on the device
+HOST_AIM_GIB = 110.0
 
 
 @dataclass
 class Found:
-    """What was measured so far."""
+    """What was measured so far; travels between processes as JSON."""
 
-    rates: Any = None
+    rates: dict[str, Any] | None = None
     resident_s: float | None = None
     peer_s: float | None = None
     one_s: float | None = None
-
-
-def overlap(report: Report, found: Found) -> None:
-    """With copies at 0.8 of compute, how much of their time does not show; on the simulated device."""
-    import torch
-
-    torch.set_num_threads(1)
-    alone, bytes_up, bytes_down = _simulated(None)
-    copying = 0.8 * alone
-    taken, _, _ = _simulated((bytes_up + bytes_down) / copying)
-    hidden = 1 - max(0.0, taken - alone) / copying
-    report.add(
-        SUITE, "copy time hidden, copies at 0.8 of compute, CPU", hidden, "share",
-        aim=f">= {HIDDEN_AIM}", reached=hidden >= HIDDEN_AIM,
-    )  # fmt: skip
-
-
-def _simulated(bytes_per_s: float | None) -> tuple[float, int, int]:
-    """Median step and its bytes on the simulated device."""
-    import torch
-    from torch import nn
-
-    import loadmaster.train as lt
-    from loadmaster.train.cpu_device import CpuDevice
-
-    trial = lt.Trial(
-        name="overlap",
-        build=lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))),
-        loss=nn.functional.mse_loss,
-        data=lambda: [(torch.randn(1024, 256), torch.zeros(1024, 256))] * 12,
-        optim=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-    )
-    device = CpuDevice(cap_bytes=1 << 30, copy_bytes_per_s=bytes_per_s)
-    runner = lt.open_runner(trial, device=device, placement=["host"] * 12, num_slots=4, depth=3)
-    done = list(runner.steps(device, 12))
-    runner.close()
-    device.close()
-    return statistics.median(each.seconds for each in done[2:]), done[-1].bytes_up, done[-1].bytes_down
 
 
 def calibrated(report: Report, found: Found) -> None:
@@ -71,15 +49,16 @@ def calibrated(report: Report, found: Found) -> None:
     from loadmaster.train.rates import calibrate
     from loadmaster.train.runner import default_threads
 
-    found.rates = calibrate(num_threads=default_threads())
-    for name, what in (
-        ("up_bytes_per_s", "bus each way, both at once"),
-        ("host_bytes_per_s", "host memory, copies and optimizer at once"),
-        ("host_params_per_s", "optimizer on the host beside copies"),
-        ("flops_per_s", "a transformer layer, recomputed"),
-        ("spread", "spread of the optimizer's rate"),
+    rates = calibrate(num_threads=default_threads())
+    found.rates = {name: getattr(rates, name) for name in rates.__slots__}
+    for name, what, unit in (
+        ("up_bytes_per_s", "bus each way, both at once", "B/s"),
+        ("host_bytes_per_s", "host memory, copies and optimizer at once", "B/s"),
+        ("host_params_per_s", "optimizer on the host beside copies", "1/s"),
+        ("flops_per_s", "a transformer layer, recomputed", "FLOP/s"),
+        ("spread", "spread of the optimizer's rate", ""),
     ):
-        report.add(SUITE, what, getattr(found.rates, name), "" if name == "spread" else name[-7:])
+        report.add(SUITE, what, getattr(rates, name), unit)
 
 
 def resident(report: Report, found: Found) -> None:
@@ -101,7 +80,7 @@ def peer(report: Report, found: Found) -> None:
 def _apart(kind: str) -> dict[str, float]:
     """A measurement in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.offload_peer", kind, "7"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{kind} gave nothing: {done.stderr[-1500:]}")
@@ -109,149 +88,183 @@ def _apart(kind: str) -> dict[str, float]:
     return found
 
 
-def one_trial(report: Report, found: Found) -> None:
-    """The 1.64 B model under the cap: as planned, and as placed by hand."""
-    import loadmaster.train as lt
-    from loadmaster.train.cuda_device import CudaDevice
-
-    device = CudaDevice(cap_bytes=int(CAP_GIB * 2**30))
-    try:
-        runner = lt.open_runner(_gpt("gpt", 1e-5), device=device, rates=_rates(found))
-        found.one_s = _one(report, found, runner, device)
-        runner.close()
-        del runner
-        gc.collect()
-        placement: list[Any] = [_by_hand(number, 50) for number in range(50)]
-        runner = lt.open_runner(_gpt("gpt", 1e-5), device=device, placement=placement, num_slots=4, depth=3)
-        times, _ = _timed(runner, device, 10)
-        by_hand_s = statistics.median(times[3:])
-        found.one_s = min(found.one_s, by_hand_s)  # what four at once must beat
-        report.add(SUITE, "... placed by hand (6 pinned, each 4th on the device)", by_hand_s, "s")
-        runner.close()
-    finally:
-        device.close()
-        gc.collect()
-
-
-def _one(report: Report, found: Found, runner: Any, device: Any) -> float:
+def smoke(report: Report, found: Found) -> None:
+    """Everything small, over the same code: mistakes show in seconds."""
     import torch
 
-    torch.cuda.reset_peak_memory_stats()
-    plan = runner.plan
-    times, last = _timed(runner, device, 14)
-    step_s = statistics.median(times[4:])
-    least = _limit(found, plan)
+    from benchmarks import train_lora
+    from loadmaster.train.cpu_device import CpuDevice
+    from loadmaster.train.cuda_device import CudaDevice
+
+    there = torch.cuda.is_available()
+    case = SMOKE if there else TINY
+    mine = Found(rates=found.rates)
+    one_trial(report, mine, case)
+    four_trials(report, mine, case)
+    cap_bytes = 1 << 29 if there else 1 << 24
+    device = CudaDevice(cap_bytes=cap_bytes, trace=True) if there else CpuDevice(cap_bytes=cap_bytes)
+    try:
+        numbers = train_lora.compared(train_lora.TINY, device, 3)
+    finally:
+        device.close()
+    report.add(SUITE, "smoke: three small adapter trials at once: faster", numbers["ratio"], "x")
+
+
+def one_trial(report: Report, found: Found, case: Case = FULL) -> None:
+    """The model under the cap: as planned, and as placed by hand."""
+    import loadmaster.train as lt
+
+    device = device_of(case)
+    try:
+        runner = lt.open_runner(trial_of(case, "gpt", 1e-5), device=device, rates=_rates(found, case))
+        try:
+            found.one_s = _one(report, found, runner, device, case)
+        finally:
+            closed(runner)
+            del runner
+    finally:
+        device.close()
+    device = device_of(case)
+    try:
+        runner = lt.open_runner(
+            trial_of(case, "gpt", 1e-5), device=device, placement=by_hand(case), num_slots=4, depth=3
+        )
+        try:
+            times, _ = timed(runner, device, max(case.num_steps - 4, case.num_warm + 1))
+        finally:
+            closed(runner)
+        hand_s = statistics.median(times[case.num_warm - 1 :])
+        report.add(
+            SUITE, f"... placed by hand ({case.num_pinned} pinned, each 4th on the device)", hand_s, "s"
+        )
+        found.one_s = min(found.one_s, hand_s)  # what four at once must beat
+    finally:
+        device.close()
+
+
+def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> float:
+    began = time.perf_counter()
+    times, told = timed(runner, device, case.num_steps)
+    step_s = statistics.median(times[case.num_warm :])
+    plan = runner.plan  # the one that was run: a rehearsal may have changed it
+    least = _limit(found, plan, case)
+    full = case is FULL
     count = plan.placement.count
     kinds = f"{count('pinned')} pinned, {count('host')} host, {count('device')} device"
-    _aim(report, f"1.64 B under 6.5 GiB ({kinds}): step", step_s, "s", at_most=STEP_AIM_S)
-    reserved = torch.cuda.max_memory_reserved() / 2**30
-    _aim(report, "... reserved on the device", reserved, "GiB", at_most=CAP_GIB)
+    name = "1.64 B under 6.5 GiB" if full else "smoke: one trial"
+    _aim(report, f"{name} ({kinds}): step", step_s, "s", at_most=STEP_AIM_S if full else 60.0)
+    seen = memory(device)
+    _aim(report, "... reserved on the device", seen["reserved"], "GiB", at_most=case.cap_gib)
     report.add(SUITE, "... peak as planned", plan.peak_bytes / 2**30, "GiB")
-    report.add(SUITE, "... allocated at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    report.add(SUITE, "... allocated at most", seen["allocated"], "GiB")
+    report.add(SUITE, "... times the allocator gave memory back", seen["retries"], "")
+    report.add(SUITE, "... plans after the first", len(runner.notes), "")
+    report.add(SUITE, "... first step, with pinning and rehearsal", times[0], "s")
     report.add(SUITE, "... step as predicted", least.predicted_s, "s")
     report.add(SUITE, f"... limit (bound by {least.bound_by})", least.seconds, "s")
-    _aim(report, "... share of the limit", least.seconds / step_s, "share", at_least=LIMIT_AIM)
-    if found.resident_s is not None:
-        rates = _rates(found)
-        copying = last.bytes_up / rates.up_bytes_per_s + last.bytes_down / rates.down_bytes_per_s
-        shown = max(0.0, step_s - found.resident_s)
-        report.add(SUITE, "... copy time hidden", max(0.0, 1 - shown / copying), "share")
-    if found.peer_s is not None:
+    for term, seconds in least.terms.items():
+        report.add(SUITE, f"... limit of {term}", seconds, "s")
+    share = least.seconds / step_s
+    _aim(report, "... share of the limit", share, "share", at_least=LIMIT_AIM if full else 1e-9)
+    _hidden(report, told[case.num_warm :])
+    if found.peer_s is not None and full:
         _aim(report, "... times as fast as FSDP2", found.peer_s / step_s, "x", at_least=PEER_AIM)
+    report.add(SUITE, "... host memory at most", host_gib().get("VmHWM", 0.0), "GiB")
+    report.add(SUITE, "... seconds of all steps", time.perf_counter() - began, "s")
     return step_s
 
 
-def four_trials(report: Report, found: Found) -> None:
+def _hidden(report: Report, told: list[Any]) -> None:
+    """By the events of the streams: the share of copying during which units run, and of the step they run."""
+    spans = [span for done in told for span in done.spans]
+    units = [(first, last) for kind, _, first, last in spans if kind == "compute"]
+    copies = [(first, last) for kind, _, first, last in spans if kind in ("up", "down")]
+    host = [(first, last) for kind, _, first, last in spans if kind == "host"]
+    whole = max(last for *_, last in spans) - min(first for _, _, first, _ in spans)
+    report.add(SUITE, "... copy time hidden behind compute", covered(copies, units), "share")
+    for name, which in (("compute", units), ("copies", copies), ("host updates", host)):
+        report.add(SUITE, f"... busy: {name}", length(union(which)) / whole, "share")
+
+
+def four_trials(report: Report, found: Found, case: Case = FULL) -> None:
     """Four trials in turn under the same cap, against one after another and against the limit."""
-    import itertools
-
-    import torch
-
     import loadmaster.train as lt
-    from loadmaster.train.cuda_device import CudaDevice
     from loadmaster.train.updater import HostUpdater
 
-    device = CudaDevice(cap_bytes=int(CAP_GIB * 2**30), trace=True)
+    device = device_of(case)
     updater, sequence = HostUpdater(), itertools.count()
-    runners = []
+    runners: list[Any] = []
     try:
+        began = time.perf_counter()
         for number in range(4):
-            runners.append(
-                lt.open_runner(
-                    _gpt(f"gpt{number}", 1e-5 * (number + 1)),
-                    device=device,
-                    rates=_rates(found),
-                    share=4,
-                    updater=updater,
-                    sequence=sequence,
-                )
-            )
-            gc.collect()
-        torch.cuda.reset_peak_memory_stats()
+            trial = trial_of(case, f"gpt{number}", 1e-5 * (number + 1))
+            given = {"rates": _rates(found, case), "share": 4, "updater": updater, "sequence": sequence}
+            runners.append(lt.open_runner(trial, device=device, **given))
+            _room_for(runners[0], left=3 - number)
+        report.add(SUITE, "four trials: seconds to build them", time.perf_counter() - began, "s")
+        planned = sum(host.slab.numel() for runner in runners for host in runner.state.pieces) / 2**30
+        report.add(SUITE, "... host memory as planned", planned, "GiB")
         times, traces, began = [], [], time.perf_counter()
-        for _, done in lt.interleave(runners, device, 8):
+        for _, done in lt.interleave(runners, device, case.num_rounds):
             times.append(time.perf_counter() - began)
             began = time.perf_counter()
             traces.append({label.split()[0] for _, label, _, _ in done.spans})
-        _four(report, found, runners[0].plan, times[12:], traces[12:])
-        reserved = torch.cuda.max_memory_reserved() / 2**30
-        _aim(report, "... reserved on the device", reserved, "GiB", at_most=CAP_GIB)
+        skipped = 4 * max(1, case.num_warm - 1)
+        _four(report, found, runners[0].plan, times[skipped:], traces[skipped:], case)
+        _aim(report, "... reserved on the device", memory(device)["reserved"], "GiB", at_most=case.cap_gib)
+        report.add(SUITE, "... times the allocator gave memory back", memory(device)["retries"], "")
+        report.add(SUITE, "... plans after the first", sum(len(runner.notes) for runner in runners), "")
+        peak = host_gib().get("VmHWM", 0.0)
+        _aim(report, "... host memory at most", peak, "GiB", at_most=HOST_AIM_GIB)
     finally:
         for runner in runners:
-            runner.close()
+            closed(runner)
         device.close()
 
 
-def _four(report: Report, found: Found, plan: Any, times: list[float], traces: list[set[str]]) -> None:
+def _room_for(runner: Any, *, left: int) -> None:
+    """Say it before the machine does: as many more like this one must fit."""
+    needed = left * 1.02 * sum(host.slab.numel() for host in runner.state.pieces) / 2**30
+    free = host_gib().get("available", 1e9)
+    if needed + 2.0 > free and needed > 1.0:
+        raise RuntimeError(f"{left} more trials need {needed:.1f} GiB of host memory, {free:.1f} GiB is free")
+
+
+def _four(
+    report: Report, found: Found, plan: Any, times: list[float], traces: list[set[str]], case: Case
+) -> None:
     step_s = statistics.fmean(times)
-    least = _limit(found, plan)
+    least = _limit(found, plan, case)
     share = least.seconds / step_s
     ratio = None if found.one_s is None else found.one_s / step_s
     good = share >= FOUR_LIMIT_AIM or (ratio is not None and ratio >= FOUR_RATIO_AIM)
-    either = f">= {FOUR_LIMIT_AIM} or {FOUR_RATIO_AIM}x"
-    report.add(SUITE, "four trials in turn under 6.5 GiB: mean step of one", step_s, "s")
+    either = f">= {FOUR_LIMIT_AIM} or {FOUR_RATIO_AIM}x" if case is FULL else ""
+    reached = good if case is FULL else None
+    count = plan.placement.count
+    kinds = f"{count('pinned')} pinned, {count('host')} host, {count('device')} device"
+    report.add(SUITE, f"four trials in turn ({kinds}): mean step of one", step_s, "s")
+    report.add(SUITE, "... median step of one", statistics.median(times), "s")
     report.add(SUITE, f"... limit (bound by {least.bound_by})", least.seconds, "s")
-    report.add(SUITE, "... share of the limit", share, "share", aim=either, reached=good)
+    report.add(SUITE, "... share of the limit, four", share, "share", aim=either, reached=reached)
     if ratio is not None:
-        report.add(SUITE, "... tokens/s of one after another", ratio, "x", aim=either, reached=good)
+        report.add(SUITE, "... tokens/s of one after another", ratio, "x", aim=either, reached=reached)
     _aim(report, "... fewest trials in a step's trace", min(map(len, traces)), "trials", at_least=2)
 
 
-def _gpt(name: str, rate: float) -> Any:
-    import torch
+def _rates(found: Found, case: Case) -> Any:
+    from loadmaster.train.rates import TYPICAL_GPU, Rates
 
-    import loadmaster.train as lt
-    from benchmarks.gpt import gpt, gpt_loss, tokens
-
-    return lt.Trial(
-        name=name, build=gpt, loss=gpt_loss, data=tokens(40), precision="bf16",
-        optim=lambda parameters: torch.optim.AdamW(parameters, lr=rate, fused=True),
-    )  # fmt: skip
+    rates = TYPICAL_GPU if found.rates is None else Rates(**found.rates)
+    if found.resident_s is None or case is not FULL:
+        return rates
+    return replace(rates, compute_s=found.resident_s)
 
 
-def _timed(runner: Any, device: Any, num_steps: int) -> tuple[list[float], Any]:
-    times, last, began = [], None, time.perf_counter()
-    for done in runner.steps(device, num_steps):
-        last = done
-        times.append(time.perf_counter() - began)
-        began = time.perf_counter()
-    return times, last
-
-
-def _rates(found: Found) -> Any:
-    from loadmaster.train.rates import TYPICAL_GPU
-
-    return TYPICAL_GPU if found.rates is None else found.rates
-
-
-def _limit(found: Found, plan: Any) -> Any:
+def _limit(found: Found, plan: Any, case: Case) -> Any:
     """The limit of a plan; compute is what the resident model takes here, where that was measured."""
     from loadmaster.train.limits import limit
 
-    rates = _rates(found)
-    if found.resident_s is None:
-        return limit(plan.work, rates)
-    return limit(replace(plan.work, flops=found.resident_s * rates.flops_per_s), rates)
+    return limit(plan.work, _rates(found, case))
 
 
 def _aim(
@@ -259,10 +272,3 @@ def _aim(
 ) -> None:
     aim, reached = (f">= {at_least}", value >= at_least) if at_least else (f"<= {at_most}", value <= at_most)
     report.add(SUITE, name, value, unit, aim=aim, reached=reached)
-
-
-def _by_hand(number: int, count: int) -> str:
-    if number < NUM_PINNED:
-        return "pinned"
-    streamed = number - NUM_PINNED + 1
-    return "device" if streamed % EVERY == EVERY - 1 and number < count - 1 else "host"

@@ -1,56 +1,93 @@
 """Shard-parallel training: how near to the limit, how much of the copying hidden, how far ahead of the peer.
 
-The GPU figures need CUDA and a host with 128 GB; the peer (FSDP2 with CPU offload and fused AdamW, the same
-model and loss) and the resident model run in processes of their own. The CPU figure stretches every copy of
-the simulated device. TRAIN_PARTS="calibrate,one" runs some parts only; a part that fails is said, and the
-others go on.
+The GPU figures need CUDA and a host with 128 GB; the CPU figure stretches every copy of a simulated device.
+Every part runs in a process of its own under a time limit: one that fails, hangs or is killed is said, and
+the others go on. Figures are printed and appended to results/DATE-train.jsonl as they come.
+TRAIN_PARTS="smoke,one" chooses parts; what parts find (rates, times to compare with) is handed to later ones, and kept in
+TRAIN_FOUND, a file, if that is given.
 """
 
+import json
 import os
-import traceback
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-from benchmarks import train_parts
 from benchmarks.measure import Report
 
-SUITE = train_parts.SUITE
+SUITE = "train"
+LIMIT_S = {"smoke": 120, "calibrate": 45, "resident": 70, "peer": 110, "one": 120, "four": 170, "lora": 120,
+           "overlap": 120}  # fmt: skip
+ON_A_GPU = ("smoke", "calibrate", "resident", "peer", "one", "four", "lora")
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def run(report: Report) -> None:
     """All figures this machine can give."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
-    found = train_parts.Found()
-    parts: dict[str, Callable[[Report, train_parts.Found], None]] = {"overlap": train_parts.overlap}
-    if torch.cuda.is_available():
-        parts |= {
-            "calibrate": train_parts.calibrated,
-            "resident": train_parts.resident,
-            "peer": train_parts.peer,
-            "one": train_parts.one_trial,
-            "four": train_parts.four_trials,
-            "lora": _lora,
-        }
-    else:
+    there = torch.cuda.is_available()
+    parts = [*(ON_A_GPU if there else ("smoke",)), "overlap"]
+    if not there:
         print(f"{SUITE:10} no CUDA device: the GPU figures are left out")
     wanted = os.environ.get("TRAIN_PARTS", "")
-    chosen = [name.strip() for name in wanted.split(",")] if wanted else list(parts)
+    chosen = [name.strip() for name in wanted.split(",")] if wanted else parts
+    kept = os.environ.get("TRAIN_FOUND", "")
+    found: dict[str, Any] = json.loads(Path(kept).read_text()) if kept and Path(kept).exists() else {}
     for name in chosen:
         if name not in parts:
             print(f"{SUITE:10} no part {name!r} here; parts: {', '.join(parts)}")
             continue
+        began = time.perf_counter()
+        problem = run_part(name, report, found)
+        print(f"{SUITE:10} part {name}: {time.perf_counter() - began:.1f} s {problem}", flush=True)
+        if kept:
+            Path(kept).write_text(json.dumps(found))
+
+
+def run_part(name: str, report: Report, found: dict[str, Any]) -> str:
+    """One part in a process of its own; adds what it found, and gives what went wrong."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    command = [sys.executable, "-m", "benchmarks.train_part", name]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        timer = threading.Timer(LIMIT_S[name], process.kill)
+        timer.start()
         try:
-            parts[name](report, found)
-        except Exception:
-            print(f"{SUITE:10} part {name} failed:\n{traceback.format_exc()}", flush=True)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(found))
+            process.stdin.close()
+            for line in process.stdout:
+                _told(line, report, found)
+            code = process.wait()
+        finally:
+            timer.cancel()
+        errors.seek(0)
+        tail = errors.read()[-4000:]
+    if code == 0:
+        return tail[-1000:]  # warnings: what was planned anew
+    return f"failed (exit {code}{', killed' if code < 0 else ''})\n{tail}"
 
 
-def _lora(report: Report, found: train_parts.Found) -> None:
-    """Adapter trials on one frozen backbone."""
+def _told(line: str, report: Report, found: dict[str, Any]) -> None:
     try:
-        from benchmarks.train_lora import measure
-    except ImportError:
-        print(f"{SUITE:10} no benchmarks/train_lora.py: the adapter figures are left out")
+        told = json.loads(line)
+    except ValueError:
+        print(line, end="", flush=True)
         return
-    measure(report)
+    if "figure" in told:
+        figure = told["figure"]
+        report.add(**figure)
+        RESULTS.mkdir(exist_ok=True)
+        day = datetime.now(UTC).strftime("%Y-%m-%d")
+        with (RESULTS / f"{day}-train.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(figure) + "\n")
+    found.update({name: value for name, value in told.get("found", {}).items() if value is not None})

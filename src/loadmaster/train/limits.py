@@ -45,7 +45,7 @@ class Limit:
 def limit(work: Work, rates: Rates) -> Limit:
     """The least time a step can take at these rates."""
     terms = {
-        "compute": work.flops / rates.flops_per_s,
+        "compute": work.flops / rates.flops_per_s if rates.compute_s is None else rates.compute_s,
         "bus up": work.up_bytes / rates.up_bytes_per_s,
         "bus down": work.down_bytes / rates.down_bytes_per_s,
         "host memory": work.host_bytes / rates.host_bytes_per_s,

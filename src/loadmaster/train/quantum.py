@@ -42,7 +42,7 @@ class Session:
     rehearsing: bool = False
 
     def __post_init__(self) -> None:
-        """Take regions, pin slabs (for as long as the trial is held), bring pinned pieces up; all or nothing."""
+        """Take regions, pin slabs for as long as the trial is held, bring pieces up; all or nothing."""
         self.places = places_of(self.device)
         self.places.join(self, self._need())
         before = self.device.arena.mark()

@@ -23,6 +23,7 @@ class Rates:
     host_bytes_per_s: float
     host_params_per_s: float  # fused Adam
     spread: float = 0.0  # (largest - smallest) / median of the optimizer's rate
+    compute_s: float | None = None  # of a whole step, where it was measured: FLOPs then do not count
 
 
 SIMULATED = Rates(
