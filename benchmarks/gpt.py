@@ -1,9 +1,9 @@
 """A GPT of our own for the training figures: 48 layers of width 1600 and a head are 1.64 B parameters.
 
 Modules fill themselves, each matrix from one short random vector, a place further on for every row (building
-must not take longer than training); so a trial is built without memory and filled where it is held. The residual
-stream is bf16 where autocast is, and the loss runs over positions in slices, so that all logits never
-stand at once.
+must not take longer than training); so a trial is built without memory and filled where it is held. The
+residual stream is bf16 where autocast is, and the loss runs over positions in slices, so that all logits
+never stand at once.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """With copies stretched to 0.8 of compute, how much of their time does not show; on the simulated device.
 
 Two runs of the same trial take turns, step by step, one with copies as slow as that and one without, so that
-what else the machine does falls on both; the figure is the median over pairs. A stretched copy sleeps: it costs no
-processor time that compute would lack.
+what else the machine does falls on both; the figure is the median over pairs. A stretched copy sleeps: it
+costs no processor time that compute would lack.
 """
 
 import statistics

@@ -1,0 +1,73 @@
+"""R24: the host holds what is planned and nothing twice, by the high-water mark of the process itself."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = '''
+import json, gc, sys
+import torch
+from torch import nn
+torch.set_num_threads(1)
+import loadmaster.train as lt
+from loadmaster.train.cpu_device import CpuDevice
+
+PLAIN = {plain}
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+class Own(nn.Linear):
+    """Fills itself by a way of its own: such a model is built plainly."""
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.data = self.weight.data * 0.5
+
+def trial(name, width, layers, seed=0):
+    made = Own if PLAIN else nn.Linear
+    x = torch.ones(4, width)
+    return lt.Trial(
+        name=name, build=lambda: nn.Sequential(*(made(width, width) for _ in range(layers))),
+        loss=nn.functional.mse_loss, data=lambda: [(x, x)] * 3, precision="bf16", seed=seed,
+        optim=lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True),
+    )
+
+def run(device, trials, **more):
+    runners = [lt.open_runner(each, device=device, num_threads=1, **more) for each in trials]
+    planned = sum(host.slab.numel() for runner in runners for host in runner.state.pieces)
+    for _ in lt.interleave(runners, device, 2):
+        pass
+    for runner in runners:
+        runner.close()
+    return planned
+
+small = CpuDevice(cap_bytes=1 << 24)
+run(small, [trial("warm", 64, 4)], placement=["host"] * 4)  # compiles, imports, starts threads
+gc.collect()
+device = CpuDevice(cap_bytes={cap})
+before = status("VmRSS")
+planned = run(device, [trial(f"t{{n}}", 512, 12, seed=n) for n in range({count})],
+              optimizer_placement="host", share={count})
+print(json.dumps({{"planned": planned, "device": device.arena.peak_bytes, "rose": status("VmHWM") - before}}))
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [False, True], ids=["built on meta", "built plainly"])
+def test_r24_the_host_peak_of_several_trials_is_what_is_planned(plain: bool) -> None:
+    """Four trials of 3.1 M parameters, 18 bytes each: master, two moments, compute copy, gradient."""
+    text = _PROGRAM.format(plain=plain, cap=24 << 20, count=4)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    num_params = 4 * 12 * (512 * 512 + 512)
+    assert 16 * num_params <= told["planned"] <= 1.01 * 16 * num_params
+    allowed = (
+        1.05 * told["planned"] + told["device"] + (8 << 20)
+    )  # the device is host memory here; Python's own
+    assert told["rose"] <= allowed, told
