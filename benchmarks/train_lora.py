@@ -206,9 +206,8 @@ def measure(report: Report) -> None:
     """Eight trials under the cap on this machine's GPU."""
     from loadmaster.train.cuda_device import CudaDevice
 
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     device = CudaDevice(cap_bytes=int(CAP_GIB * 2**30))
+    torch.cuda.reset_peak_memory_stats()  # only now is there something to reset
     try:
         found = compared(Size(), device, 8)
     finally:

@@ -160,7 +160,7 @@ def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> 
     report.add(SUITE, "... times the allocator gave memory back", seen["retries"], "")
     report.add(SUITE, "... plans after the first", len(runner.notes), "")
     report.add(SUITE, "... first step, with pinning and rehearsal", times[0], "s")
-    report.add(SUITE, "... step as predicted", least.predicted_s, "s")
+    report.add(SUITE, "... step as predicted", plan.step_s, "s")
     report.add(SUITE, f"... limit (bound by {least.bound_by})", least.seconds, "s")
     for term, seconds in least.terms.items():
         report.add(SUITE, f"... limit of {term}", seconds, "s")

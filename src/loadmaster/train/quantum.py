@@ -244,8 +244,9 @@ class Session:
                 inputs = [moved(each[0], where) for each in batches]
                 targets = [moved(each[1], where) for each in batches]
                 self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
-                self.device.mark().wait()
         finally:
+            with self.device.computing():  # after a failure too, before buffers are put back
+                self.device.mark().wait()
             self._boundaries.clear()
             self.grads, self.rehearsing = grads, False
             for slot in self.places.slots:

@@ -133,7 +133,7 @@ class ShardEngine:
         return TrialPlan(
             trial=trial.name,
             num_steps=num_steps(trial, built.num_batches),
-            step_s=plan.limit.predicted_s,
+            step_s=plan.step_s,
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
             state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
             peak_bytes=plan.peak_bytes,

@@ -1,0 +1,82 @@
+"""A step on the virtual clock: at the limit where one thing binds, and what plans are chosen by."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loadmaster.train as lt
+from loadmaster.train.limits import limit
+from loadmaster.train.partition import make_plan
+from loadmaster.train.rates import Rates
+from loadmaster.train.state import build, sizes_of
+from loadmaster.train.step_forecast import forecast_step_s
+
+_FAST = Rates(
+    device="cuda", flops_per_s=1e18, up_bytes_per_s=1e18, down_bytes_per_s=1e18, host_bytes_per_s=1e18,
+    host_params_per_s=1e18, compute_s=1e-9,
+)  # fmt: skip
+
+
+def _plan(wish: str, rates: Rates, **more: Any) -> tuple[Any, Any, Any]:
+    trial = lt.Trial(
+        name="t",
+        build=lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))),
+        loss=nn.functional.mse_loss,
+        data=lambda: [(torch.ones(4, 64), torch.zeros(4, 64))] * 4,
+        optim=lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+        precision="bf16",
+    )
+    built = build(trial, device=torch.device("cpu"))
+    given = {"cap_bytes": 330_000, "rates": rates, "optimizer_placement": wish, "cuts": range(16)}
+    return built, make_plan(built, **{**given, **more}), sizes_of(built)
+
+
+@pytest.mark.parametrize(
+    ("wish", "slow"),
+    [
+        ("host", {"compute_s": 1.0}),
+        ("host", {"host_params_per_s": 1e5}),
+        ("device", {"compute_s": 1.0}),
+        ("device", {"down_bytes_per_s": 1e6}),
+        ("host", {"host_bytes_per_s": 1e6}),
+    ],
+)
+def test_where_one_thing_binds_a_step_takes_what_that_takes(wish: str, slow: dict[str, float]) -> None:
+    """Up to the ends of a step, where the first shards wait for their own update."""
+    rates = replace(_FAST, **slow)
+    built, plan, sizes = _plan(wish, rates)
+    least = limit(plan.work, rates).seconds
+    taken = forecast_step_s(built, plan, sizes, rates)
+    assert 0.99 * least <= taken <= 1.02 * least
+
+
+def test_a_step_takes_the_sum_where_nothing_runs_beside_anything() -> None:
+    """One place, all on the host: a shard's weights come after the unit before it; independent arithmetic."""
+    rates = replace(_FAST, compute_s=1.0, up_bytes_per_s=16 * 2 * (64 * 64 + 64) / 1.0)
+    built, plan, sizes = _plan("host", rates)
+    placement = ("host",) * 16
+    alone = replace(plan, placement=placement, num_slots=1)
+    taken = forecast_step_s(built, alone, sizes, rates)
+    loads = 31 / 16  # each shard twice, the last once: seconds of the bus
+    assert taken == pytest.approx(1.0 + loads, rel=0.02)
+
+
+def test_the_plan_has_the_least_forecast_of_all_even_splits() -> None:
+    rates = replace(
+        _FAST, compute_s=1e-3, up_bytes_per_s=5e8, down_bytes_per_s=5e8, host_bytes_per_s=1.5e9,
+        host_params_per_s=3.6e7,
+    )  # fmt: skip
+    built, plan, sizes = _plan("auto", rates)
+    free = [at for at, where in enumerate(plan.placement) if where != "pinned"]
+    found = []
+    for count in range(len(free) + 1):
+        placement = list(plan.placement)
+        for order, index in enumerate(free):
+            chosen = (order + 1) * count // len(free) > order * count // len(free)
+            placement[index] = "device" if chosen else "host"
+        found.append(forecast_step_s(built, replace(plan, placement=tuple(placement)), sizes, rates))
+    assert forecast_step_s(built, plan, sizes, rates) <= 1.01 * min(found)
+    assert plan.placement.count("host") > 0
