@@ -1,7 +1,6 @@
 """What the training parts run: the model and cap of the figures, or a small one over the same code."""
 
 import gc
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -111,18 +110,9 @@ def host_gib() -> dict[str, float]:
         for line in file:
             if line.startswith(("VmHWM", "VmRSS")):
                 found[line[:5]] = int(line.split()[1]) / 2**20
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("MemAvailable"):
-                found["available"] = int(line.split()[1]) / 2**20
-    limit = "/sys/fs/cgroup/memory.max"
-    if os.path.exists(limit):
-        with open(limit, encoding="utf-8") as file:
-            text = file.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="utf-8") as file:
-            used = int(file.read())
-        if text != "max":
-            found["available"] = min(found.get("available", 1e9), (int(text) - used) / 2**30)
+    from loadmaster.train.study_plan import free_host_bytes
+
+    found["available"] = free_host_bytes() / 2**30
     return found
 
 

@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from loadmaster.train.study_plan import _free_of_container_bytes
 
 _PROGRAM = '''
 import json, gc, sys
@@ -53,6 +56,20 @@ planned = run(device, [trial(f"t{{n}}", 512, 12, seed=n) for n in range({count})
               optimizer_placement="host", share={count})
 print(json.dumps({{"planned": planned, "device": device.arena.peak_bytes, "rose": status("VmHWM") - before}}))
 '''
+
+
+@pytest.mark.parametrize("prefix", ["", "memory/"], ids=["v2", "v1"])
+def test_the_limit_of_a_container_counts_and_its_cached_files_do_not(prefix: str, tmp_path: Path) -> None:
+    names = (
+        ("memory.max", "memory.current") if not prefix else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    assert _free_of_container_bytes(tmp_path) == 2**62
+    (tmp_path / prefix).mkdir(exist_ok=True)
+    for name, text in zip(
+        (*names, "memory.stat"), ("1000", "700", "anon 300\nactive_file 150\ninactive_file 50\n"), strict=True
+    ):
+        (tmp_path / prefix / name).write_text(text)
+    assert _free_of_container_bytes(tmp_path) == 500
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from loadmaster.train.arena import Arena
 from loadmaster.train.cpu_device import HostEvent
 from loadmaster.train.streams import Copy, Event
 
+_PAGE_BYTES = 4096
+
 
 class CudaEvent:
     """A point in a CUDA stream."""
@@ -67,6 +69,9 @@ class CudaDevice:
         """Register host memory with the driver, once."""
         if memory.data_ptr() in self._pinned:
             return
+        memory[::_PAGE_BYTES].add_(
+            0
+        )  # taken by several threads; the driver would take page after page in one
         code = torch.cuda.cudart().cudaHostRegister(
             memory.data_ptr(), memory.numel() * memory.element_size(), 1
         )

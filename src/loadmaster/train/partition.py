@@ -175,7 +175,8 @@ def _refined(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
     large = _too_large(plan.layout, clock.sizes)
     free = [p.index for p in plan.layout.pieces if plan.placement[p.index] != "pinned"]
     most = len([index for index in free if index not in large])
-    for num_rings in (plan.num_rings, plan.num_rings + 1):
+    more_rings = 1 if clock.share == 1 else 0  # trials in turn fill each other's gaps
+    for num_rings in range(plan.num_rings, plan.num_rings + more_rings + 1):
         wide = max(1, most // _PLACES_TRIED)
         counts = range(0, most + 1, wide) if most else ()
         tried = {count: clock.split(plan, count, num_rings) for count in counts}
