@@ -69,9 +69,7 @@ class CudaDevice:
         """Register host memory with the driver, once."""
         if memory.data_ptr() in self._pinned:
             return
-        memory[::_PAGE_BYTES].add_(
-            0
-        )  # taken by several threads; the driver would take page after page in one
+        memory[::_PAGE_BYTES].add_(0)  # several threads take the pages; the driver would take them in one
         code = torch.cuda.cudart().cudaHostRegister(
             memory.data_ptr(), memory.numel() * memory.element_size(), 1
         )
