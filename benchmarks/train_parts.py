@@ -159,6 +159,7 @@ def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> 
     report.add(SUITE, "... allocated at most", seen["allocated"], "GiB")
     report.add(SUITE, "... times the allocator gave memory back", seen["retries"], "")
     report.add(SUITE, "... plans after the first", len(runner.notes), "")
+    report.add(SUITE, "... blocks profiled without memory", runner.state.facts.peaks is not None, "bool")
     report.add(SUITE, "... first step, with pinning and rehearsal", times[0], "s")
     report.add(SUITE, "... step as predicted", plan.step_s, "s")
     report.add(SUITE, f"... limit (bound by {least.bound_by})", least.seconds, "s")

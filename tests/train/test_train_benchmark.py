@@ -11,10 +11,7 @@ def test_the_share_of_spans_inside_others_is_what_counting_ticks_gives() -> None
     chance = random.Random(0)
     for _ in range(200):
         mine, theirs = (
-            [
-                (a, a + chance.randint(0, 6))
-                for a in (chance.randint(0, 40) for _ in range(chance.randint(1, 8)))
-            ]
+            [(a, a + chance.randint(0, 6)) for a in chance.choices(range(40), k=chance.randint(1, 8))]
             for _ in range(2)
         )
         ticks = [{t for first, last in each for t in range(first, last)} for each in (mine, theirs)]
