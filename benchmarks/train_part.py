@@ -44,6 +44,9 @@ def main() -> None:
     found = train_parts.Found(**{name: value for name, value in given.items() if name in known})
     parts[sys.argv[1]](LineReport(), found)
     print(json.dumps({"found": asdict(found)}), flush=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is said; threads of libraries need not be waited for
 
 
 if __name__ == "__main__":
