@@ -96,7 +96,8 @@ class Book:
     def _commit(self, entry: Entry, record: Record) -> None:
         saved = Saved(entry.name, record["generation"], record["fence"], record["step"], record["crc"])
         entry.committed.append(saved)
-        self._at_commit[entry.name] = entry.seconds, entry.num_tokens
+        seconds, num_tokens = record.get("seconds", entry.seconds), record.get("num_tokens", entry.num_tokens)
+        self._at_commit[entry.name] = seconds, num_tokens
 
     def _uncommit(self, entry: Entry, record: Record) -> None:
         entry.committed = [each for each in entry.committed if each.generation != record["generation"]]

@@ -38,6 +38,7 @@ class Snapshot:
     model: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
+    frozen: frozenset[str] = frozenset()  # names in `model` of what is never trained
 
     @property
     def num_bytes(self) -> int:
@@ -110,12 +111,13 @@ def _without_shared(
     tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors that are not in the model, and for the others their names there."""
-    places = {_place(each): name for name, each in model.items() if each.numel()}
-    shared = {name: places[_place(each)] for name, each in tensors.items() if _place(each) in places}
+    places = {place_of(each): name for name, each in model.items() if each.numel()}
+    shared = {name: places[place_of(each)] for name, each in tensors.items() if place_of(each) in places}
     return {name: each for name, each in tensors.items() if name not in shared}, shared
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor stands in memory, and how: equal for two views of the same numbers."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -148,11 +150,18 @@ def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
         raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
 
 
-def sweep(root: Path, trial: str, committed: Sequence[Saved], *, kept: int = KEPT) -> None:
-    """Delete every generation of a trial but its last committed ones (committed by the caller's journal)."""
+def sweep(
+    root: Path, trial: str, committed: Sequence[Saved], *, kept: int = KEPT, writing: bool = False
+) -> None:
+    """Delete every generation of a trial but its last committed ones (committed by the caller's journal).
+
+    `writing`: later ones are left alone, somebody may be writing them.
+    """
     keep = {Path(each.folder).name for each in committed[-kept:]}
+    newest = f"{max((each.generation for each in committed), default=0):08d}"
     folder = root / folder_name(trial)
     if folder.is_dir():
         for each in sorted(folder.iterdir()):
-            if each.name not in keep:
+            later = writing and each.name.partition("-")[0] > newest
+            if each.name not in keep and not later:
                 shutil.rmtree(each, ignore_errors=True)

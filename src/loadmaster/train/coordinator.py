@@ -1,7 +1,8 @@
 """The loop of a study: one thread, one queue of events, no shared lists.
 
 device free   -> choose a trial (scheduler), send its worker a turn
-turn over     -> journal it; commit a checkpoint; report to the searcher, journal what it decides
+turn over     -> journal it; report to the searcher, journal what it decides
+written       -> a checkpoint counts; a trial that only waited for its last one is at its end
 trial failed  -> journal it; the others go on
 worker lost   -> a new one; what it held goes back to its last checkpoint
 Ctrl-C        -> turns end at the next step boundary, everything is saved, then it stops
@@ -22,6 +23,7 @@ from loadmaster.train.events import Audience
 from loadmaster.train.pace import Pace
 from loadmaster.train.referee import Referee
 from loadmaster.train.result import Span, Status
+from loadmaster.train.saves import Saves
 from loadmaster.train.scheduler import Standing, Turn, choose
 from loadmaster.train.tasks import (
     Event,
@@ -35,24 +37,16 @@ from loadmaster.train.tasks import (
     Stepped,
     Task,
     Turned,
+    Written,
 )
+from loadmaster.train.turns import Running, spans_of
 from loadmaster.train.whereabouts import Places
 
 _WAIT_S = 0.5
 _MOST_SPANS = 500_000
+_PATIENCE_S = 10.0
 _FENCES_OF_A_RUN = 10**9
 _MOST_DEATHS = 3  # of workers under one trial, before it is thought to be the reason
-
-
-@dataclass
-class _Running:
-    """A turn under way."""
-
-    device: int
-    fence: int
-    seconds: float = 0.0
-    num_tokens: int = 0
-    loss: float | None = None
 
 
 @dataclass
@@ -71,8 +65,9 @@ class Coordinator:
     root: Path  # of checkpoints
     spans: list[Span] = field(default_factory=list)
     halt_asked: bool = False
-    _running: dict[str, _Running] = field(default_factory=dict)
+    _running: dict[str, Running] = field(default_factory=dict)
     _moving: dict[str, tuple[int, Turn]] = field(default_factory=dict)  # to which device, to do what
+    _ending: dict[str, Turned] = field(default_factory=dict)  # no step left, the last state is being written
     _passed: dict[str, int] = field(default_factory=dict)
     _deaths: dict[str, int] = field(default_factory=dict)
     _trouble: Exception | None = None
@@ -83,6 +78,7 @@ class Coordinator:
         """Fencing numbers of this run stand above those of every run before, committed or not."""
         self.book.note("study", run=self.book.num_runs + 1)
         self._fence = self.book.num_runs * _FENCES_OF_A_RUN
+        self._saves = Saves(self.root, self.book, self.pace, self.audience, self.places, self.plans)
         for name in self.names:
             checkpoints.sweep(self.root, name, self.book.entries[name].committed)
 
@@ -94,6 +90,7 @@ class Coordinator:
             self._trouble = self._trouble or problem
         if self.halt_asked or self._trouble is not None:
             self._wind_down()
+        self._saves.close(_PATIENCE_S)
         if self._trouble is not None:
             raise self._trouble
         if self.halt_asked:
@@ -103,14 +100,16 @@ class Coordinator:
         self._apply(self.referee.pending())
         while not self.halt_asked and self._trouble is None:
             self._dispatch()
-            if not self._running and not self._moving:
+            if not self._running and not self._moving and not self._saves.pending:
                 if not self._unstick():
                     return
                 continue
             self._receive()
 
     def _receive(self) -> None:
-        found = self.crew.receive(_WAIT_S)
+        """One event, of a worker or of what this process writes."""
+        written = self._saves.finished(_WAIT_S if not self._running and not self._moving else 0.0)
+        found = self.crew.receive(_WAIT_S) if written is None else (-1, written)
         if found is not None:
             self._handle(*found)
 
@@ -133,7 +132,7 @@ class Coordinator:
         for at, name in enumerate(self.names):
             entry = self.book.entries[name]
             limit = self.referee.limit(entry)
-            if entry.status in ENDED or limit is None:
+            if entry.status in ENDED or limit is None or name in self._ending:
                 continue
             running = name in self._running or name in self._moving
             if not running and not self.places.admits(name):
@@ -176,10 +175,11 @@ class Coordinator:
             num_steps = 0
         elif entry.step >= entry.num_steps:
             num_steps = 1  # the runner says whether there is one
-        due = self.pace.due(name, entry.step + num_steps)
+        due = self._saves.due(name, entry.step + num_steps)
         then = self.names[turn.then] if turn.then is not None else None
         evaluate = pending or self.referee.wants_report(entry, entry.step + num_steps)
-        self._send(device, name, num_steps=num_steps, evaluate=evaluate, save=due, then=then)
+        beside = self._saves.has_room(name)
+        self._send(device, name, num_steps=num_steps, evaluate=evaluate, save=due, beside=beside, then=then)
 
     def _send(self, device: int, name: str, **told: Any) -> None:
         """Give a trial's turn to a worker, with its state where the worker has it not."""
@@ -195,9 +195,9 @@ class Coordinator:
             source = {"restore": entry.committed[-1]}
         elif place is None:
             source = {"parcel": Parcel(checkpoints.load(self.root, entry.committed[-1]))}
-        number = entry.committed[-1].generation + 1 if entry.committed else 1
+        number = self._saves.number(name) if self.crew.writes_checkpoints else 0
         self.places.where[name] = device
-        self._running[name] = _Running(device, self._fence)
+        self._running[name] = Running(device, self._fence)
         self.crew.send(device, Task(trial=name, fence=self._fence, generation=number, **source, **told))
 
     def _handle(self, device: int, event: Event) -> None:
@@ -206,69 +206,74 @@ class Coordinator:
                 self._lost(device, event.reason)
             case Released():
                 self._released(event)
+            case Written():
+                self._written(event)
             case _:
                 running = self._running.get(event.trial)
                 if running is None or running.fence != event.fence:
                     return  # of a worker that was thought dead
                 self._of_turn(event, running)
 
-    def _of_turn(self, event: Stepped | Turned | Failed | SaveFailed, running: _Running) -> None:
+    def _of_turn(self, event: Stepped | Turned | Failed | SaveFailed, running: Running) -> None:
+        if isinstance(event, Stepped):
+            return self._stepped(event, running)
+        del self._running[event.trial]
         match event:
-            case Stepped():
-                self._stepped(event, running)
             case Turned():
-                del self._running[event.trial]
                 self._turned(event, running)
             case SaveFailed():
-                del self._running[event.trial]
                 self._trouble = event.problem
             case Failed():
-                del self._running[event.trial]
                 self._failed(event, running.device)
 
-    def _stepped(self, event: Stepped, running: _Running) -> None:
+    def _stepped(self, event: Stepped, running: Running) -> None:
         done: StepDone = event.done
-        running.seconds += done.seconds
-        running.num_tokens += done.num_tokens
-        running.loss = done.loss
+        running.add(done)
         self.pace.measured(event.trial, done.seconds)
         device = self.device_names[running.device]
         if len(self.spans) < _MOST_SPANS:
-            for lane, label, start_s, end_s in done.spans:
-                began = self._began
-                self.spans.append(Span(device, lane, label, event.trial, start_s - began, end_s - began))
+            self.spans.extend(spans_of(done, device=device, trial=event.trial, began=self._began))
         self.audience.tell("on_step", event.trial, done)
         self.audience.tell("on_device", device, event.trial, done)
 
-    def _turned(self, event: Turned, running: _Running) -> None:
+    def _turned(self, event: Turned, running: Running) -> None:
         name = event.trial
         entry = self.book.entries[name]
-        moved = event.step != entry.step
-        loss = running.loss if running.loss is not None else entry.loss
-        if moved:
+        if event.step != entry.step:
+            loss = running.loss if running.loss is not None else entry.loss
             facts = {"seconds": running.seconds, "num_tokens": running.num_tokens}
             self.book.note("turn", trial=name, step=event.step, loss=loss, **facts)
-        if event.saved is not None or event.snapshot is not None:
-            self._commit(event)
+        if event.saved is not None:
+            self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
+        elif event.saving or event.snapshot is not None:
+            self._saves.begun(event, running.device)
+            if event.finished:
+                self._ending[name] = event
+            if running.written is not None:
+                self._written(running.written)
         if event.finished:
-            self.places.left(name)
-            self._apply(self.referee.finished(entry, event.metrics))
-            self._end(name, Status.DONE)
+            if event.saved is not None:
+                self._finished(event)
         elif self.referee.wants_report(entry, event.step):
             self._apply(self.referee.reported(entry, event.metrics))
 
-    def _commit(self, event: Turned) -> None:
-        entry, saved = self.book.entries[event.trial], event.saved
-        if saved is None:
-            number = entry.committed[-1].generation + 1 if entry.committed else 1
-            saved = checkpoints.save(
-                self.root, event.snapshot, trial=event.trial, generation=number, fence=event.fence
-            )
-        facts = {"generation": saved.generation, "fence": saved.fence, "step": saved.step, "crc": saved.crc}
-        self.book.note("commit", trial=event.trial, **facts)
-        checkpoints.sweep(self.root, event.trial, entry.committed)
-        self.pace.saved(event.trial, event.save_s)
-        self.audience.tell("on_checkpoint", event.trial, saved.step)
+    def _finished(self, event: Turned) -> None:
+        """Its last state is on disk."""
+        self._apply(self.referee.finished(self.book.entries[event.trial], event.metrics))
+        self._end(event.trial, Status.DONE)
+
+    def _written(self, event: Written) -> None:
+        running = self._running.get(event.trial)
+        if running is not None and running.fence == event.fence:
+            running.written = event
+            return
+        problem = self._saves.take(event)
+        self._trouble = self._trouble or problem
+        ending = self._ending.get(event.trial)
+        if ending is not None and ending.fence == event.fence:
+            del self._ending[event.trial]
+            if event.saved is not None:
+                self._finished(ending)
 
     def _apply(self, ended: Sequence[str]) -> None:
         """Let go of the trials that the searcher stopped."""
@@ -277,9 +282,7 @@ class Coordinator:
 
     def _end(self, name: str, status: Status) -> None:
         entry = self.book.entries[name]
-        step = (
-            max(entry.step, *entry.reports) if entry.reports else entry.step
-        )  # it had been there before a crash
+        step = max([entry.step, *entry.reports])  # it had been there before a crash
         self.book.note("done", trial=name, status=str(status), step=step)
         self._close(name)
         self.audience.tell("on_trial_end", name, str(status), "")
@@ -324,6 +327,7 @@ class Coordinator:
 
     def _lost(self, device: int, reason: str) -> None:
         """A worker is gone: what it held goes back to its last checkpoint, and its device gets a new one."""
+        self._saves.lost(device)
         held = [name for name, place in self.places.where.items() if place == device]
         for name in held:
             ran = self._running.get(name)
@@ -331,6 +335,7 @@ class Coordinator:
             if here:
                 del self._running[name]
             self._moving.pop(name, None)
+            self._ending.pop(name, None)
             self.places.left(name)
             self.book.rewind(name)
             if here:
@@ -362,11 +367,17 @@ class Coordinator:
         self._close(name)
 
     def _save_now(self, name: str) -> None:
+        self._await_write(name)
         entry, place = self.book.entries[name], self.places.where.get(name)
         if entry.step > entry.durable_step:
             self._send(place if isinstance(place, int) else 0, name, num_steps=0, save=True)
             while name in self._running and self._trouble is None:
                 self._receive()
+            self._await_write(name)
+
+    def _await_write(self, name: str) -> None:
+        while self._saves.writes(name) and self._trouble is None:
+            self._receive()
 
     def _wind_down(self) -> None:
         """Stop at step boundaries, then save what is not on disk."""
@@ -374,7 +385,7 @@ class Coordinator:
             self.crew.send(device, Halt())
         first = self._trouble
         try:
-            while self._running or self._moving:
+            while self._running or self._moving or self._saves.pending:
                 self._receive()
             for name in self.names:
                 if self.places.where.get(name) is not None and first is None:

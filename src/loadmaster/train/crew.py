@@ -1,7 +1,9 @@
 """A crew: the workers of all devices, wherever they run. It is sent messages and gives events."""
 
+import queue
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from loadmaster.train.tasks import Event, Halt, Message, Quit, Release, Task
@@ -31,10 +33,14 @@ class InlineCrew:
 
     writes_checkpoints = True
 
-    def __init__(self, make_worker: Callable[[int, Callable[[], bool]], Worker], num_devices: int) -> None:
-        self._make, self._halted = make_worker, False
-        self._workers = [make_worker(at, self._is_halted) for at in range(num_devices)]
+    def __init__(self, make_worker: Callable[..., Worker], num_devices: int) -> None:
+        self._make, self._halted = make_worker, False  # of (number, halted=, tell=)
+        self._beside: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()  # from threads that write
+        self._workers = [self._made(at) for at in range(num_devices)]
         self._active: deque[tuple[int, Iterator[Event]]] = deque()
+
+    def _made(self, at: int) -> Worker:
+        return self._make(at, halted=self._is_halted, tell=lambda event: self._beside.put((at, event)))
 
     def _is_halted(self) -> bool:
         return self._halted
@@ -56,19 +62,24 @@ class InlineCrew:
                 worker.close()
 
     def receive(self, timeout_s: float) -> tuple[int, Event] | None:
-        """Let the next worker in the circle come to its next event."""
+        """What was written meanwhile, else let the next worker in the circle come to its next event."""
+        if not self._beside.empty():
+            return self._beside.get()
         while self._active:
             device, events = self._active.popleft()
             event = next(events, None)
             if event is not None:
                 self._active.append((device, events))
                 return device, event
-        return None
+        if any(worker.is_writing for worker in self._workers):
+            with suppress(queue.Empty):
+                return self._beside.get(timeout=timeout_s)
+        return None if self._beside.empty() else self._beside.get()
 
     def restart(self, device: int) -> None:
         """A new worker on the same device."""
         self._workers[device].close()
-        self._workers[device] = self._make(device, self._is_halted)
+        self._workers[device] = self._made(device)
 
     def close(self) -> None:
         """Let go of every trial."""

@@ -41,6 +41,11 @@ class Pace:
         """The step at which a checkpoint by count is due."""
         return None if self._steps is None else (step // self._steps + 1) * self._steps
 
+    @property
+    def by_count(self) -> bool:
+        """Whether checkpoints come at given steps, whatever they cost."""
+        return self._steps is not None
+
     def due(self, trial: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint."""
         if self._steps is not None:

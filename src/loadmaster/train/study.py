@@ -196,7 +196,7 @@ class Study:
 
             return RayCrew(self.engine(), trials, plan.devices)
         return InlineCrew(
-            lambda at, halted: Worker(self.engine(), trials, plan.devices[at], root, halted=halted),
+            lambda at, **ears: Worker(self.engine(), trials, plan.devices[at], root, **ears),
             len(plan.devices),
         )
 

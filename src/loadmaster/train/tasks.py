@@ -2,6 +2,7 @@
 
     coordinator                                worker of a device
         Task(trial, fence, steps, ...)   -->       Stepped, Stepped, ... , Turned | Failed | SaveFailed
+                                         <--       Written, later: a checkpoint that was written beside
         Release(trial)                   -->       Released(parcel)
         Halt                             -->       the turn ends at the next step boundary
                                          <--       Lost, from the crew: the process is gone
@@ -37,6 +38,7 @@ class Task:
     then: str | None = None  # who probably follows: a hint for prefetching
     generation: int = 0  # the number of a checkpoint, where one is written
     save: bool = False  # write one after the steps; the last state of a trial is always written
+    beside: bool = False  # while training goes on: there is memory for a copy
     close: bool = False  # let go of its memory afterwards
 
 
@@ -78,8 +80,9 @@ class Turned:
     finished: bool  # there is no step left
     metrics: dict[str, float] | None = None
     saved: Saved | None = None
+    saving: bool = False  # a checkpoint is being written; `Written` follows
     snapshot: Any = None  # where the coordinator writes the checkpoint
-    save_s: float = 0.0
+    save_s: float = 0.0  # that the device waited for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,16 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint that was written beside the training, under the fence of its turn; or why it was not."""
+
+    trial: str
+    fence: int
+    saved: Saved | None
+    problem: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """A trial was given up."""
 
@@ -119,4 +132,4 @@ class Lost:
 
 
 Message = Task | Release | Halt | Quit
-Event = Stepped | Turned | Failed | SaveFailed | Released | Lost
+Event = Stepped | Turned | Failed | SaveFailed | Written | Released | Lost

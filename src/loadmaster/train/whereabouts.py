@@ -18,8 +18,12 @@ class Places:
         """Whether it is open, or may be opened beside those that are."""
         if trial in self.where:
             return True
-        taken = sum(self.host_bytes[name] for name in self.where)
-        return taken + self.host_bytes[trial] <= self.cap_bytes
+        return self.taken_bytes + self.host_bytes[trial] <= self.cap_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of all trials that are open."""
+        return sum(self.host_bytes[name] for name in self.where)
 
     def left(self, trial: str) -> None:
         """Its memory is free."""

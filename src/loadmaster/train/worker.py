@@ -20,9 +20,24 @@ from loadmaster.train.checkpoints import Snapshot
 from loadmaster.train.engine import Engine, Runner, StepDone
 from loadmaster.train.loaders import LoaderError
 from loadmaster.train.room import Room
-from loadmaster.train.tasks import Event, Failed, Parcel, Release, Released, SaveFailed, Stepped, Task, Turned
+from loadmaster.train.study_plan import free_host_bytes
+from loadmaster.train.tasks import (
+    Event,
+    Failed,
+    Parcel,
+    Release,
+    Released,
+    SaveFailed,
+    Stepped,
+    Task,
+    Turned,
+    Written,
+)
+from loadmaster.train.writer import Writer, copied, copy_bytes
 
 _MOST_TEXT = 20_000
+_PATIENCE_S = 10.0
+_OF_FREE = 0.5  # of the memory that is free: a larger copy is not made
 
 
 class DamagedCheckpointError(FileError):
@@ -44,7 +59,9 @@ class Worker:
         root: Path | None,
         *,
         halted: Callable[[], bool] = lambda: False,
+        tell: Callable[[Event], None] | None = None,
     ) -> None:
+        self._tell, self._writer = tell, Writer()  # events that come between turns, from another thread
         self._engine, self._trials, self._root = engine, trials, root  # root None: the coordinator writes
         self._device = engine.open_device(device_name)
         self._halted = halted
@@ -75,11 +92,11 @@ class Worker:
         halted = num_done < task.num_steps and self._halted()
         short = num_done < task.num_steps and not halted
         finished = short or (num_done > 0 and runner.remaining_s() <= 0)
-        saved = snapshot = None
+        kept: dict[str, Any] = {}
         began = time.perf_counter()
         if task.save or finished:
             try:
-                saved, snapshot = self._save(runner, task)
+                kept = self._save(runner, task, finished=finished)
             except FileError as problem:
                 yield SaveFailed(task.trial, task.fence, problem)
                 return
@@ -89,7 +106,7 @@ class Worker:
         metrics = None
         if wanted and not halted and self._trials[task.trial].evaluate is not None:
             metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
-        if task.close or finished:
+        if task.close or (finished and "saving" not in kept):
             self._drop(task.trial)
         yield Turned(
             trial=task.trial,
@@ -97,9 +114,8 @@ class Worker:
             step=runner.step,
             finished=finished,
             metrics=metrics,
-            saved=saved,
-            snapshot=snapshot,
             save_s=save_s,
+            **kept,
         )
 
     def _opened(self, task: Task) -> Runner:
@@ -121,13 +137,38 @@ class Worker:
         self.held[task.trial] = runner
         return runner
 
-    def _save(self, runner: Runner, task: Task) -> tuple[checkpoints.Saved | None, Snapshot | None]:
+    def _save(self, runner: Runner, task: Task, *, finished: bool) -> dict[str, Any]:
+        """Write a checkpoint, or begin to; what a turn tells of it."""
         snapshot = snapshot_of(runner)
         if self._root is None:
-            return None, snapshot
+            return {"snapshot": snapshot}
+        if self._tell is None or not task.beside:
+            return {"saved": self._written(snapshot, task)}
+        if not finished:  # else it stays as it is, until it is told to go
+            if copy_bytes(snapshot) > _OF_FREE * free_host_bytes():
+                return {"saved": self._written(snapshot, task)}
+            self._writer.wait()  # one copy at a time
+            snapshot = copied(snapshot)
+        self._writer.begin(lambda: self._write_beside(snapshot, task))
+        return {"saving": True}
+
+    def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.Saved:
+        assert self._root is not None, "the coordinator writes"
         number = task.generation
-        saved = checkpoints.save(self._root, snapshot, trial=task.trial, generation=number, fence=task.fence)
-        return saved, None
+        return checkpoints.save(self._root, snapshot, trial=task.trial, generation=number, fence=task.fence)
+
+    def _write_beside(self, snapshot: Snapshot, task: Task) -> None:
+        assert self._tell is not None, "else nobody would know"
+        try:
+            event = Written(task.trial, task.fence, self._written(snapshot, task))
+        except Exception as problem:
+            event = Written(task.trial, task.fence, None, problem)
+        self._tell(event)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer.busy
 
     def _require_finite(self, trial: str, done: StepDone) -> None:
         if not math.isfinite(done.loss) and getattr(self._trials[trial], "on_nan", "fail") == "fail":
@@ -160,6 +201,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of every trial."""
+        self._writer.wait(_PATIENCE_S)
         for trial in list(self.held):
             self._drop(trial)
 
@@ -167,7 +209,8 @@ class Worker:
 def snapshot_of(runner: Runner) -> Snapshot:
     """The state of a runner at a step boundary."""
     tensors, facts = runner.snapshot()
-    return Snapshot(runner.step, runner.state_dict(), tensors, facts)
+    frozen: frozenset[str] = getattr(runner, "frozen", frozenset())
+    return Snapshot(runner.step, runner.state_dict(), tensors, facts, frozen)
 
 
 def _loaded(root: Path, saved: checkpoints.Saved) -> Snapshot:

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -189,12 +191,22 @@ def serve(pipe: Connection) -> None:
             if isinstance(message, Halt):
                 halted = True
             elif isinstance(message, Release) and message.trial != running:
-                _answer(pipe, worker, message)
+                _answer(tell, worker, message)
             else:
                 inbox.append(message)
         return halted
 
-    worker = ProcessWorker(engine, trials, device, Path(root), halted=is_halted)
+    lock = threading.Lock()
+
+    def tell(event: Event) -> None:
+        with lock:
+            pipe.send(event)
+
+    def tell_beside(event: Event) -> None:
+        with suppress(OSError):  # the coordinator is gone; the main thread finds it out
+            tell(event)
+
+    worker = ProcessWorker(engine, trials, device, Path(root), halted=is_halted, tell=tell_beside)
     worker.parcels = Path(parcels)
     running = ""
     while True:
@@ -205,16 +217,16 @@ def serve(pipe: Connection) -> None:
         if isinstance(message, Task):
             halted, running = False, message.trial
             for event in worker.work(message):
-                pipe.send(event)
+                tell(event)
             running = ""
         elif isinstance(message, Release):
-            _answer(pipe, worker, message)
+            _answer(tell, worker, message)
 
 
-def _answer(pipe: Connection, worker: Worker, message: Release) -> None:
+def _answer(tell: Callable[[Event], None], worker: Worker, message: Release) -> None:
     released = worker.release(message)
     if released is not None:
-        pipe.send(released)
+        tell(released)
 
 
 def main() -> None:
