@@ -25,7 +25,7 @@ class Stateful:
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": torch.tensor(self.at) if self.bad else self.at}
+        return {"at": {self.at} if self.bad else self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]

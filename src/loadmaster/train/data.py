@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.train import randomness
+from loadmaster.train.loaders import LoaderError, has_state, loaded_state
 from loadmaster.train.state import TrialState
 
 
@@ -19,7 +20,7 @@ def next_batches(state: TrialState, device: torch.device) -> list[Any]:
         taken = _take(state)
         if taken:
             return taken
-        state.iterator = None
+        state.iterator = state.source = None
         if state.batch == 0:
             raise RunError(f"trial {state.trial.name!r}: epoch {state.epoch} of its data is empty")
         state.epoch, state.batch, state.epoch_generators = state.epoch + 1, 0, None
@@ -46,13 +47,24 @@ def _open(state: TrialState, device: torch.device) -> None:
         return
     if state.epoch_generators is None:
         state.epoch_generators = randomness.current(device)
-        state.iterator = iter(state.trial.data())
+        state.source = state.trial.data()
+        state.iterator = iter(state.source)
         return
     with randomness.kept(device):
         randomness.install(state.epoch_generators, device)
-        state.iterator = iter(state.trial.data())
-        for _ in range(state.batch):
-            next(state.iterator, None)
+        state.source = state.trial.data()
+        position, state.position = state.position, None
+        if position is not None and has_state(state.source):
+            state.source.load_state_dict(loaded_state(position))
+            state.iterator = iter(state.source)
+            return
+        state.iterator = iter(state.source)
+        for at in range(state.batch):
+            if next(state.iterator, None) is None:
+                raise LoaderError(
+                    f"the data of trial {state.trial.name!r} gave {at} batches where it had given"
+                    f" {state.batch} before; it must give the same ones every time"
+                )
 
 
 def moved(tree: Any, device: torch.device) -> Any:

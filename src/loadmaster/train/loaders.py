@@ -2,7 +2,7 @@
 
 `data` is a factory: each call gives a fresh iterable of (inputs, targets). Three kinds are served:
 
-- with `state_dict` and `load_state_dict`: its state must be JSON, and it goes on in place;
+- with `state_dict` and `load_state_dict`: its state must be JSON or tensors, and it goes on in place;
 - re-iterable or counted (a DataLoader, a list, a generator function): batches are skipped by counting, with
   the random state at the beginning of the epoch put back first, so that a shuffle is the same shuffle;
 - one that is its own iterator and has no state (a generator that was made once): refused by name, because
@@ -58,16 +58,8 @@ class Feed:
         """Where the next batch comes from, as JSON."""
         found: Position = {"epoch": self.epoch, "num_read": self.num_read}
         # Between epochs a loader has nothing to say yet.
-        if self._batches is not None and self.num_read and _has_state(self._source):
-            state = self._source.state_dict()
-            try:
-                json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as problem:
-                raise LoaderError(
-                    f"the loader of trial {self._trial!r} ({type(self._source).__name__}) has a state that"
-                    f" is not JSON: {problem}; give numbers, texts, lists and dicts, or no state_dict at all"
-                ) from None
-            found["state"] = state
+        if self._batches is not None and self.num_read and has_state(self._source):
+            found["state"] = saved_state(self._source, trial=self._trial)
             found["rng"] = base64.b64encode(self._rng.numpy().tobytes()).decode()
         return found
 
@@ -80,7 +72,7 @@ class Feed:
         state = position.get("state")
         if state is not None:
             self._make_source()
-            self._source.load_state_dict(state)
+            self._source.load_state_dict(loaded_state(state))
             self._begin()
             rng = bytearray(base64.b64decode(position["rng"]))
             self._rng = torch.frombuffer(rng, dtype=torch.uint8).clone()
@@ -170,15 +162,57 @@ def check_source(data: Callable[[], Iterable[Batch]], *, trial: str) -> None:
             " for example data=lambda: loader"
         )
     first, second = data(), data()
-    if first is second and isinstance(first, Iterator) and not _has_state(first):
+    if first is second and isinstance(first, Iterator) and not has_state(first):
         raise InputError(
             f"the data of trial {trial!r} gives the same {type(first).__name__} every time, which can be read"
             " once and not resumed; make it inside the function, or give it state_dict and load_state_dict"
         )
 
 
-def _has_state(source: Any) -> bool:
+def has_state(source: Any) -> bool:
+    """Whether a loader can say where it stands, and go there."""
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+_TENSOR = "loadmaster tensor"
+
+
+def saved_state(source: Any, *, trial: str) -> Any:
+    """What a loader says of where it stands, as JSON (tensors as text); anything else is refused by name."""
+    try:
+        state = _encoded(source.state_dict())
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as problem:
+        raise LoaderError(
+            f"the loader of trial {trial!r} ({type(source).__name__}) has a state that is not JSON:"
+            f" {problem}; give numbers, texts, lists, dicts and tensors, or no state_dict at all"
+        ) from None
+    return state
+
+
+def loaded_state(state: Any) -> Any:
+    """What a loader is to get back."""
+    if isinstance(state, list):
+        return [loaded_state(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    if _TENSOR in state:
+        flat = torch.frombuffer(bytearray(base64.b64decode(state[_TENSOR])), dtype=torch.uint8).clone()
+        return flat.view(getattr(torch, state["dtype"])).reshape(state["shape"])
+    return {key: loaded_state(each) for key, each in state.items()}
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel():
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        text = base64.b64encode(flat.numpy().tobytes()).decode()
+        return {_TENSOR: text, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, dict):
+        odd = [key for key in value if not isinstance(key, str)]
+        if odd:
+            raise TypeError(f"the key {odd[0]!r} is not a text")
+        return {key: _encoded(each) for key, each in value.items()}
+    return [_encoded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def with_timeout(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
+from loadmaster.train.loaders import has_state, saved_state
 from loadmaster.train.randomness import Generators
 from loadmaster.train.state import TrialState
 from loadmaster.train.store import HostPiece
@@ -42,6 +43,8 @@ def tensors_of(state: TrialState) -> dict[str, torch.Tensor]:
 def facts_of(state: TrialState) -> dict[str, Any]:
     """Counts, options and the schedule, as JSON."""
     facts: dict[str, Any] = {name: getattr(state, name) for name in _COUNTS}
+    if state.iterator is not None and state.batch and has_state(state.source):
+        facts["loader"] = saved_state(state.source, trial=state.trial.name)
     facts["scaler"] = [state.scaler.scale, state.scaler.good_steps]
     facts["pieces"] = [host.step for host in state.pieces]
     facts["started"] = {name: host.started[position] for host, position, name in _members(state)}
@@ -105,7 +108,8 @@ def _put_back_counts(
                 before.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(before, tuple) else value
-    state.iterator = None
+    state.iterator = state.source = None
+    state.position = facts.get("loader")
     state.peeked.clear()
 
 

@@ -13,6 +13,7 @@ from loadmaster.train import randomness
 from loadmaster.train.arena import aligned
 from loadmaster.train.blocks import Chain, chain_of
 from loadmaster.train.layout import Layout, lay_out
+from loadmaster.train.loaders import LoaderError, has_state, saved_state
 from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
 from loadmaster.train.states import StateLayout, check_optimizer, discover, starts_at_zero
@@ -58,6 +59,8 @@ class TrialState:
     epoch_generators: randomness.Generators | None = None  # when this epoch's data was opened
     num_batches: int | None = None
     exhausted: bool = False
+    source: Any = None  # this epoch's data, and its iterator
+    position: Any = None  # what a loader with a state of its own said, until it is opened again
     iterator: Iterator[Any] | None = None
     checked: bool = False  # whether every parameter has been seen to get a gradient
     peeked: list[Any] = field(default_factory=list)
@@ -127,6 +130,11 @@ def first_batch(trial: Trial) -> tuple[Any, int | None]:
             raise InputError(
                 f"trial {trial.name!r}: data must give (inputs, targets), not {type(batch).__name__}"
             )
+        if has_state(data):
+            try:
+                saved_state(data, trial=trial.name)  # refused now, not at the first checkpoint
+            except LoaderError as problem:
+                raise InputError(str(problem)) from None
         return tuple(batch), len(data) if isinstance(data, Sized) else None
     raise InputError(f"trial {trial.name!r}: data is empty")
 
