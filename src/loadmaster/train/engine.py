@@ -9,6 +9,20 @@ from typing import Any, Protocol
 
 import torch
 
+from loadmaster.core.errors import RunError
+
+
+class NotANumberError(RunError):
+    """The loss of a trial is not finite."""
+
+
+def not_a_number(trial: str, loss: float, step: int) -> NotANumberError:
+    """What to say of a loss that is not finite."""
+    return NotANumberError(
+        f"the loss of trial {trial!r} is {loss} at step {step};"
+        " lower the learning rate, or set on_nan='ignore'"
+    )
+
 
 class StepDone(Protocol):
     """One optimizer step, as runners tell it."""

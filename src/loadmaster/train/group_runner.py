@@ -15,8 +15,9 @@ from loadmaster.train import randomness
 from loadmaster.train.group import Group, Ridden
 from loadmaster.train.runner import StepDone
 from loadmaster.train.snapshots import facts_of, put_back, tensors_of
-from loadmaster.train.state import TrialState
+from loadmaster.train.state import TrialState, frozen_names
 from loadmaster.train.streams import Device
+from loadmaster.train.trial import numbers_of
 
 _MOST_AHEAD = 16  # steps: as many as a turn of the scheduler has
 
@@ -42,6 +43,11 @@ class MemberRunner:
     def step(self) -> int:
         """Optimizer steps done, as far as anybody has been told."""
         return self.state.step - self._num_ahead
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The backbone: a copy of the state need not hold it."""
+        return frozen_names(self.state)
 
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; the others of the group ride along."""
@@ -76,8 +82,7 @@ class MemberRunner:
         model.eval()
         try:
             with randomness.kept(device.torch_device), device.computing(), group.buffers_bound(self.state):
-                found = self.trial.evaluate(lambda inputs: group.predict(self.state, inputs))
-                return {name: float(value) for name, value in found.items()}
+                return numbers_of(self.trial, lambda inputs: group.predict(self.state, inputs))
         finally:
             model.train()
 

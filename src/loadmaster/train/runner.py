@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import DeviceMemoryError, InputError, RunError
+from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.core.units import format_bytes
 from loadmaster.train import randomness
+from loadmaster.train.engine import not_a_number
 from loadmaster.train.layout import Placement
 from loadmaster.train.partition import ShardPlan, make_plan
 from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
 from loadmaster.train.rehearsal import Rehearsal
 from loadmaster.train.setting import Setting
-from loadmaster.train.state import TrialState, build, hold
+from loadmaster.train.state import TrialState, build, frozen_names, hold
 from loadmaster.train.streams import Device
-from loadmaster.train.trial import Trial
+from loadmaster.train.trial import Trial, numbers_of
 from loadmaster.train.updater import HostUpdater
 
 _SWITCH_S = 2e-4
@@ -75,6 +76,11 @@ class ShardRunner:
         """Optimizer steps done."""
         return self.state.step
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that are never trained: a copy of the state need not hold them."""
+        return frozen_names(self.state)
+
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
@@ -93,7 +99,7 @@ class ShardRunner:
             taken = time.perf_counter() - began
             self._step_s = taken if not self._step_s else 0.7 * self._step_s + 0.3 * taken
             if facts.loss != facts.loss and self.trial.on_nan == "fail":
-                raise RunError(f"trial {self.trial.name!r}: the loss of step {self.step} is not a number")
+                raise not_a_number(self.trial.name, facts.loss, self.step)
             yield StepDone(
                 self.step,
                 self.state.epoch,
@@ -115,7 +121,7 @@ class ShardRunner:
         model.eval()
         try:
             with randomness.kept(device.torch_device), device.computing(), session.units.buffers_bound():
-                return {name: float(value) for name, value in self.trial.evaluate(session.predict).items()}
+                return numbers_of(self.trial, session.predict)
         finally:
             model.train()
 

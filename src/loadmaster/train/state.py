@@ -86,6 +86,12 @@ class TrialState:
         return None if total is None else max(0, total - self.step)
 
 
+def frozen_names(state: TrialState) -> frozenset[str]:
+    """Names of the parameters that are never trained."""
+    named = state.chain.model.named_parameters()
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
     """A model with its blocks, looked at but not laid out yet."""

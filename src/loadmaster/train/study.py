@@ -24,7 +24,7 @@ from loadmaster.core.units import parse_bytes, parse_seconds
 from loadmaster.train.book import Book, Entry
 from loadmaster.train.coordinator import Coordinator
 from loadmaster.train.crew import Crew, InlineCrew
-from loadmaster.train.engine import Engine
+from loadmaster.train.engine import Engine, TrialPlan
 from loadmaster.train.events import Audience
 from loadmaster.train.journal import Journal
 from loadmaster.train.loaders import check_source, with_timeout
@@ -33,6 +33,7 @@ from loadmaster.train.referee import Referee
 from loadmaster.train.result import Result, TrialResult
 from loadmaster.train.searchers import RunAll, Searcher
 from loadmaster.train.study_plan import StudyPlan, study_plan
+from loadmaster.train.trial import Trial, user_code
 from loadmaster.train.whereabouts import Places
 from loadmaster.train.worker import Worker
 
@@ -47,7 +48,7 @@ class Study:
 
     def __init__(
         self,
-        trials: Sequence[Any],
+        trials: Trial | Sequence[Any],
         *,
         dir: str | os.PathLike[str],
         devices: str | Sequence[str] = "auto",
@@ -63,6 +64,10 @@ class Study:
         launcher: str = "auto",
         engine: Engine | None = None,
     ) -> None:
+        trials = [trials] if isinstance(trials, Trial) else list(trials)
+        odd = next((each for each in trials if not hasattr(each, "name")), None)
+        if odd is not None:
+            raise InputError(f"a study takes trials, not {type(odd).__name__}; make them with lt.Trial(...)")
         names = [trial.name for trial in trials]
         if not names:
             raise InputError("a study needs at least one trial")
@@ -111,17 +116,22 @@ class Study:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
             for name, trial in self._trials.items():
-                check_source(trial.data, trial=name)
+                with user_code(name):
+                    check_source(trial.data, trial=name)
             engine = self.engine()
             devices = self._device_names(engine)
             self._plan = study_plan(
-                [engine.planned(trial, devices) for trial in self._trials.values()],
+                [self._planned(engine, trial, devices) for trial in self._trials.values()],
                 devices,
                 folder=self.dir,
                 memory_cap_bytes=self._memory_cap,
                 host_cap_bytes=self._host_cap,
             )
         return self._plan
+
+    def _planned(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
+        with user_code(trial.name):
+            return engine.planned(trial, devices)
 
     def _device_names(self, engine: Engine) -> list[str]:
         if self.launcher == "ray" and self._devices == "auto":

@@ -1,17 +1,21 @@
 """A trial: one model, its data, its optimizer and how long to train it. Nothing is built here."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.errors import InputError, LoadmasterError, RunError, UnknownNameError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CALLABLES = ("build", "loss", "data", "optim")
+_LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).resolve().parents[1]))
 _OPTIONAL_CALLABLES = ("blocks", "lr_schedule", "evaluate")
 
 
@@ -83,7 +87,9 @@ class Trial:
     def _needs_callable(self, field: str, *, optional: bool) -> None:
         value = getattr(self, field)
         if not callable(value) and not (optional and value is None):
-            raise InputError(f"trial {self.name!r}: {field} must be a function, not {type(value).__name__}")
+            hint = "; write data=lambda: loader" if field == "data" else ""
+            kind = type(value).__name__
+            raise InputError(f"trial {self.name!r}: {field} must be a function, not {kind}{hint}")
 
     def _needs_count(self, field: str) -> None:
         value = getattr(self, field)
@@ -93,3 +99,29 @@ class Trial:
     def _needs_choice(self, field: str, known: tuple[str, ...]) -> None:
         if getattr(self, field) not in known:
             raise UnknownNameError(f"{field} of trial {self.name!r}", str(getattr(self, field)), known)
+
+
+def numbers_of(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:
+    """What a trial's own evaluation says, as numbers by name."""
+    found = trial.evaluate(predict) if trial.evaluate is not None else {}
+    if not isinstance(found, Mapping):
+        raise RunError(
+            f"trial {trial.name!r}: evaluate must give numbers by name, such as {{'loss': 0.5}}, not"
+            f" {type(found).__name__}"
+        )
+    return {str(name): float(value) for name, value in found.items()}
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Before anything is trained, an exception of a trial's own functions is bad input: it says where."""
+    try:
+        yield
+    except (LoadmasterError, MemoryError):
+        raise
+    except Exception as problem:
+        frames = traceback.extract_tb(problem.__traceback__)
+        own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)]
+        where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        text = " ".join(str(problem).split())[:400]
+        raise InputError(f"trial {name!r} raised {type(problem).__name__}{where}: {text}") from problem

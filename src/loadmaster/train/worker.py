@@ -17,7 +17,7 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, FileError
 from loadmaster.train import checkpoints
 from loadmaster.train.checkpoints import Snapshot
-from loadmaster.train.engine import Engine, Runner, StepDone
+from loadmaster.train.engine import Engine, NotANumberError, Runner, StepDone, not_a_number
 from loadmaster.train.loaders import LoaderError
 from loadmaster.train.room import Room
 from loadmaster.train.study_plan import free_host_bytes
@@ -42,10 +42,6 @@ _OF_FREE = 0.5  # of the memory that is free: a larger copy is not made
 
 class DamagedCheckpointError(FileError):
     """A committed generation is not what was written."""
-
-
-class NotANumberError(ArithmeticError):
-    """The loss of a trial is not finite."""
 
 
 class Worker:
@@ -172,10 +168,7 @@ class Worker:
 
     def _require_finite(self, trial: str, done: StepDone) -> None:
         if not math.isfinite(done.loss) and getattr(self._trials[trial], "on_nan", "fail") == "fail":
-            raise NotANumberError(
-                f"the loss of trial {trial!r} is {done.loss} at step {done.step};"
-                " lower the learning rate, or set on_nan='ignore'"
-            )
+            raise not_a_number(trial, done.loss, done.step)
 
     def release(self, message: Release) -> Released | None:
         """Give a trial up for another device, or for good."""
