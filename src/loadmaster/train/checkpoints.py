@@ -13,7 +13,7 @@ deleted at the next start. A late worker has another fencing number, so it canno
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ import msgspec
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
+from loadmaster.train.backbones import (
+    Backbone,
+    frozen_part,
+    linked,
+    read_backbone,
+    stored,
+    sweep_backbones,
+)
 from loadmaster.train.journal import sync_folder, unwritable
 from loadmaster.train.tensor_files import read_tensors, write_tensors
 
@@ -68,14 +76,29 @@ def folder_name(trial: str) -> str:
     return quote(trial, safe=" +=,@").replace(".", "%2E") or "%"
 
 
-def save(root: Path, snapshot: Snapshot, *, trial: str, generation: int, fence: int) -> Saved:
-    """Write a generation; when this returns it is on disk. A failed one leaves nothing behind."""
+def save(
+    root: Path,
+    snapshot: Snapshot,
+    *,
+    trial: str,
+    generation: int,
+    fence: int,
+    known: dict[str, Backbone] | None = None,
+) -> Saved:
+    """Write a generation; when this returns it is on disk. A failed one leaves nothing behind.
+
+    Frozen weights are written once for all; `known`: those this process has written or compared.
+    """
     draft = Saved(trial, generation, fence, snapshot.step, 0)
     folder = root / draft.folder
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        crc = write_snapshot(folder, snapshot)
+        part = frozen_part(snapshot.model, snapshot.frozen)
+        backbone = stored(root, part, {} if known is None else known) if part else None
+        if backbone is not None:
+            linked(root, folder, backbone)
+        crc = write_snapshot(folder, snapshot, backbone=backbone, without=part)
         sync_folder(folder.parent)
         sync_folder(root)
     except OSError as problem:
@@ -87,14 +110,19 @@ def save(root: Path, snapshot: Snapshot, *, trial: str, generation: int, fence: 
     return Saved(trial, generation, fence, snapshot.step, crc)
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot) -> int:
-    """The three files of a snapshot; returns the CRC-32 of the facts."""
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, *, backbone: Backbone | None = None, without: Collection[str] = ()
+) -> int:
+    """The three files of a snapshot, less what is in its backbone; returns the CRC-32 of the facts."""
+    own = {name: tensor for name, tensor in snapshot.model.items() if name not in without}
     rest, shared = _without_shared(snapshot.tensors, snapshot.model)
     files = {}
-    for name, tensors in ((MODEL, snapshot.model), (STATE, rest)):
+    for name, tensors in ((MODEL, own), (STATE, rest)):
         size, crc = write_tensors(folder / name, tensors)
         files[name] = {"bytes": size, "crc": crc}
     document = {"step": snapshot.step, "files": files, "shared": shared, "facts": snapshot.facts}
+    if backbone is not None:
+        document["backbone"] = {"key": backbone.key, "size_bytes": backbone.size_bytes, "crc": backbone.crc}
     try:
         data = msgspec.json.encode(document)
     except (TypeError, UnicodeEncodeError) as problem:
@@ -144,10 +172,33 @@ def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
             name: read_tensors(folder / name, size=files[name]["bytes"], crc=files[name]["crc"])
             for name in (MODEL, STATE)
         }
+        if "backbone" in document:
+            found[MODEL] |= read_backbone(folder, Backbone(**document["backbone"]))
         tensors = found[STATE] | {name: found[MODEL][other] for name, other in shared.items()}
         return Snapshot(document["step"], found[MODEL], tensors, document["facts"])
     except (msgspec.DecodeError, KeyError, TypeError) as problem:
         raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a generation, frozen ones among them, as the plain model loads them."""
+    found = read_tensors(folder / MODEL)
+    key = _backbone_of(folder)
+    return found if key is None else found | read_backbone(folder, key)
+
+
+def _backbone_of(folder: Path) -> Backbone | None:
+    try:
+        document = msgspec.json.decode((folder / FACTS).read_bytes())
+        return Backbone(**document["backbone"]) if "backbone" in document else None
+    except (OSError, msgspec.DecodeError, TypeError):
+        return None  # whoever reads the generation says what is wrong
+
+
+def sweep_shared(root: Path, committed: Iterable[Sequence[Saved]]) -> None:
+    """Delete frozen weights that no kept generation of any trial refers to."""
+    found = [_backbone_of(root / saved.folder) for each in committed for saved in each[-KEPT:]]
+    sweep_backbones(root, [backbone.key for backbone in found if backbone is not None])
 
 
 def sweep(

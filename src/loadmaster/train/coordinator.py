@@ -79,8 +79,7 @@ class Coordinator:
         self.book.note("study", run=self.book.num_runs + 1)
         self._fence = self.book.num_runs * _FENCES_OF_A_RUN
         self._saves = Saves(self.root, self.book, self.pace, self.audience, self.places, self.plans)
-        for name in self.names:
-            checkpoints.sweep(self.root, name, self.book.entries[name].committed)
+        self._saves.sweep(self.names)
 
     def run(self) -> None:
         """Until every trial is at its end, or the study is stopped; then everything is on disk."""

@@ -14,7 +14,7 @@ from loadmaster.core.io import write_bytes
 from loadmaster.train import checkpoints
 from loadmaster.train.events import finite
 from loadmaster.train.searchers import value_of
-from loadmaster.train.tensor_files import read_tensors
+from loadmaster.train.tensor_files import write_tensors
 
 
 class Status(StrEnum):
@@ -50,7 +50,11 @@ class TrialResult:
             raise InputError(
                 f"trial {self.name!r} has no checkpoint: it is {self.status} at step {self.step}"
             )
-        return read_tensors(self.folder / checkpoints.MODEL)
+        return checkpoints.model_of(self.folder)
+
+    def save_model(self, path: str | Path) -> None:
+        """Write all its weights into one safetensors file."""
+        write_tensors(Path(path), self.state_dict())
 
 
 @dataclass(frozen=True, slots=True)

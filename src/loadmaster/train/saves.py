@@ -6,12 +6,13 @@ with the coordinator send it the state, and it writes beside its own loop.
 """
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadmaster.core.errors import FileError
 from loadmaster.train import checkpoints
+from loadmaster.train.backbones import Backbone
 from loadmaster.train.book import Book
 from loadmaster.train.checkpoints import Saved
 from loadmaster.train.engine import TrialPlan
@@ -45,8 +46,15 @@ class Saves:
     plans: Mapping[str, TrialPlan]
     pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)  # by trial and fence
     _given: dict[str, int] = field(default_factory=dict)  # the generation that the last turn was to write
+    _known: dict[str, Backbone] = field(default_factory=dict)  # frozen weights on disk
     _writer: Writer = field(default_factory=Writer)
     _done: "queue.SimpleQueue[Written]" = field(default_factory=queue.SimpleQueue)
+
+    def sweep(self, names: Sequence[str]) -> None:
+        """Delete what an earlier run left that does not count; nobody is writing yet."""
+        for name in names:
+            checkpoints.sweep(self.root, name, self.book.entries[name].committed)
+        checkpoints.sweep_shared(self.root, [entry.committed for entry in self.book.entries.values()])
 
     def due(self, name: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint; by time, one at a time."""
@@ -83,7 +91,12 @@ class Saves:
     def _write(self, event: Turned, number: int) -> None:
         try:
             saved = checkpoints.save(
-                self.root, event.snapshot, trial=event.trial, generation=number, fence=event.fence
+                self.root,
+                event.snapshot,
+                trial=event.trial,
+                generation=number,
+                fence=event.fence,
+                known=self._known,
             )
             self._done.put(Written(event.trial, event.fence, saved))
         except Exception as problem:

@@ -135,7 +135,7 @@ class ShardEngine:
             num_steps=num_steps(trial, built.num_batches),
             step_s=plan.step_s,
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
-            state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers),
+            state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers) - shared_bytes,
             peak_bytes=plan.peak_bytes,
             num_shards=plan.layout.num_shards,
             bytes_up=int(plan.work.up_bytes),

@@ -56,6 +56,21 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     return size, crc
 
 
+def same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+    """Size and CRC-32 of a file, if it holds exactly these tensors; None: it does not, or is not there."""
+    crc = size = 0
+    try:
+        with open(path, "rb") as file:
+            for piece in _pieces(tensors):
+                if file.read(len(piece)) != piece:
+                    return None
+                crc = zlib.crc32(piece, crc)
+                size += len(piece)
+            return None if file.read(1) else (size, crc)
+    except FileNotFoundError:
+        return None
+
+
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview | bytes]:
     header: dict[str, Any] = {}
     at = 0

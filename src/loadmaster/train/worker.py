@@ -16,6 +16,7 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError, FileError
 from loadmaster.train import checkpoints
+from loadmaster.train.backbones import Backbone
 from loadmaster.train.checkpoints import Snapshot
 from loadmaster.train.engine import Engine, NotANumberError, Runner, StepDone, not_a_number
 from loadmaster.train.loaders import LoaderError
@@ -57,6 +58,7 @@ class Worker:
         halted: Callable[[], bool] = lambda: False,
         tell: Callable[[Event], None] | None = None,
     ) -> None:
+        self._known: dict[str, Backbone] = {}  # frozen weights on disk
         self._tell, self._writer = tell, Writer()  # events that come between turns, from another thread
         self._engine, self._trials, self._root = engine, trials, root  # root None: the coordinator writes
         self._device = engine.open_device(device_name)
@@ -150,8 +152,14 @@ class Worker:
 
     def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.Saved:
         assert self._root is not None, "the coordinator writes"
-        number = task.generation
-        return checkpoints.save(self._root, snapshot, trial=task.trial, generation=number, fence=task.fence)
+        return checkpoints.save(
+            self._root,
+            snapshot,
+            trial=task.trial,
+            generation=task.generation,
+            fence=task.fence,
+            known=self._known,
+        )
 
     def _write_beside(self, snapshot: Snapshot, task: Task) -> None:
         assert self._tell is not None, "else nobody would know"
