@@ -192,3 +192,21 @@ def test_a_member_whose_steps_were_done_ahead_is_seen_where_its_study_thinks_it_
         assert all(torch.equal(tensor, ours[n]) for n, tensor in lt.reference(trial).state_dict.items())
         runner.close()
     assert device.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize(("cap", "size"), [(50_000, 2), (1 << 20, 3)])
+def test_a_study_predicts_shares_of_groups_not_trials_alone(cap: int, size: int, tmp_path: Any) -> None:
+    moved: list[int] = []
+
+    class Count:
+        def on_step(self, name: str, done: Any) -> None:
+            moved.append(done.bytes_up)
+
+    study = lt.Study(_sweep(), dir=tmp_path, devices="cpu", memory_cap=cap, callbacks=[Count()])
+    plan = study.plan()
+    study.fit()
+    assert max(each.num_together for each in plan.trials) == size
+    assert f"up to {size} trials share a frozen backbone" in str(plan)
+    share = max(each.bytes_up for each in plan.trials)
+    assert share == pytest.approx(sorted(moved)[len(moved) // 2], rel=0.1)
+    assert (share > 0) == (size == 2)

@@ -120,5 +120,6 @@ class TrialPlan:
     bytes_down: int = 0
     bound_by: str = ""  # compute, bus, host memory or optimizer
     load_s: float = float("inf")  # bringing its resident shards to a device
+    num_together: int = 1  # trials that share its frozen backbone on a device
     built_on: str = "cpu"  # 'meta': without memory, until it is held
     detail: Any = None  # the engine's own plan

@@ -73,7 +73,7 @@ class Group:
             return None
         state = hold(built, self.cuts, landing=False, layout=layout, shared=shared)
         try:
-            plan_group([*self.states, state], self.device, num_places=self._num_places)
+            self._planned([*self.states, state])
         except DeviceMemoryError:
             if not self.states:
                 raise
@@ -164,8 +164,17 @@ class Group:
                     raise
                 self.device.tenants[0].leave()
 
+    def _planned(self, states: Sequence[TrialState]) -> GroupPlan:
+        device = self.device
+        return plan_group(
+            states,
+            cap_bytes=device.arena.cap_bytes,
+            on_gpu=device.torch_device.type == "cuda",
+            num_places=self._num_places,
+        )
+
     def _stand(self) -> None:
-        self.plan = plan_group(self.states, self.device, num_places=self._num_places)
+        self.plan = self._planned(self.states)
         for state in self.states:
             self._members[id(state)] = Member(
                 state, self.device, shared=self.frozen, on_device=self.plan.on_device

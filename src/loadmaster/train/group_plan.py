@@ -5,15 +5,19 @@ The rest of the cap is places of the belt: each holds a frozen shard that need n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import aligned
 from loadmaster.train.belt import belt_bytes
+from loadmaster.train.blocks import Chain
 from loadmaster.train.frozen import is_frozen, piece_bytes
+from loadmaster.train.layout import Layout
 from loadmaster.train.member import lowest_trained, visit_bytes
-from loadmaster.train.state import Built, TrialState
-from loadmaster.train.streams import Device
+from loadmaster.train.profile import Profile
+from loadmaster.train.state import Built, Sizes
+from loadmaster.train.trial import Trial
 
 _PARTS = 16  # of the cap: a shard of several small blocks is at most so large
 _MARGIN = 0.12  # of a GPU's cap: work space of its libraries and what its allocator cannot use
@@ -28,7 +32,8 @@ class GroupPlan:
     num_places: int
     on_device: bool  # boundaries
     peak_bytes: int
-    up_bytes: int  # of one step, for all members together
+    up_bytes: int  # of one step, for all members together, if nothing stayed
+    streamed_bytes: int  # of it what does not stay on the device
 
 
 def group_cuts(built: Built, cap_bytes: int) -> list[int]:
@@ -48,10 +53,36 @@ def group_cuts(built: Built, cap_bytes: int) -> list[int]:
     return starts
 
 
-def plan_group(states: Sequence[TrialState], device: Device, *, num_places: int | None = None) -> GroupPlan:
+class Planned(Protocol):
+    """What planning needs of a trial: a `TrialState`, or a sketch of one."""
+
+    @property
+    def trial(self) -> Trial:
+        """What is trained."""
+
+    @property
+    def chain(self) -> Chain:
+        """Its blocks."""
+
+    @property
+    def facts(self) -> Profile:
+        """What they make."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its shards, frozen and trained pieces apart."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of its parameters."""
+
+
+def plan_group(
+    states: Sequence[Planned], *, cap_bytes: int, on_gpu: bool, num_places: int | None = None
+) -> GroupPlan:
     """The plan of these members; raises where not even two places are left."""
-    room = device.arena.cap_bytes
-    if device.torch_device.type == "cuda":
+    room = cap_bytes
+    if on_gpu:
         room -= int(_MARGIN * room)
     first = states[0]
     last = first.layout.num_shards - 1
@@ -69,7 +100,7 @@ def plan_group(states: Sequence[TrialState], device: Device, *, num_places: int 
     at_once = max(sum(p in sizes for p in first.layout.pieces_of[shard]) for shard in range(last + 1))
     fewest = max(at_once, min(len(sizes), at_once + _FEWEST_PLACES - 1))
     base = _base_bytes(states)
-    kept = sum(_boundary_bytes(state) for state in states)
+    kept = sum(boundary_bytes(state) for state in states)
     crossing = _crossing_bytes(states)
     on_device = base + kept + belt_bytes(sizes, fewest) <= room
     used = base + (kept if on_device else crossing)
@@ -81,10 +112,12 @@ def plan_group(states: Sequence[TrialState], device: Device, *, num_places: int 
         _refuse(states, used + belt_bytes(sizes, fewest), room)
     assert places is not None
     up = sum(sizes[p] for _, shard in order for p in first.layout.pieces_of[shard] if p in sizes)
-    return GroupPlan(order, places, on_device, used + belt_bytes(sizes, places), up)
+    # A zig-zag: what stands when it turns is used again, so each place saves its shard twice a step.
+    streamed = int(up * max(0, len(sizes) - places) / max(1, len(sizes)))
+    return GroupPlan(order, places, on_device, used + belt_bytes(sizes, places), up, streamed)
 
 
-def _base_bytes(states: Sequence[TrialState]) -> int:
+def _base_bytes(states: Sequence[Planned]) -> int:
     """Adapters, buffers, batches and slopes of all members, and the largest visit of any."""
     total = 0
     for state in states:
@@ -103,13 +136,13 @@ def _base_bytes(states: Sequence[TrialState]) -> int:
     return total + max(largest, forward)
 
 
-def _boundary_bytes(state: TrialState) -> int:
+def boundary_bytes(state: Planned) -> int:
     """All boundaries of a step of one member."""
     ends = [high - 1 for _, high in state.layout.cuts[:-1]]
     return state.trial.accumulate * sum(state.facts.output_bytes[block] for block in ends)
 
 
-def _crossing_bytes(states: Sequence[TrialState]) -> int:
+def _crossing_bytes(states: Sequence[Planned]) -> int:
     """With boundaries in host memory: two for each member and two on their way."""
     each = [
         state.trial.accumulate
@@ -119,7 +152,7 @@ def _crossing_bytes(states: Sequence[TrialState]) -> int:
     return 2 * sum(each) + 2 * max(each)
 
 
-def _refuse(states: Sequence[TrialState], needed: int, room: int) -> None:
+def _refuse(states: Sequence[Planned], needed: int, room: int) -> None:
     names = ", ".join(repr(state.trial.name) for state in states[:3])
     raise DeviceMemoryError(
         f"a group of {len(states)} trials ({names}) needs {format_bytes(needed)} of {format_bytes(room)};"

@@ -330,17 +330,17 @@ class Member:
             state.generators = randomness.current(where)
 
 
-def lowest_trained(state: TrialState) -> int:
+def lowest_trained(state: Any) -> int:
     """The first shard with something to train: backward need not go below."""
-    return min(p.shards[0] for p in state.layout.pieces if not is_frozen(p, state.chain))
+    return int(min(p.shards[0] for p in state.layout.pieces if not is_frozen(p, state.chain)))
 
 
-def visit_bytes(state: TrialState, shard: int, kind: str) -> int:
+def visit_bytes(state: Any, shard: int, kind: str) -> int:
     """Device memory a visit takes beside weights and boundaries."""
     low, high = state.layout.cuts[shard]
     facts = state.facts
     if kind == "F":
-        return 2 * max(facts.output_bytes[low:high])
+        return 2 * int(max(facts.output_bytes[low:high]))
     numbers = [n for piece in state.layout.pieces_of[shard] for n in state.layout.pieces[piece].parameters]
     grads = sum(state.sizes.grad_bytes[n] for n in numbers)
-    return int(1.25 * sum(facts.saved_bytes[low:high])) + 2 * facts.output_bytes[high - 1] + grads
+    return int(1.25 * sum(facts.saved_bytes[low:high])) + 2 * int(facts.output_bytes[high - 1]) + int(grads)

@@ -37,6 +37,7 @@ class ShardEngine:
     _groups: dict[int, Any] = field(
         default_factory=dict, init=False, repr=False
     )  # by device, of this process
+    _sketches: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # [trial] on a backbone
     _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class ShardEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay in their process."""
-        return {**self.__dict__, "_here": {}, "_groups": {}}
+        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}}
 
     def device_names(self, devices: str | Sequence[str]) -> list[str]:
         """The devices that are meant; no GPU is touched."""
@@ -112,6 +113,7 @@ class ShardEngine:
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
+        from loadmaster.train.group_forecast import sketch
         from loadmaster.train.partition import make_plan
         from loadmaster.train.runner import default_rates
         from loadmaster.train.state import build, sizes_of
@@ -130,12 +132,17 @@ class ShardEngine:
         sizes = sizes_of(built)
         state_bytes = sum(sizes.pinned_bytes)
         shared_bytes = self._noted(trial, built)
+        count = num_steps(trial, built.num_batches)
+        buffer_bytes = sum(buffer.nbytes for buffer in built.chain.buffers)
+        if trial.name in self._backbones:
+            backbone = self._backbones[trial.name]
+            self._sketches[trial.name] = sketch(built, sizes, backbone, cap_bytes=self._cap_bytes(name))
         return TrialPlan(
             trial=trial.name,
-            num_steps=num_steps(trial, built.num_batches),
+            num_steps=count,
             step_s=plan.step_s,
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
-            state_bytes=state_bytes + sum(buffer.nbytes for buffer in built.chain.buffers) - shared_bytes,
+            state_bytes=state_bytes + buffer_bytes - shared_bytes,
             peak_bytes=plan.peak_bytes,
             num_shards=plan.layout.num_shards,
             bytes_up=int(plan.work.up_bytes),
@@ -144,6 +151,22 @@ class ShardEngine:
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
             built_on="meta" if built.empty else "cpu",
             detail=plan,
+        )
+
+    def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
+        """The plans of all trials, those on one frozen backbone as they will run: as a group."""
+        from loadmaster.train.group_forecast import together
+        from loadmaster.train.runner import default_rates
+
+        name = min(device_names, key=self._cap_bytes)
+        where = torch.device("cuda" if name.startswith("cuda") else "cpu")
+        return together(
+            plans,
+            self._sketches,
+            num_devices=len(device_names),
+            cap_bytes=self._cap_bytes(name),
+            on_gpu=where.type == "cuda",
+            rates=self.rates or default_rates(where),
         )
 
     def _noted(self, trial: Trial, built: Any) -> int:

@@ -120,8 +120,11 @@ class Study:
                     check_source(trial.data, trial=name)
             engine = self.engine()
             devices = self._device_names(engine)
+            plans = [self._planned(engine, trial, devices) for trial in self._trials.values()]
+            if hasattr(engine, "together"):
+                plans = engine.together(plans, devices)
             self._plan = study_plan(
-                [self._planned(engine, trial, devices) for trial in self._trials.values()],
+                plans,
                 devices,
                 folder=self.dir,
                 memory_cap_bytes=self._memory_cap,

@@ -71,6 +71,12 @@ class StudyPlan:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "trials"}
         return {**own, "devices": list(self.devices), "problems": list(self.problems), "trials": rows}
 
+    def _shared(self) -> list[str]:
+        most = max((each.num_together for each in self.trials), default=1)
+        if most == 1:
+            return []
+        return [f"up to {most} trials share a frozen backbone on a device: bytes and times are shares of it"]
+
     def __str__(self) -> str:
         """A table, then what it comes to."""
         head = ("trial", "steps", "shards", "device peak", "host", "up/step", "down/step", "step", "bound by")
@@ -92,6 +98,7 @@ class StudyPlan:
             f"disk: {need} for checkpoints, {free} free",
             f"time: {format_seconds(self.makespan_s)} predicted; no schedule is faster than"
             f" {format_seconds(self.bound_s)}",
+            *self._shared(),
             *(f"cannot start: {problem}" for problem in self.problems),
         ]
         return "\n".join(line.rstrip() for line in lines)
