@@ -209,3 +209,47 @@ def test_a_build_without_memory_gives_the_numbers_of_a_plain_one_or_is_not_taken
     runner = lt.open_runner(trial, device=device, optimizer_placement="device")
     assert [done.loss for done in runner.steps(device, 99)] == list(lt.reference(trial).losses)
     runner.close()
+
+
+def test_the_blocks_that_the_documentation_writes_for_a_transformer_train_to_the_bits_of_a_plain_loop() -> (
+    None
+):
+    import re
+    from pathlib import Path
+
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    text = (Path(__file__).resolve().parents[2] / "docs/train.md").read_text(encoding="utf-8")
+    (recipe,) = [
+        each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Embed" in each
+    ]
+    names: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(recipe, names)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+
+    def data() -> list[Any]:
+        made = torch.Generator().manual_seed(0)
+        ids = torch.randint(11, (3, 2, 8), generator=made)
+        return [({"input_ids": each, "attention_mask": torch.ones_like(each)}, each) for each in ids]
+
+    def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    trial = lt.Trial(
+        name="gpt",
+        build=lambda: transformers.GPT2LMHeadModel(config),
+        blocks=names["blocks"],
+        loss=loss,
+        data=data,
+        optim=lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    )
+    device = CpuDevice(cap_bytes=1 << 20)
+    runner = lt.open_runner(trial, device=device, optimizer_placement="device", cuts=[0, 1, 3])
+    losses = [done.loss for done in runner.steps(device, 9)]
+    plain = lt.reference(trial)
+    assert losses == list(plain.losses)
+    ours = runner.state_dict()
+    assert [name for name, tensor in plain.state_dict.items() if not torch.equal(tensor, ours[name])] == []
+    trial.build().load_state_dict(ours)
+    runner.close()

@@ -96,8 +96,8 @@ class StudyPlan:
             + ("" if host <= self.host_cap_bytes or self.problems else "; trials wait for room"),
             f"pinned memory: {pinned}",
             f"disk: {need} for checkpoints, {free} free",
-            f"time: {format_seconds(self.makespan_s)} predicted; no schedule is faster than"
-            f" {format_seconds(self.bound_s)}",
+            f"time: {format_seconds(self.makespan_s)} predicted, from rates of a typical device;"
+            f" no schedule is faster than {format_seconds(self.bound_s)}",
             *self._shared(),
             *(f"cannot start: {problem}" for problem in self.problems),
         ]
