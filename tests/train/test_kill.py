@@ -1,5 +1,6 @@
 """Killed at any moment, a study goes on to the same weights: `kill -9`, and a death at every single write."""
 
+import itertools
 import os
 import random
 import signal
@@ -100,16 +101,16 @@ def test_a_death_at_every_write_and_every_sync_resumes_to_the_same_weights(
     real = getattr(os, call)
 
     def dying_at(number: int) -> Callable[[], object]:
-        left = [number]
+        calls = itertools.count(1)  # one step of the interpreter: checkpoints are written by another thread
 
         def counted(*given: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0 and before:
+            is_it = next(calls) == number
+            if is_it and before:
                 if call == "write":
                     real(given[0], given[1][: len(given[1]) // 2])  # torn in the middle
                 os._exit(9)
             found = real(*given)
-            if left[0] == 0:
+            if is_it:
                 os._exit(9)
             return found
 
@@ -139,15 +140,14 @@ def test_a_search_killed_at_every_write_decides_the_same(tmp_path: Path) -> None
     whole = search(tmp_path / "whole")
     real = os.write
 
-    for number in range(1, 60, 4):
+    for number in range(1, 60, 7):
         folder = tmp_path / str(number)
 
         def work(folder: Path = folder, number: int = number) -> None:
-            left = [number]
+            calls = itertools.count(1)
 
             def counted(*given: Any) -> Any:
-                left[0] -= 1
-                return real(*given) if left[0] > 0 else os._exit(9)
+                return real(*given) if next(calls) < number else os._exit(9)
 
             os.write = counted
             search(folder)
@@ -158,6 +158,7 @@ def test_a_search_killed_at_every_write_decides_the_same(tmp_path: Path) -> None
         assert digest(result.best.state_dict()) == digest(whole.best.state_dict())
 
 
+@pytest.mark.slow  # the twenty above are children of this process
 def test_a_process_of_its_own_killed_goes_on_in_the_next(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, torch; torch.set_num_threads(1)\n"
