@@ -236,6 +236,7 @@ class Timed(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, clock: Clock, device: Mapping[fx.Node, int]) -> None:
         """`device` is where the program's own nodes are."""
         super().__init__(module)
+        self.extra_traceback = False  # errors keep their own words
         self._clock, self._device = clock, device
 
     def run_node(self, n: fx.Node) -> Any:

@@ -69,8 +69,27 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient of one reader, at home."""
+        """The gradient of one reader, at home; one that has a gradient of its own keeps it."""
+        if torch.is_grad_enabled() and grads[0].requires_grad:
+            return _Twice.apply(grads[0], ctx.where), None, None
         return _sent_home(grads[0], ctx.where, ctx.home), None, None
+
+
+class _Twice(torch.autograd.Function):
+    """A gradient at home, in a backward pass that will itself be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, where: torch.device) -> torch.Tensor:
+        """A copy."""
+        ctx.where = grad.device
+        return carried(grad, where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Its gradient goes back."""
+        if torch.is_grad_enabled() and grads[0].requires_grad:
+            return _Twice.apply(grads[0], ctx.where), None
+        return carried(grads[0], ctx.where), None
 
 
 def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:

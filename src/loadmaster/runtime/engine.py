@@ -17,6 +17,7 @@ from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
+from loadmaster.runtime.attributes import changed, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.clock import Clock, Timed
 from loadmaster.runtime.copies import carried, joined, landed
@@ -30,6 +31,7 @@ from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
 
 Fill = Callable[[list[Any]], Any]
 _MOST_GRAPHS = 16
+_MOST_STATES = 4  # of attributes: graphs of one kind of call
 
 
 class CannotExportError(GraphError):
@@ -71,7 +73,11 @@ class Engine:
     _ready: dict[Any, Ready] = field(default_factory=dict)
     _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
+    ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
+    _modules: tuple[int, ...] = ()
+    _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
+    _states: dict[Any, set[Any]] = field(default_factory=dict)  # [kind of call] attributes it was made with
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model gives."""
@@ -98,6 +104,7 @@ class Engine:
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
         kind = (spec, pattern_of(leaves, batch), mode)
+        self._look_at_attributes((*kind[:2], mode[:-1]), mode[-1])
         while len(self._ready) >= _MOST_GRAPHS:
             self._ready.pop(next(iter(self._ready)))
         if batch is not None and kind in self._kinds:
@@ -113,10 +120,29 @@ class Engine:
             self._refused[exact] = str(problem)
             raise
         if self._kinds:
-            self.say(f"a graph was made anew for {_in_words(leaves)}{' in training' * self.root.training}")
+            mode_words = " in training" if self.root.training else " in eval mode"
+            self.say(f"a graph was made anew for {_in_words(leaves)}{mode_words}")
         self._kinds.add(kind)
         self._ready[exact] = made
         return made
+
+    def _look_at_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
+        """Say which have changed; where they do so again and again, no graph is made any more."""
+        seen = self._states.setdefault(call, set())
+        now = named_state(self.root, self.ours)
+        different = changed(self._known_state, now) if self._known_state else []
+        if state not in seen and len(seen) >= _MOST_STATES:
+            name = different[0] if different else "an attribute"
+            raise CannotExportError(f"{name!r} of the model changes from call to call")
+        seen.add(state)
+        self._known_state = now
+        if different:
+            self.say(f"{different[0]!r} of the model has changed: a graph was made anew")
+        own = {name: value for name, value in vars(self.root).items() if name not in self.ours}
+        vars(self.model).update(own)  # what was set on the placed model is the model's
+        modules = tuple(id(module) for module in self.root.modules() if module is not self.root)
+        self._matched &= modules == self._modules  # an exchanged module: does the plan still hold?
+        self._modules = modules
 
     def say(self, note: str) -> None:
         """A note for the user, once."""
@@ -163,7 +189,7 @@ class Engine:
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
         )
-        return self.root.training, flags, trained, casts
+        return self.root.training, flags, trained, casts, state_of(self.root, self.ours)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
         training = self.root.training
@@ -272,6 +298,7 @@ class _Counted(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, accounts: Accounts | None, watcher: Any) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # errors keep their own words
         self._accounts, self._watcher = accounts, watcher
         self._known: set[Any] = set()  # autograd's nodes that are hooked
 
@@ -291,18 +318,22 @@ class _Counted(fx.Interpreter):
             return super().run_node(n)
         at, what = n.meta["device"], n.meta["op"]
         if n.op == "placeholder":
-            return self._received(super().run_node(n), at, what)
+            return self._received(super().run_node(n), n)
         with self._accounts.running(at, what):
             out = super().run_node(n)
         self._accounts.watch_backward(out, n.meta["back"], what, self._known)
         return out
 
-    def _received(self, given: Any, at: int, what: str) -> Any:
-        """An input is counted where the plan has it; one that is counted elsewhere is copied."""
-        accounts = self._accounts
+    def _received(self, given: Any, n: fx.Node) -> Any:
+        """An input comes to its device as a copy: what it is a part of, and how long its owner holds on to
+        it, is no matter of the device's. What belongs to the model is counted where the plan has it.
+        """
+        accounts, at, what = self._accounts, n.meta["device"], n.meta["op"]
         assert accounts is not None, "bytes are counted"
-        if not isinstance(given, torch.Tensor) or accounts.owner(given) in (NO_DEVICE, at):
+        owner = accounts.owner(given) if isinstance(given, torch.Tensor) else at
+        if owner == at or (owner == NO_DEVICE and not n.meta["given"]):
             accounts.add(given, at, what)
             return given
-        with accounts.running(at, what):
-            return joined(given, carried(given, given.device))
+        copy = carried(given, given.device)
+        accounts.add(copy, at, what)
+        return joined(given, copy)

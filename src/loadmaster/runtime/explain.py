@@ -28,7 +28,8 @@ def _device_line(engine: Engine, at: int) -> str:
     own = [tensors[name] for name, home in engine.homes.items() if home == at]
     placed = engine.graphs[0].device if engine.graphs else {}
     num_ops = sum(home == at and node.op == "call_function" for node, home in placed.items())
-    words = [f"{num_ops} ops", f"{len(own)} weights and buffers of {format_bytes(storages_bytes(own))}"]
+    words = [f"{num_ops} ops"] if engine.graphs else []
+    words += [f"{len(own)} weights and buffers of {format_bytes(storages_bytes(own))}"]
     if engine.accounts is not None:
         peak, limit = engine.accounts.peak_bytes[at], device.limit_bytes
         words.append(f"at most {format_bytes(peak)} of {format_bytes(limit)} so far")

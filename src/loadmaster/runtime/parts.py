@@ -103,6 +103,7 @@ class _Counted(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, accounts: Accounts, devices: Mapping[str, int]) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # errors keep their own words
         self._accounts, self._devices = accounts, devices
 
     def run_node(self, n: fx.Node) -> Any:

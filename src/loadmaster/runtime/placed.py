@@ -17,6 +17,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.accounts import Accounts
 from loadmaster.runtime.assignment import Known, known_of
+from loadmaster.runtime.attributes import hooked_module
 from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.devices import RunDevice, run_devices
 from loadmaster.runtime.engine import CannotExportError, Engine, Ready
@@ -34,6 +35,10 @@ from loadmaster.runtime.verify import Verification, verification
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed
 ENGINES = (AUTO, GRAPH, HOOKS)
+_TRACED = (
+    "when it was planned, torch.export could not make a graph of the model (torch.export.export(model, args)"
+    " says why; a model of transformers often has one with config.use_cache = False)"
+)
 _STAYS = (
     "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
     " any device)"
@@ -57,10 +62,7 @@ class Options:
         if not graph.capture.startswith("traced"):
             return self
         if self.engine == GRAPH:
-            raise PlanError(
-                "the plan is for a model that could not be exported, so there is no graph to run; leave"
-                " engine out, or choose 'hooks'"
-            )
+            raise PlanError(f"there is no graph to run: {_TRACED}; leave engine out, or choose 'hooks'")
         return replace(self, engine=HOOKS)
 
 
@@ -80,6 +82,11 @@ class Placed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed where the plan says."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RunError(
+                "a placed model cannot run under torch.func (vmap, grad, jvp): copies between devices have no"
+                " rules for it; use the model itself there"
+            )
         if self._to_verify and self.training:
             self._to_verify = False
             found = self.verify(*args, **kwargs)
@@ -107,6 +114,9 @@ class Placed(nn.Module):
         if self._options.engine == HOOKS:
             return None
         try:
+            hooked = hooked_module(self)
+            if hooked:
+                raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
             return self._engine.ready(args, kwargs)
         except CannotExportError as problem:
             if self._options.engine == GRAPH:
@@ -229,11 +239,14 @@ def placed_model(
     made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile, spill=spill)
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
+    if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
+        made._engine.say(f"run by hooks on modules, not as a graph: {_TRACED}")
     made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
     if made._finite is not None:
         made._finite.watch(model)
     # transformers and accelerate leave a model alone that has more than one entry here
     made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
+    made._engine.ours = frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed"}
     if accounts is not None:
         optimizers.watch()
         _count_gradients(made, model, homes, accounts)

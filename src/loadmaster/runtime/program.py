@@ -21,6 +21,7 @@ from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.words import kind_of
+from loadmaster.runtime.attributes import unchanged, without_hooks
 from loadmaster.runtime.batch import free_batch, is_free
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
@@ -75,7 +76,8 @@ def program_of(
     """The forward pass in the present mode of the model's modules; raises what torch.export raises."""
     fake = faked(model, args, kwargs)
     fake.model.training = training
-    with quiet(), torch.enable_grad():
+    without_hooks(fake.model)
+    with quiet(), torch.enable_grad(), unchanged(fake.model):
         exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
     if any_batch and not is_free(exported, fake):
         raise GraphError("the model depends on the size of its batch")

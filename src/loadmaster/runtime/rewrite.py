@@ -139,7 +139,8 @@ class _Writer:
     def _input(self, node: fx.Node) -> None:
         at = self._device[node]
         made = self._new[node] = self.graph.placeholder(node.name)
-        made.meta = {"op": node.meta["op"], "device": at, "back": at}
+        given = node.meta["slot"].kind == "input"
+        made.meta = {"op": node.meta["op"], "device": at, "back": at, "given": given}
         self.original[made] = node
 
     def op(self, node: fx.Node) -> None:

@@ -68,7 +68,10 @@ def faked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fa
 
 
 def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class)."""
+    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class).
+
+    A tensor that is given twice is two inputs: the next time it may be two tensors.
+    """
     twins: dict[int, Any] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return twin(leaf)
+            return like(leaf, mode)
         if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not tensors_in(leaf):
             return leaf
         try:

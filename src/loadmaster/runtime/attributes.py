@@ -1,0 +1,100 @@
+"""Attributes: what Python knows of a model beside its tensors, which a graph has taken for constant.
+
+A graph holds what `forward` did with the attributes it found. So they are part of what a graph is made for:
+where one has another value, or a module was exchanged, another graph is made. A `forward` that changes them
+itself, and hooks on modules, need Python at every call: such a model is run module by module.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.errors import GraphError
+
+_OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_SIZED = (list, dict, set)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
+
+
+def state_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+    """Every module and the values of its attributes; `ours` are no attributes of the model."""
+    found: list[Any] = []
+    for module in root.modules():
+        found.append(id(module))
+        for name, value in module.__dict__.items():
+            if name not in _OWN and name not in ours:
+                found.append(value if type(value) in _PLAIN else _seen(module, value))
+    return tuple(found)
+
+
+def named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The same by name."""
+    found: dict[str, Any] = {}
+    for path, module in root.named_modules():
+        found[path or "the model"] = id(module)
+        for name, value in module.__dict__.items():
+            if name not in _OWN and name not in ours:
+                known = value if type(value) in _PLAIN else _seen(module, value)
+                found[f"{path}.{name}" if path else name] = known
+    return found
+
+
+def _seen(module: nn.Module, value: Any) -> Any:
+    """What is known of an object: which it is, and how much is in it; torch's own modules know theirs."""
+    if type(module).__module__.startswith("torch.nn."):
+        return None
+    return (id(value), len(value)) if type(value) in _SIZED else id(value)
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names that are new, gone, or have another value."""
+    names = {**before, **after}
+    nothing = object()
+    return [name for name in names if before.get(name, nothing) != after.get(name, nothing)]
+
+
+def hooked_module(root: nn.Module) -> str:
+    """The path of a module inside that has hooks of the user's own, '' = none has."""
+    for module in root.modules():
+        if module is not root and any(map(module.__dict__.get, _HOOKS)) and _has_own_hooks(module):
+            return next(path for path, one in root.named_modules() if one is module)
+    return ""
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    hooks = [hook for name in _HOOKS for hook in module.__dict__[name].values()]
+    return any(not (getattr(type(hook), "__module__", "") or "").startswith(_PURE) for hook in hooks)
+
+
+def without_hooks(root: nn.Module) -> None:
+    """Whoever calls the placed model runs the hooks of the model itself; its graph must not."""
+    for name in _HOOKS:
+        root.__dict__[name] = type(root.__dict__[name])()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Refuse a `forward` that changes attributes of the model while it runs."""
+    seen: list[str] = []
+    right: Callable[..., Any] = model.forward
+
+    @functools.wraps(right)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = named_state(model, frozenset({"forward"}))
+        out = right(*args, **kwargs)
+        seen.extend(changed(before, named_state(model, frozenset({"forward"}))))
+        return out
+
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+    if seen:
+        raise GraphError(f"its forward changes {seen[0]!r}, which a graph would not do again")

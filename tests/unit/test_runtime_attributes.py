@@ -1,0 +1,188 @@
+"""What a graph cannot see: attributes, exchanged modules, hooks, inputs given twice, a second backward."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
+from torch import nn  # noqa: E402
+
+from loadmaster.core.errors import PlanError, RunError  # noqa: E402
+from loadmaster.zoo.example import Example  # noqa: E402
+from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """Two layers, a factor and a dropout that a schedule may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.drop, self.second = (
+            nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+        )  # fmt: skip
+        self.factor = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.drop(self.act(self.first(x)))) * self.factor
+
+
+class Counting(nn.Module):
+    """Another thing in its third step, and it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.step, self.last = 0, None
+
+    def forward(self, x: Any) -> Any:
+        self.step += 1
+        y = self.first(x)
+        self.last = y
+        return self.second(y.tanh()) if self.step < 3 else self.second(y.sin())
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.left(x).tanh() * self.right(y)
+
+
+def built(kind: Any, *inputs: Any) -> Example:
+    torch.manual_seed(0)
+    return Example(kind(), inputs or (torch.randn(4, WIDTH),))
+
+
+def both(kind: Any, *inputs: Any) -> tuple[Any, Any, Example]:
+    """A model, and the same placed over two devices."""
+    plain, again = built(kind, *inputs), built(kind, *inputs)
+    return plain.model, placed(again, random_plan(captured(again), 2, 3)), plain
+
+
+def same(one: Any, other: Any, *inputs: Any) -> bool:
+    outs = []
+    for model in (one, other):
+        torch.manual_seed(7)
+        outs.append(model(*inputs))
+    return torch.equal(*outs)
+
+
+def test_an_attribute_that_is_set_is_seen() -> None:
+    plain, model, example = both(Net)
+    assert same(plain, model, *example.args)
+    for one in (plain, model):
+        one.factor = 0.5
+    assert same(plain, model, *example.args)
+    assert any("'factor' of the model has changed" in note for note in model.notes)
+    for one in (plain, model):
+        one.drop.p = 0.0
+    assert same(plain, model, *example.args)
+
+
+def test_a_schedule_of_many_values_is_run_module_by_module() -> None:
+    plain, model, example = both(Net)
+    for step in range(8):
+        for one in (plain, model):
+            one.factor = 1.0 / (1 + step)
+        assert same(plain, model, *example.args)
+    assert any("'factor' of the model changes from call to call" in note for note in model.notes)
+
+
+def test_a_forward_that_counts_is_run_module_by_module() -> None:
+    plain, model, example = both(Counting)
+    assert [same(plain, model, *example.args) for _ in range(4)] == [True] * 4
+    assert model.step == 4
+    assert torch.equal(model.last, plain.last)
+    assert any("its forward changes 'step'" in note for note in model.notes)
+
+
+def test_a_module_exchanged_after_the_first_call_is_another_model() -> None:
+    plain, model, example = both(Net)
+    assert same(plain, model, *example.args)
+    model.act = nn.GELU()
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        model(*example.args)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_of_modules_are_called_with_real_tensors(early: bool) -> None:
+    plain, model, example = both(Net)
+    if not early:
+        model(*example.args)
+    seen: list[Any] = []
+    for one in (plain, model):
+        one.act.register_forward_hook(lambda _, __, out: seen.append(out) or 2 * out)
+    assert same(plain, model, *example.args)
+    assert [type(out) for out in seen] == [torch.Tensor] * 2
+    assert any("module 'act' has hooks" in note for note in model.notes)
+
+
+def test_hooks_of_the_model_itself_are_called_once_a_call() -> None:
+    _, model, example = both(Net)
+    seen: list[Any] = []
+    model.register_forward_hook(lambda _, __, out: seen.append(out))
+    for _ in range(2):
+        model(*example.args)
+    assert len(seen) == 2
+    assert not any(isinstance(out, torch._subclasses.FakeTensor) for out in seen)
+    assert model._engine.graphs, "by the graph"
+
+
+@pytest.mark.parametrize("planned_on_one", [True, False])
+def test_inputs_given_as_one_tensor_are_two_inputs(planned_on_one: bool) -> None:
+    x, y, z = (torch.randn(4, WIDTH) for _ in range(3))
+    plain, model, _ = both(Pair, x, x if planned_on_one else y)
+    for inputs in ((x, x), (x, y), (z, y), (y, y)):
+        assert same(plain, model, *inputs)
+    assert model.notes == ()
+    assert len(model._engine.graphs) == 1
+
+
+def test_a_gradient_of_a_gradient_is_that_of_the_model() -> None:
+    plain, model, _ = both(Pair, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    found = []
+    for one in (plain, model):
+        torch.manual_seed(5)
+        x, y = torch.randn(4, WIDTH).requires_grad_(), torch.randn(4, WIDTH)
+        (slope,) = torch.autograd.grad(one(x, y).sum(), x, create_graph=True)
+        ((slope.norm(dim=1) - 1) ** 2).mean().backward()
+        found.append({name: weight.grad for name, weight in one.named_parameters()})
+    for name, grad in found[0].items():
+        other = found[1][name]
+        assert (grad is None) == (other is None), name
+        assert grad is None or torch.equal(grad, other), name
+
+
+def test_transforms_of_torch_func_are_refused_in_words() -> None:
+    _, model, example = both(Net)
+    with pytest.raises(RunError, match="a placed model cannot run under torch"):
+        torch.func.vmap(model)(example.args[0][:, None])
+
+
+def test_a_part_of_a_data_set_is_counted_as_what_it_is() -> None:
+    again = built(Net)
+    model = placed(again, random_plan(captured(again), 2, 3), memory="40KB")
+    data = torch.randn(5000, WIDTH)
+    held = [data[at : at + 4] for at in range(0, 400, 4)]
+    with torch.no_grad():
+        for batch in held:
+            model(batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(held[0]).sum().backward()
+    optimizer.step()
+
+
+def test_training_after_a_changed_attribute_goes_on_as_the_model_would() -> None:
+    one, other, plain = both(Net)
+    histories = []
+    for model in (one, other):
+        first = trained(model, plain, steps=2)
+        model.factor = 0.25
+        histories.append((first, trained(model, plain, steps=2)))
+    for pair in zip(*histories, strict=True):
+        assert first_difference(*pair) == ""
