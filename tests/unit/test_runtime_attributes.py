@@ -1,5 +1,6 @@
 """What a graph cannot see: attributes, exchanged modules, hooks, inputs given twice, a second backward."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -186,3 +187,13 @@ def test_training_after_a_changed_attribute_goes_on_as_the_model_would() -> None
         histories.append((first, trained(model, plain, steps=2)))
     for pair in zip(*histories, strict=True):
         assert first_difference(*pair) == ""
+
+
+def test_threads_may_make_the_first_call_together() -> None:
+    plain, model, _ = both(Net)
+    for one in (plain, model):
+        one.eval()
+    batches = [torch.randn(rows, WIDTH) for rows in (3, 4, 5, 3)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(model, batches))
+    assert all(torch.equal(out, plain(batch)) for out, batch in zip(found, batches, strict=True))

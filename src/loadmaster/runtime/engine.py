@@ -4,6 +4,7 @@ A graph is made when it is first needed: exported, placed by the plan, put in or
 are counted (logical devices) the graph is interpreted node by node, else its generated code is run.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Engine:
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
+    _making: Any = field(default_factory=threading.Lock)
     _modules: tuple[int, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
     _states: dict[Any, set[Any]] = field(default_factory=dict)  # [kind of call] attributes it was made with
@@ -92,10 +94,17 @@ class Engine:
         found = self._ready.get((spec, pattern_of(leaves, None), mode))
         if found is None:
             batch = batch_of((args, ordered))
-            found = self._ready.get((spec, pattern_of(leaves, batch), mode))
-            if found is None:
-                found = self._new(args, ordered, (spec, leaves, mode), batch)
+            with self._making:  # torch.export is not for two threads
+                found = self._known((spec, leaves, mode), batch)
+                if found is None:
+                    found = self._new(args, ordered, (spec, leaves, mode), batch)
         return found, leaves
+
+    def _known(self, call: tuple[Any, ...], batch: int | None) -> Ready | None:
+        """A graph that was made for such arguments, or for any batch of them."""
+        spec, leaves, mode = call
+        exact, free = ((spec, pattern_of(leaves, size), mode) for size in (None, batch))
+        return self._ready.get(exact) or self._ready.get(free)
 
     def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
         """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
