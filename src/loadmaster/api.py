@@ -28,7 +28,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.run import Bound, Budget, parse_budget, silent
 from loadmaster.core.timeline import Timeline
-from loadmaster.core.units import format_bytes, parse_bytes
+from loadmaster.core.units import format_apart, format_bytes, parse_bytes
 from loadmaster.cost.asked import COSTS, costs_from_measuring, measure_seconds, optimized
 from loadmaster.cost.measure import DEFAULT_BUDGET_S
 from loadmaster.cost.roofline import roofline
@@ -315,7 +315,7 @@ def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     found = [v for v in found if v.rule != "memory"]
     peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
     for d in np.flatnonzero(peak > cluster.usable_bytes):
-        need, have = format_bytes(peak[d]), format_bytes(cluster.usable_bytes[d])
+        need, have = format_apart(peak[d], cluster.usable_bytes[d])
         short = format_bytes(peak[d] - cluster.usable_bytes[d])
         text = f"{cluster.device_name[d]} needs {need} of {have}; free {short} more"
         found.append(check.Violation("memory", text))

@@ -7,6 +7,7 @@ import pytest
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.units import (
+    format_apart,
     format_bytes,
     format_flops,
     format_percent,
@@ -172,3 +173,17 @@ def test_very_many_known_names_are_not_all_listed() -> None:
 def test_names_of_a_megabyte_do_not_slow_the_search_for_the_nearest() -> None:
     message = str(UnknownNameError("op", "x" * 10**6, ["x" * 10**6 + "y", "b"]))
     assert "known: b, xxx" in message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "texts"),
+    [
+        (2**20, 2**21, ("1.0 MiB", "2.0 MiB")),
+        (1_700_000, 1_680_000, ("1.62 MiB", "1.60 MiB")),
+        (2**30 + 1, 2**30, ("1073741825 B", "1073741824 B")),
+        (5, 5, ("5 B", "5 B")),
+        (2**20, 2**20, ("1.0 MiB", "1.0 MiB")),
+    ],
+)
+def test_two_counts_of_bytes_are_told_apart(first: int, second: int, texts: tuple[str, str]) -> None:
+    assert format_apart(first, second) == texts

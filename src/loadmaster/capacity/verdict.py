@@ -12,7 +12,7 @@ from loadmaster.capacity.setting import Asker
 from loadmaster.core.placement import Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import FREE, Problem
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.simulator.engine import prepare
 
 OWN_ORDER = "own order"
@@ -88,7 +88,5 @@ def lacking(problem: Problem, peak_bytes: tuple[int, ...]) -> str:
     cluster = problem.cluster
     d = int((np.array(peak_bytes) - cluster.usable_bytes).argmax())
     need, have = peak_bytes[d], int(cluster.usable_bytes[d])
-    return (
-        f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)};"
-        f" free {format_bytes(need - have)} more"
-    )
+    needed, there = format_apart(need, have)
+    return f"{cluster.device_name[d]} needs {needed} of {there}; free {format_bytes(need - have)} more"

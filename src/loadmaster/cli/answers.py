@@ -6,16 +6,13 @@ import numpy as np
 
 from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
-from loadmaster.core.graph import Phase, home_bytes
 from loadmaster.core.io import write_bytes
-from loadmaster.core.placement import Placement, Status
-from loadmaster.core.problem import Objective, Origin, Problem, Split
+from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective, Origin
+from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.core.units import format_bytes
 from loadmaster.cost.measure import measured_share
 from loadmaster.report.trace import chrome_trace
-
-_MOST_HOLDERS = 3
 
 
 def placement_document(placement: Placement) -> dict[str, Any]:
@@ -24,7 +21,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
     return {
         "algorithm": placement.algorithm,
         "status": placement.status.value,
-        "reasons": [] if placement.fits else why_not_fit(placement),
+        "reasons": [] if placement.fits else why_none_fits(placement),
         "objective": problem.objective.value,
         "step_s": placement.score_s,
         "bound_s": placement.bound_s,
@@ -100,52 +97,6 @@ def measured_part(placement: Placement) -> float | None:
     if plan is None or not (placement.problem.costs.origin == Origin.MEASURED).any():
         return None
     return measured_share(placement.problem, plan)
-
-
-def kind_of_plan(problem: Problem) -> str:
-    """What plans of a problem are: pipelines or chains where only those are asked for."""
-    if problem.pipeline:
-        return "pipeline"
-    asked_for_chains = problem.objective == Objective.THROUGHPUT and problem.split == Split.CHAIN
-    return "chain" if asked_for_chains else "plan"
-
-
-def why_not_fit(placement: Placement) -> list[str]:
-    """One line per reason: the proof, or which device lacks how many bytes and what to do."""
-    cluster, kind = placement.problem.cluster, kind_of_plan(placement.problem)
-    proven = placement.status == Status.INFEASIBLE
-    lines = [f"proven that no {kind} fits: {placement.proof}"] if proven else []
-    spill = "" if cluster.on_host[cluster.kind].any() else ", host memory as a device (cpu-64GB)"
-    remedy = f": a smaller batch, a device more{spill}, or a longer --budget"
-    if proven:
-        remedy = ""  # the proof says what would help
-    for d in np.flatnonzero(placement.shortfall_bytes > 0):
-        need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
-        lines.append(
-            f"{cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)}; free"
-            f" {format_bytes(need - have)} more{remedy}{_largest(placement, int(d))}"
-        )
-    return lines or [placement.proof or "no plan was found"]
-
-
-def _largest(placement: Placement, device: int) -> str:
-    """The modules, or ops where there are none, that hold most on a device after the forward pass."""
-    plan, graph = placement.least_overflow_plan, placement.problem.graph
-    if plan is None:
-        return ""
-    here = plan.device == device
-    later = np.isin(graph.phase[graph.use_op], (Phase.BACKWARD, Phase.UPDATE))
-    stays = graph.keep.copy()
-    stays[graph.use_tensor[later]] = True
-    held = np.where(stays, home_bytes(graph), 0).astype(np.float64)
-    made = graph.resident_bytes + np.bincount(graph.tensor_op, held, graph.num_ops).astype(np.int64)
-    total: dict[str, int] = {}
-    for op in np.flatnonzero(here & (made > 0)).tolist():
-        name = graph.module[op] or graph.op_name[op]
-        total[name] = total.get(name, 0) + int(made[op])
-    first = sorted(total.items(), key=lambda item: (-item[1], item[0]))[:_MOST_HOLDERS]
-    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in first)
-    return f" (the largest there: {text})" if text else ""
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from loadmaster.core.graph import Dtype, Graph, Phase
 from loadmaster.core.io import AnyNoun
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import FREE, Problem
+from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_flops, format_percent, format_seconds
 from loadmaster.graph.measures import measure
@@ -149,7 +150,7 @@ def describe_placement(placement: Placement) -> Description:
     if placement.plan is not None:
         shown.append(tables.modules(placement))
     if not placement.fits:
-        reasons = "\n".join(map(printable, answers.why_not_fit(placement)))
+        reasons = "\n".join(map(printable, why_none_fits(placement)))
         shown.append(Text(reasons, style="red"))
     return {"placement": answers.placement_document(placement)}, shown
 

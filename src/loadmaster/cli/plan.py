@@ -54,6 +54,7 @@ def command(
     from loadmaster.cli.console import print_json, progress, stderr
     from loadmaster.cli.plain import printable
     from loadmaster.cli.question import ask, check_outputs
+    from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
     from loadmaster.placers.registry import objectives_of, placer
 
@@ -111,7 +112,7 @@ def command(
         written["trace"] = trace
     if json:
         print_json({"source": source, **answers.placement_document(placement), **written})
-        for line in [] if placement.fits else answers.why_not_fit(placement):
+        for line in [] if placement.fits else why_none_fits(placement):
             stderr().print(printable(line), soft_wrap=True)
     else:
         _show(placement, timeline, written)
@@ -120,9 +121,10 @@ def command(
 
 
 def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str, str]) -> None:
-    from loadmaster.cli import answers, tables
+    from loadmaster.cli import tables
     from loadmaster.cli.console import stdout
     from loadmaster.cli.plain import printable
+    from loadmaster.core.reasons import why_none_fits
 
     console = stdout()
     console.print(tables.summary(placement))
@@ -141,7 +143,7 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
         console.print(printable(f"guarantee: {placement.guarantee}"), soft_wrap=True)
     if not placement.fits:
         console.print()
-    for line in [] if placement.fits else answers.why_not_fit(placement):
+    for line in [] if placement.fits else why_none_fits(placement):
         console.print(printable(line), style="red", soft_wrap=True)
     for line in _as_torch_runs_it(placement):
         console.print(printable(line), style="dim", soft_wrap=True)

@@ -10,12 +10,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli.answers import kind_of_plan, measured_part, recomputed_stages, why_not_fit
+from loadmaster.cli.answers import measured_part, recomputed_stages
 from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline
 from loadmaster.core.problem import Objective
+from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 
@@ -274,4 +275,4 @@ def note(placement: Placement) -> str:
     """Why a placement is what it is, in a few words."""
     if placement.status == Status.OPTIMAL:
         return f"optimal: {placement.proof}"
-    return "" if placement.fits else why_not_fit(placement)[0]
+    return "" if placement.fits else why_none_fits(placement)[0]

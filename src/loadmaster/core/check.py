@@ -9,7 +9,7 @@ from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held
 from loadmaster.core.pipelining import mirrored, standing_bytes
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
     if plan.pipeline is not None:
         held = standing_bytes(graph, plan, cluster.num_devices).astype(np.float64)
     for d in np.flatnonzero(held > cluster.usable_bytes):
-        have = format_bytes(cluster.usable_bytes[d])
-        text = f"{cluster.device_name[d]} holds {format_bytes(held[d])} of {have}"
+        there, have = format_apart(held[d], cluster.usable_bytes[d])
+        text = f"{cluster.device_name[d]} holds {there} of {have}"
         found.append(Violation("memory", text))
     return found
 

@@ -17,6 +17,7 @@ _FLAGS = re.IGNORECASE | re.ASCII  # without ASCII, 's' also matches a long s
 _BYTES = re.compile(_NUMBER + r"([kmgtpe]i?)?(b|byte|bytes|bit)?(?:/s)?\s*", _FLAGS)
 _TIME = re.compile(_NUMBER + r"(s|ms|us|ns|min|h)\s*", _FLAGS)
 _RATE = re.compile(_NUMBER + r"([kmgtpe])?\s*(?:flop/?s?)?(?:/s)?\s*", _FLAGS)
+_MOST_DIGITS = 3  # of bytes that are close together; then all of them
 _LONG_S = 1e9  # some thirty years: beyond it, days say no more than a power of ten
 
 
@@ -63,6 +64,15 @@ def format_bytes(count: float, *, digits: int = 1) -> str:
         size /= 1024
     sign = "-" if count < 0 else ""
     return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.{digits}f} {unit}"
+
+
+def format_apart(first: float, second: float) -> tuple[str, str]:
+    """Two counts of bytes with as many digits as it takes to tell them apart: '1.64 MiB' of '1.60 MiB'."""
+    for digits in range(1, _MOST_DIGITS + 1):
+        texts = format_bytes(first, digits=digits), format_bytes(second, digits=digits)
+        if texts[0] != texts[1] or first == second:
+            return texts
+    return f"{first:.0f} B", f"{second:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.placers.cargo import Cargo, load_cargo
 
 _ATTEMPTS = 7
@@ -181,8 +181,9 @@ def _lacks(problem: Problem, peak: Longs) -> str:
     cluster = problem.cluster
     d = int((peak - cluster.usable_bytes).argmax())
     need, have = int(peak[d]), int(cluster.usable_bytes[d])
+    needed, there = format_apart(need, have)
     return (
-        f"in the nearest plan {cluster.device_name[d]} needs {format_bytes(need)} of {format_bytes(have)};"
+        f"in the nearest plan {cluster.device_name[d]} needs {needed} of {there};"
         f" free {format_bytes(need - have)} more: a smaller batch, a device more, or host memory as a device"
     )
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.runtime.devices import RunDevice
 
 NO_DEVICE = -1
@@ -132,8 +132,9 @@ class Accounts:
         predicted = ""
         if self.predicted_bytes:
             predicted = f" (predicted peak {format_bytes(self.predicted_bytes[device])})"
+        needed, there = format_apart(live, at.limit_bytes)
         return DeviceMemoryError(
-            f"{at.name} needs {format_bytes(live)} of {format_bytes(at.limit_bytes)}{predicted}: {what} takes"
+            f"{at.name} needs {needed} of {there}{predicted}: {what} takes"
             f" {format_bytes(size)}, beside {self._largest(device, what)}; give it more memory, a device"
             " beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
         )

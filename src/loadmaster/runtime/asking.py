@@ -10,12 +10,13 @@ from torch import nn
 
 from loadmaster.cluster.local import auto_shorthand
 from loadmaster.cluster.parse import parse_cluster
+from loadmaster.cluster.probe import local_devices
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, UnknownNameError
 from loadmaster.core.io import load
 from loadmaster.core.placement import Placement
+from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.run import Budget
-from loadmaster.core.units import format_bytes
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
 from loadmaster.runtime.checkpoint import Checkpoint
@@ -59,14 +60,13 @@ def placed(
     unknown = sorted(set(wishes) - set(Wish.__annotations__))
     if unknown:
         raise UnknownNameError("argument of place", unknown[0], Wish.__annotations__)
+    require_model(model)
     _check(wishes)
     placement = placement_of(given)
     if placement is None:
         placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
-    elif devices != AUTO:
-        raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
-    elif wishes.get("spill") is not None:
-        raise InputError("the plan says what is spilled; leave spill out, or give inputs to plan anew")
+    else:
+        _require_no_questions(devices, wishes)
     made = on_devices(model, placement, wishes, replan)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
@@ -75,12 +75,41 @@ def placed(
 
 def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
     """One batch under a plan and without, on a copy of the model."""
+    require_model(model)
     args, kwargs = require_batch(batch)
     placement = placement_of(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
     made = on_devices(_copied(model), placement, {"loss": loss})
     return made.verify(*args, seed=seed, **kwargs)
+
+
+def require_model(model: Any) -> None:
+    """Refuse what is no model, by what it is."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"{model.__name__} is a class; give a model of it, {model.__name__}(...)")
+    given = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+    raise InputError(f"{given} is no model; give the torch.nn.Module itself, made before")
+
+
+def _require_no_questions(devices: Any, wishes: Wish) -> None:
+    """Refuse what only the making of a plan can heed, where there is one."""
+    optimizer = wishes.get("optimizer")
+    answered = {
+        "devices": (devices != AUTO, "has its devices already"),
+        "spill": (wishes.get("spill") is not None, "says what is spilled"),
+        "budget": (wishes.get("budget") is not None, "has been searched for"),
+        "kwargs": (bool(wishes.get("kwargs")), "has its inputs already"),
+        "optimizer": (
+            optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer),
+            "was made for an optimizer (an instance, made before, would be adopted)",
+        ),
+    }
+    for name, (given, why) in answered.items():
+        if given:
+            raise InputError(f"the plan {why}; leave {name} out, or give inputs to plan anew")
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -116,6 +145,24 @@ def _check(wishes: Wish) -> None:
     if wishes.get("on_nan") not in (None, *HOWS):
         raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
     _backend(wishes.get("compile", False))
+    _output_device(wishes.get("output_device"))
+
+
+def _output_device(asked: Any) -> torch.device | None:
+    """Where outputs shall come; refuses what this machine does not have."""
+    if asked is None:
+        return None
+    has = [device.torch_name for device in local_devices()]
+    try:
+        where = torch.device(asked)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        where = None
+    known = where is not None and (
+        where.type == "cpu" or str(where) in has or (str(where) == "cuda" and "cuda:0" in has)
+    )
+    if not known:
+        raise InputError(f"output_device is {asked!r}, this machine has {', '.join(has)}; name one of them")
+    return where
 
 
 def _backend(asked: Any) -> str:
@@ -157,23 +204,14 @@ def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Rep
     """The model on the devices of a plan."""
     cluster, plan = placement.problem.cluster, placement.plan
     if plan is None:
-        short = ", ".join(
-            f"{name} lacks {format_bytes(lacking)}"
-            for name, lacking in zip(cluster.device_name, placement.shortfall_bytes.tolist(), strict=True)
-            if lacking
-        )
-        raise PlanError(
-            f"no plan fits ({placement.status.value}: {short or placement.proof}); give more memory, another"
-            " device or a smaller batch; lm.fit says which change is the cheapest"
-        )
+        raise PlanError(f"{why_none_fits_in_short(placement)}; lm.fit says which change is the cheapest")
     for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
         if wanted:
             raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
-    where = wishes.get("output_device")
     options = Options(
         engine=wishes.get("engine", AUTO),
         presum=wishes.get("presum", False),
-        output_device=None if where is None else torch.device(where),
+        output_device=_output_device(wishes.get("output_device")),
         loss=wishes.get("loss"),
         verify=wishes.get("verify") == FIRST_STEP,
         on_nan=wishes.get("on_nan", WARN),

@@ -15,6 +15,7 @@ import torch
 from loadmaster.core.errors import FileError, FormatError, InputError
 
 _LONGEST_HEADER = 100_000_000  # bytes, as in the library
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # in a zip, and bare
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
@@ -91,7 +92,8 @@ def _files(source: Path) -> list[Path]:
             raise FormatError(f"{index}: not an index of shards: {problem!r}") from None
         missing = sorted(name for name in names if not (source / str(name)).is_file())
         if missing:
-            raise FileError(f"{source} lacks {missing[0]} and {len(missing) - 1} more shards of its index")
+            more = f" and {len(missing) - 1} more shards" if len(missing) > 1 else ", a shard"
+            raise FileError(f"{source} lacks {missing[0]}{more} of its index")
         return sorted(source / str(name) for name in names)
     found = sorted(source.glob("*.safetensors"))
     if not found:
@@ -103,8 +105,14 @@ def _header(path: Path) -> dict[str, _Entry]:
     """Every tensor of one file."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
         if length > min(size - 8, _LONGEST_HEADER):
+            if first.startswith(_PICKLES):
+                raise FormatError(
+                    f"{path} is a pickle (as torch.save writes it): reading one runs code, so it is not read;"
+                    " save the weights with safetensors, or load them into the model before it is placed"
+                )
             raise FormatError(f"{path}: not a safetensors file (its header would have {length} bytes)")
         try:
             header = json.loads(file.read(length))

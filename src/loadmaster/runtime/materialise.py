@@ -161,8 +161,9 @@ def _in_file(model: nn.Module, weights: Checkpoint, names: Mapping[int, str]) ->
                 break
     lacking = sorted({names[id(tensor)] for tensor in state.values() if id(tensor) in names} - set(found))
     if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise InputError(
-            f"{weights.source} lacks weight {lacking[0]!r} and {len(lacking) - 1} more of the model's"
+            f"{weights.source} lacks weight {lacking[0]!r}{more} of the model's"
             f" {len(state)}; it holds e.g. {', '.join(sorted(weights.names)[:3])}"
         )
     for name, known in found.items():

@@ -132,11 +132,9 @@ class Placed(nn.Module):
 
     def plan_that_fits(self) -> Placement:
         """After a device was full: the nearest plan that leaves room for what was missing there."""
-        if self._placement is None:
-            raise RunError("this model was placed without its placement; use lm.place")
         accounts = self._engine.accounts
         needed = self._needed if accounts is None else accounts.most_needed_bytes
-        return plan_that_fits(self._placement, needed, self._replan)
+        return plan_that_fits(self.placement, needed, self._replan)
 
     def full(self, problem: torch.OutOfMemoryError) -> DeviceMemoryError:
         """Torch's error as ours, for a loop that catches it in its backward pass: `raise placed.full(e)`."""
@@ -152,6 +150,13 @@ class Placed(nn.Module):
             tried_bytes=tried,
             predicted_bytes=None if known is None else known[at],
         )
+
+    @property
+    def placement(self) -> Placement:
+        """What `lm.plan` gave: for `lm.save` and `lm.verify`."""
+        if self._placement is None:
+            raise RunError("this model was placed without its placement; use lm.place")
+        return self._placement
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -288,8 +293,9 @@ def require_weights(model: nn.Module, graph: Graph) -> None:
     for name, weight in model.named_parameters():
         row = sizes[name]
         words = graph.signature_table[row].split() if row >= 0 else []
-        here = f"[{','.join(map(str, weight.shape))}]"
-        if len(words) > 1 and here not in words[1]:
+        shape = f"[{','.join(map(str, weight.shape))}]"
+        here = str(weight.dtype).removeprefix("torch.") + shape
+        if len(words) > 1 and not (words[1] + "/").startswith(here + "/"):  # strides stand behind
             raise PlanError(
                 f"the plan is for another model: weight {name!r} is {words[1]} there, {here} here;"
                 " plan this model"

@@ -16,6 +16,7 @@ from loadmaster.core.errors import DeviceMemoryError, RunError
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
+from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.units import format_bytes, parse_bytes
 from loadmaster.runtime.devices import RunDevice
 
@@ -64,13 +65,8 @@ def plan_that_fits(
     tight = replace(placement.problem, cluster=replace(cluster, reserve_bytes=reserve))
     found = replan(tight, placement.plan)
     if found.plan is None:
-        short = ", ".join(
-            f"{name} lacks {format_bytes(lacking)}"
-            for name, lacking in zip(cluster.device_name, found.shortfall_bytes.tolist(), strict=True)
-            if lacking
-        )
         raise RunError(
-            f"no plan on these devices leaves enough room ({short or found.proof}); lm.fit says more"
+            f"no plan on these devices leaves enough room: {why_none_fits_in_short(found)}; lm.fit says more"
         )
     # what is proven of less memory is not proven of all of it
     unproven = replace(found, status=Status.FEASIBLE, bound_s=0.0, bound_name="none", proof="")

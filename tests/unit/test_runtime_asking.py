@@ -1,0 +1,151 @@
+"""What `lm.place` and `lm.verify` are given wrongly is refused at once, with both values and what to do."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
+from torch import nn  # noqa: E402
+
+import loadmaster as lm  # noqa: E402
+from loadmaster.core.errors import FormatError, InputError, PlanError  # noqa: E402
+from loadmaster.core.placement import Status  # noqa: E402
+from loadmaster.runtime.placed import Placed  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEVICES = "cpu#0-1MB, cpu#1-1MB"
+ROWS = torch.zeros(4, 8)
+
+
+class Wide(nn.Module):
+    """Two weights that no small device holds with their gradients and states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(8, 400), nn.Linear(400, 400), nn.Linear(400, 400)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.wide(self.first(x).relu()).relu())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@functools.cache
+def graph() -> lm.Graph:
+    return lm.capture(net(), (ROWS,))
+
+
+def planned(
+    model: nn.Module | None = None, devices: str = DEVICES, algorithm: str = "round_robin"
+) -> lm.Placement:
+    of = graph() if model is None else lm.capture(model, (ROWS,))
+    return lm.plan(lm.problem(of, devices), algorithm=algorithm)
+
+
+def test_a_plan_that_cannot_be_is_refused_with_its_proof() -> None:
+    with pytest.raises(PlanError, match="proven that no plan fits") as told:
+        lm.place(Wide(), (ROWS,), devices="cpu#0-600kB, cpu#1-600kB", budget="5x")
+    text = str(told.value)
+    assert "wide.weight" in text
+    assert "more" in text
+    assert "infeasible" not in text
+    assert "lacks" not in text, "that is of the plan that came nearest, not of what is needed"
+    need = re.search(r"need ([\d.]+) MiB on one device, the largest allowed has 585.9 KiB", text)
+    assert need is not None
+    assert float(need[1]) >= 4 * 400 * 400 * 4 / 2**20, "a weight, its gradient and two moments"
+
+
+def test_a_plan_that_was_not_found_names_what_may_help() -> None:
+    placement = planned(Wide(), "cpu#0-5MB, cpu#1-5MB", algorithm="single_device")
+    assert placement.status == Status.NOT_FOUND
+    text = r"nor a proof .* nearest one cpu#\d needs .* a longer budget"
+    with pytest.raises(PlanError, match=text) as told:
+        lm.place(Wide(), placement)
+    assert "not_found" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("gpt2", "the text 'gpt2' is no model"),
+        (nn.Linear, r"Linear is a class; give a model of it, Linear\(...\)"),
+        (lambda x: x, "a function is no model; give the torch.nn.Module"),
+        (None, "a NoneType is no model"),
+    ],
+)
+def test_what_is_no_model_is_named(model: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        lm.place(model, (ROWS,), devices=DEVICES)
+    with pytest.raises(InputError, match=text):
+        lm.verify(model, planned(), (ROWS,))
+
+
+@pytest.mark.parametrize("where", ["cpux", "cuda:99", "meta", 1.5])
+def test_an_output_device_that_is_not_there_is_refused_at_once(where: Any) -> None:
+    model = net()
+    with pytest.raises(InputError, match=r"output_device is .*, this machine has cpu"):
+        lm.place(model, planned(), output_device=where)
+    assert lm.place(model, planned(), output_device="cpu")(ROWS).device.type == "cpu"
+
+
+def test_weights_of_another_dtype_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"'0.weight' is float32\[16,8\] there, float64\[16,8\] here; plan this"
+    ):
+        lm.place(net().double(), planned())
+    with pytest.raises(PlanError, match=r"is float32\[16,8\] there, float32\[12,8\] here"):
+        lm.place(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4)), planned())
+
+
+def test_weights_with_strides_of_their_own_are_the_plans() -> None:
+    model = net()
+    model[0].weight = nn.Parameter(torch.randn(8, 16).t())
+    assert isinstance(lm.place(model, planned(model)), Placed)
+
+
+@pytest.mark.parametrize(
+    ("wish", "name"),
+    [
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"budget": "60s"}, "budget"),
+        ({"kwargs": {"x": ROWS}}, "kwargs"),
+        ({"devices": "cpu#0-1MB"}, "devices"),
+        ({"spill": "host"}, "spill"),
+    ],
+)
+def test_what_a_given_plan_cannot_heed_is_refused(wish: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError, match=f"the plan .*leave {name} out, or give inputs to plan anew"):
+        lm.place(net(), planned(), **wish)
+
+
+def test_an_optimizer_made_before_is_adopted_with_a_plan() -> None:
+    model = net()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    placed = lm.place(model, planned(), optimizer=made)
+    placed(ROWS).square().mean().backward()
+    made.step()
+
+
+def test_a_placed_model_gives_its_placement(tmp_path: Path) -> None:
+    model = net()
+    placed = lm.place(model, (ROWS,), devices=DEVICES, budget="5x")
+    lm.save(placed.placement, tmp_path / "p.json")
+    assert lm.verify(net(), placed.placement, (ROWS,)).ok
+    assert lm.verify(net(), tmp_path / "p.json", (ROWS,)).ok
+    mine = planned()
+    assert lm.place(net(), mine).placement is mine
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_not_read_and_said_to_be_one(tmp_path: Path, zipped: bool) -> None:
+    model = net()
+    torch.save(model.state_dict(), tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(FormatError, match=r"w.pt is a pickle .* save the weights with safetensors"):
+        lm.place(model, planned(), weights=tmp_path / "w.pt")
