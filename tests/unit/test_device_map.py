@@ -52,6 +52,36 @@ def test_a_map_has_few_entries_and_the_devices_of_the_plan() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet"])
+def test_a_map_is_in_the_order_of_the_modules(name: str) -> None:
+    modules = [path for path, _ in example(name).model.named_modules()]
+    question = problem(name)
+    placement = lm.plan(question, algorithm="round_robin")
+    paths = [path for path in placement.to_device_map() if path in modules]
+    assert len(paths) > 3
+    blocks = [path for path in paths if path.rpartition(".")[2].isdecimal()]
+    assert blocks == sorted(blocks, key=modules.index)
+    heads = list(dict.fromkeys(path.split(".")[0] for path in paths))
+    assert heads == sorted(heads, key=modules.index)
+
+
+def test_parts_without_weights_stand_between_their_neighbours() -> None:
+    layers = [
+        torch.nn.Linear(8, 8),
+        torch.nn.ReLU(),
+        torch.nn.Linear(8, 8),
+        torch.nn.Tanh(),
+        torch.nn.Linear(8, 8),
+    ]
+    model = torch.nn.Sequential(*layers)
+    question = lm.problem(lm.capture(model, (torch.zeros(2, 8),)), "cpu#0-1MB, cpu#1-1MB")
+    import numpy as np
+
+    modules = question.graph.module
+    plan = plan_of(np.array([int((m or "0")[0] in "234l") for m in modules], dtype=np.int32))
+    assert list(plan.to_device_map(question)) == ["0", "1", "2", "3", "4"]
+
+
 def test_everything_on_one_device_is_one_entry() -> None:
     question = problem()
     placement = lm.plan(question, algorithm="single_device")

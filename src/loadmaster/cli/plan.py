@@ -148,7 +148,10 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     for line in _as_torch_runs_it(placement):
         console.print(printable(line), style="dim", soft_wrap=True)
     for what, path in written.items():
-        console.print(printable(f"{what} written to {path}"), soft_wrap=True)
+        text = f"{what} written to {path}"
+        if not placement.fits:
+            text = f"{what} that came nearest, and why nothing fits, written to {path}: it cannot be run"
+        console.print(printable(text), soft_wrap=True)
 
 
 def _as_torch_runs_it(placement: "Placement") -> list[str]:

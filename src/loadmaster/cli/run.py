@@ -49,7 +49,8 @@ def command(
 ) -> None:
     """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
 
-    Exit code 1 means that the loss was not a number at some step; Ctrl-C ends a run with what was measured.
+    Exit code 1 means that the file holds no plan that fits, or that the loss was not a number at some step;
+    Ctrl-C ends a run with what was measured.
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr
@@ -62,9 +63,10 @@ def command(
     if steps < 1:
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
+    placement = _runnable(plan)
     with _bar(plan, steps) as (say, tell):
         outcome = api.run(
-            plan,
+            placement,
             model=model,
             steps=steps,
             calibrate=calibrate,
@@ -74,6 +76,8 @@ def command(
             progress=say,
         )
     written = _write(outcome, out, trace)
+    for line in not_written(outcome, out=out, trace=trace, calibrate=calibrate):
+        stderr().print(printable(line), soft_wrap=True)
     if json:
         import msgspec
 
@@ -87,6 +91,44 @@ def command(
     if ended != "done":
         stderr().print(printable(f"error: the {ended} at step {outcome.ran.steps_done}"), soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _runnable(path: str) -> Any:
+    """What a file holds; a placement without a plan ends here, before any model is built."""
+    from loadmaster import api
+    from loadmaster.cli.console import stderr
+    from loadmaster.cli.plain import printable
+    from loadmaster.core.placement import Placement
+    from loadmaster.core.reasons import why_none_fits
+
+    found = api.load(path)
+    if not isinstance(found, Placement):
+        return path  # refused with its name
+    if found.fits:
+        return found
+    stderr().print(printable(f"{path} holds no plan that fits, so there is nothing to run:"), soft_wrap=True)
+    for line in why_none_fits(found):
+        stderr().print(printable(line), soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def not_written(outcome: "Outcome", *, out: str | None, trace: str | None, calibrate: bool) -> list[str]:
+    """A line for everything that was asked for and could not be written, with the reason."""
+    ran, why = outcome.ran, "" if outcome.measured is not None else _why_not_timed(outcome.ran)
+    asked = {"measured timeline": out, "trace": trace} if why else {}
+    lines = [f"{what} NOT written to {path}: {why}" for what, path in asked.items() if path is not None]
+    if calibrate and not ran.num_calibrated:
+        lines.append(f"cost database NOT written: {why or 'no op that was timed has a key in it'}")
+    return lines
+
+
+def _why_not_timed(ran: "Ran") -> str:
+    """Why there is no measured timeline."""
+    if ran.ended == "interrupted":
+        return "the run was interrupted before the steps that are timed op by op, which come last"
+    if ran.ended != "done":
+        return f"the {ran.ended}, and the steps that are timed op by op come last"
+    return "the model ran by hooks, module by module, so that no single op could be timed"
 
 
 @contextmanager
@@ -166,6 +208,7 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
     console.print(tables.fields(rows))
     console.print()
     console.print(comparison(ran))
+    console.print("error = predicted / measured - 1: below 0 where the prediction was too small", style="dim")
     for note in ran.notes:
         console.print(printable(f"note: {note}"), style="dim", soft_wrap=True)
     for what, path in written.items():

@@ -9,7 +9,7 @@ devices as the cluster does ('cpu#1') as well.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,8 +42,28 @@ def map_of(graph: Graph, device: "Ints", cluster: Cluster) -> DeviceMap:
         if module and module not in inner and module not in votes and module != LOSS:
             bare.setdefault(module, Counter())[int(device[op])] += 1
     own = {module: count.most_common(1)[0][0] for module, count in (votes | bare).items()}
+    own = dict(sorted(own.items(), key=_in_order(graph)))
     names = [_outside(cluster, at) for at in range(cluster.num_devices)]
     return {path: names[at] for path, at in _merged(own, graph).items()}
+
+
+def _in_order(graph: Graph) -> Callable[[tuple[str, int]], list[tuple[int, int]]]:
+    """A key for (module, device): parts of a module by their numbers, else as they first run."""
+    first: dict[str, int] = {}
+    reads = zip(graph.tensor_op[graph.use_tensor].tolist(), graph.use_op.tolist(), strict=True)
+    of_weight = {graph.op_name[maker].rpartition(".")[0]: op for maker, op in reversed([*reads])}
+    ran = {graph.module[op]: op for op in reversed(np.flatnonzero(graph.phase == Phase.FORWARD).tolist())}
+    for module, op in (*of_weight.items(), *ran.items()):
+        for path in _heads(module):
+            first[path] = min(op, first.get(path, op))
+
+    def key(item: tuple[str, int]) -> list[tuple[int, int]]:
+        ends = [(path.rpartition(".")[2], path) for path in _heads(item[0])]
+        return [
+            (0, int(end)) if end.isdecimal() else (1, first.get(path, graph.num_ops)) for end, path in ends
+        ]
+
+    return key
 
 
 def _merged(own: Mapping[str, int], graph: Graph) -> dict[str, int]:

@@ -77,8 +77,10 @@ class UnknownNameError(InputError):
         choices = sorted(set(known) - {""})
         lowered = {choice.lower(): choice for choice in choices if len(choice) <= _LONGEST_GUESS}
         asked = name[: 2 * _LONGEST_GUESS].lower()  # the search is quadratic in the length of a name
-        near = difflib.get_close_matches(asked, lowered, n=1, cutoff=0.5)
-        hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
+        near = [choice for choice in lowered if asked and choice.startswith(asked)][:_FEW]
+        if len(near) < 2:
+            near = difflib.get_close_matches(asked, lowered, n=1, cutoff=0.5)
+        hint = f"did you mean {' or '.join(repr(lowered[name]) for name in near)}? " if near else ""
         if not near or len(choices) <= _FEW:  # of two words, the nearest may be far
             hint += f"known: {_listed(choices)}"
         super().__init__(f"unknown {what} {name!r}; {hint.strip()}{f' ({see})' if see else ''}")

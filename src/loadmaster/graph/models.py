@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.core.errors import FileError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
+from loadmaster.core.raised import where_raised
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.origin import remembered
 
@@ -207,4 +208,4 @@ def _function(path: str, function: str) -> Any:
 
 
 def _shortened(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}{where_raised(problem)}"

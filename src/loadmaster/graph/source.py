@@ -110,6 +110,8 @@ def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Wor
             f"no such file {path!r}; a source is a file or gen:FAMILY:OPS[:SEED], or a model: hf:NAME,"
             " zoo:NAME or file.py:function"
         )
+    if path.endswith(".py"):
+        raise InputError(f"{path!r} is Python; name the function that builds the model: {path}:function")
     data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
     formats = _formats(asked)
     chosen = format if format is not None else _recognised(formats, data, path)

@@ -15,6 +15,7 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, UnknownNameError
 from loadmaster.core.io import load
 from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
 from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
@@ -200,14 +201,20 @@ def _target(cluster: Cluster) -> str:
     return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
-def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Replan | None = None) -> Placed:
-    """The model on the devices of a plan."""
-    cluster, plan = placement.problem.cluster, placement.plan
+def require_plan(placement: Placement) -> Plan:
+    """The plan of a placement; refuses one that has none, or none that can be run."""
+    plan = placement.plan
     if plan is None:
         raise PlanError(f"{why_none_fits_in_short(placement)}; lm.fit says which change is the cheapest")
     for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
         if wanted:
             raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
+    return plan
+
+
+def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Replan | None = None) -> Placed:
+    """The model on the devices of a plan."""
+    cluster, plan = placement.problem.cluster, require_plan(placement)
     options = Options(
         engine=wishes.get("engine", AUTO),
         presum=wishes.get("presum", False),

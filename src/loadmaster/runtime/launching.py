@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_order
-from loadmaster.core.problem import Problem
+from loadmaster.core.problem import Objective, Origin, Problem
 from loadmaster.core.run import silent
 from loadmaster.core.timeline import Timeline
+from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database
 from loadmaster.graph.differences import differences
 from loadmaster.graph.models import Asked, model_graph, model_parts
 from loadmaster.graph.origin import origin_of
-from loadmaster.runtime.asking import on_devices, placement_of
+from loadmaster.runtime.asking import on_devices, placement_of, require_plan
 from loadmaster.runtime.ran import Ran
 from loadmaster.runtime.running import Running, Tell, silent_tell
 from loadmaster.runtime.training import Training, task_of
@@ -52,6 +53,7 @@ def launched(
     placement = placement_of(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    require_plan(placement)
     source, asked = _source(placement, model)
     progress(f"building {source}", 0.0)
     _require_same(placement, source, asked)
@@ -68,12 +70,44 @@ def launched(
             known.put(rows)
             path = str(known.path)
     report = running.report(source, steps, num_calibrated=len(rows), database=path)
+    report = replace(report, notes=(*_notes(placement, predicted), *report.notes))
     return Outcome(report, placement, running.predicted, running.timeline)
 
 
 def _as_run(problem: Problem, plan: Plan) -> Plan:
     """The plan in the order in which torch runs it: a backward pass has the captured order."""
     return in_order(plan) if why_not_runnable(problem, plan) else plan
+
+
+def _notes(placement: Placement, predicted: Timeline) -> list[str]:
+    """What to know of the prediction: another order than the plan's, and costs that nobody measured."""
+    notes, other = [], _otherwise(placement, predicted)
+    if other:
+        notes.append(
+            "predicted is the plan as torch runs it, its backward pass in the captured order, not in the"
+            f" plan's: {', '.join(other)}; `plan --order captured` plans for that"
+        )
+    origin = placement.problem.costs.origin
+    if not (origin == Origin.MEASURED).any() and (origin == Origin.ANALYTIC).any():
+        notes.append(
+            "times were predicted from vendors' peak rates, not measured, and may be far too small; plan with"
+            " --measure to predict from times of this machine"
+        )
+    return notes
+
+
+def _otherwise(placement: Placement, predicted: Timeline) -> list[str]:
+    """What is predicted of the run and was not of the plan: the step, and the peak of devices."""
+    problem, found = placement.problem, []
+    now, then = format_seconds(predicted.step_s), format_seconds(placement.score_s or 0.0)
+    if problem.objective == Objective.STEP and now != then:
+        found.append(f"a step {now} instead of {then}")
+    peaks = zip(problem.cluster.device_name, predicted.peak_bytes, placement.peak_bytes, strict=True)
+    for name, now_bytes, then_bytes in peaks:
+        if now_bytes != then_bytes:
+            now, then = format_apart(int(now_bytes), int(then_bytes))
+            found.append(f"the peak of {name} {now} instead of {then}")
+    return found
 
 
 def plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:

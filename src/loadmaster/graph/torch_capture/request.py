@@ -10,6 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
+from loadmaster.core.raised import where_raised
 from loadmaster.graph.torch_capture import unexported
 from loadmaster.graph.torch_capture.again import Again, marked
 from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
@@ -217,6 +218,6 @@ def leave_transforms() -> None:
 
 
 def shortened(problem: BaseException) -> str:
-    """The first lines of an error, in one."""
+    """The first lines of an error, in one, and where in the user's own code it was raised."""
     text = " ".join(str(problem).split())
-    return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}"
+    return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}{where_raised(problem)}"
