@@ -29,6 +29,16 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_torn_by_an_empty_line(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for before, empty, row, below in zip(lines, lines[1:], lines[2:], [*lines[3:], ""], strict=False):
+        torn = before.startswith("|") and not empty and row.startswith("|")
+        assert not torn or below.replace(" ", "").startswith("|-"), (
+            row
+        )  # a new table has its line below the head
+
+
 def test_every_file_the_architecture_names_exists() -> None:
     tree = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     for name in re.findall(r"`((?:core|graph|cluster|cost|simulator|placers|report|cli)/[\w/]+\.py)`", tree):

@@ -1,6 +1,8 @@
 """What `lm.place` and `lm.verify` are given wrongly is refused at once, with both values and what to do."""
 
+import contextlib
 import functools
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,15 @@ def test_a_pickle_is_not_read_and_said_to_be_one(tmp_path: Path, zipped: bool) -
     torch.save(model.state_dict(), tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(FormatError, match=r"w.pt is a pickle .* save the weights with safetensors"):
         lm.place(model, planned(), weights=tmp_path / "w.pt")
+
+
+def test_the_two_lines_of_the_readme_train_what_neither_device_holds() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "lm.place" in block)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(code, names)
+    assert "2 devices" in said.getvalue()
+    assert all(peak > 0 for peak in names["model"].peak_bytes.values()), "both are needed"
+    alone = lm.plan(names["model"].placement.problem, algorithm="single_device")
+    assert alone.plan is None

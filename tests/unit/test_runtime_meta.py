@@ -220,3 +220,23 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
             devices(1),
             weights=Checkpoint(other),
         )
+
+
+def test_what_a_checkpoint_lacks_is_counted_only_beyond_the_first(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileError, match=r"lacks one\.safetensors, a shard of its index"):
+        Checkpoint(tmp_path)
+    index["weight_map"]["b"] = "two.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileError, match=r"lacks one\.safetensors and 1 more shards of its index"):
+        Checkpoint(tmp_path)
+    folder = tmp_path / "without_bias"
+    folder.mkdir()
+    weights = Checkpoint(saved(nn.Linear(4, 4, bias=False), folder, 1))
+    model = on_meta(lambda: nn.Linear(4, 4))
+    graph = lm.capture(model, (torch.randn(3, 4),), loss=torch.sum)
+    with pytest.raises(InputError, match="lacks weight 'bias' of the model's 2"):
+        placed_model(
+            model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1), weights=weights
+        )

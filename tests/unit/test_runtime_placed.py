@@ -231,7 +231,9 @@ def test_a_plan_for_another_model_is_refused_with_what_differs() -> None:
         placed_model(other, graph, plan, devices(2))
     wide = Net()
     wide.last = nn.Linear(16, 5)
-    with pytest.raises(PlanError, match=r"weight 'last.weight' is float32\[4,16\] there, \[5,16\] here"):
+    with pytest.raises(
+        PlanError, match=r"weight 'last.weight' is float32\[4,16\] there, float32\[5,16\] here"
+    ):
         placed_model(wide, graph, plan, devices(2))
 
 
