@@ -182,8 +182,11 @@ def _gradients_late(graph: lm.Graph) -> Any:
 
 def test_a_file_without_a_plan_that_fits_is_not_run(say: Say) -> None:
     Path("net.py").write_text(MODEL)
-    code, out, _ = say("plan", "net.py:build", "-d", "cpu#0-1kB, cpu#1-1kB", "-b", "2x", "-o", "p.json")
+    code, out, _ = say(
+        "plan", "net.py:build", "-d", "cpu#0-1kB, cpu#1-1kB", "-b", "2x", "-o", "p.json", "--trace", "t.json"
+    )
     assert code == 1
+    assert "trace of the plan that came nearest written to t.json" in out
     assert "plan that came nearest, and why nothing fits, written to p.json: it cannot be run" in out
     Path("net.py").write_text("raise AssertionError('the model is not built')")
     code, out, err = say("run", "p.json")
@@ -231,7 +234,7 @@ def test_the_command_line_is_a_module_too(module: str) -> None:
 def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     answer("plan", "net.py:build", "-d", "cpu#0-1MB, cpu#1-1MB", "-o", "p.json", "-b", "5x", cwd=tmp_path)
-    process = start("run", "p.json", "--steps", "1000000", cwd=tmp_path)
+    process = start("run", "p.json", "--steps", "1000000", "--out", "m.json", cwd=tmp_path)
     assert process.stderr is not None
     said = b""
     while b"step " not in said:
@@ -242,4 +245,5 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert "interrupted after" in done.stderr
     assert "step time" in done.stdout
+    assert "measured timeline NOT written to m.json: the run was interrupted" in done.stderr
     assert "Traceback" not in done.stderr

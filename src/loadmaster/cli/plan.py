@@ -148,10 +148,16 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     for line in _as_torch_runs_it(placement):
         console.print(printable(line), style="dim", soft_wrap=True)
     for what, path in written.items():
-        text = f"{what} written to {path}"
-        if not placement.fits:
-            text = f"{what} that came nearest, and why nothing fits, written to {path}: it cannot be run"
-        console.print(printable(text), soft_wrap=True)
+        console.print(printable(_written(what, path, fits=placement.fits)), soft_wrap=True)
+
+
+def _written(what: str, path: str, *, fits: bool) -> str:
+    """What a file holds; one without a plan that fits cannot be run."""
+    if fits:
+        return f"{what} written to {path}"
+    if what == "plan":
+        return f"plan that came nearest, and why nothing fits, written to {path}: it cannot be run"
+    return f"{what} of the plan that came nearest written to {path}"
 
 
 def _as_torch_runs_it(placement: "Placement") -> list[str]:
