@@ -1,6 +1,6 @@
 """Explain: where the ops and weights of a placed model are, in a few lines."""
 
-from loadmaster.core.units import format_bytes
+from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.runtime.accounts import storages_bytes
 from loadmaster.runtime.engine import Engine
 from loadmaster.runtime.hooks import HookEngine
@@ -31,6 +31,6 @@ def _device_line(engine: Engine, at: int) -> str:
     words = [f"{num_ops} ops"] if engine.graphs else []
     words += [f"{len(own)} weights and buffers of {format_bytes(storages_bytes(own))}"]
     if engine.accounts is not None:
-        peak, limit = engine.accounts.peak_bytes[at], device.limit_bytes
-        words.append(f"at most {format_bytes(peak)} of {format_bytes(limit)} so far")
+        peak, limit = format_apart(engine.accounts.peak_bytes[at], device.limit_bytes)
+        words.append(f"at most {peak} of {limit} so far")
     return f"{device.name} ({device.where}): {', '.join(words)}"
