@@ -241,9 +241,10 @@ class Engine:
         elif given != self.known.inputs:
             self.say(f"the model is given {_listed(given)}, it was planned on {_listed(self.known.inputs)}")
         elif not self._matched and self.root.training == self.known.trains:
+            more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
             raise PlanError(
-                f"the plan is for another model or other inputs: {found[0]}, and {len(found) - 1} more"
-                " differ; plan this model on inputs like these"
+                f"the plan is for another model or other inputs: {found[0]}{more}; plan this model on inputs"
+                " like these"
             )
 
     def forget(self) -> None:
