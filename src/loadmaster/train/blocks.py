@@ -15,6 +15,8 @@ from torch import nn
 from loadmaster.core.errors import InputError
 from loadmaster.train.trial import Trial
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
@@ -84,12 +86,24 @@ def chain_of(trial: Trial, model: nn.Module) -> Chain:
 
 def from_tree(model: nn.Module) -> tuple[Any, ...]:
     """The chain a module tree shows by itself; empty where it shows none."""
-    if isinstance(model, nn.Sequential):
-        flat: list[Any] = []
-        for child in model:
-            flat.extend(from_tree(child) if isinstance(child, nn.Sequential) else (child,))
-        return tuple(flat)
-    return ()
+    if not is_chain(model):
+        return ()
+    flat: list[Any] = []
+    for child in model._modules.values():
+        assert child is not None, "a chain runs it"
+        flat.extend(from_tree(child) if is_chain(child) else (child,))
+    return tuple(flat)
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module runs its children one after the other, and does nothing else."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody is told when a module runs."""
+    return any(getattr(module, name, None) for name in _HOOKS)
 
 
 def call(block: Any, value: Any, *, first: bool) -> Any:
@@ -116,6 +130,17 @@ def _slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple
 
 def _check(trial: Trial, chain: Chain) -> None:
     """Every trainable parameter belongs to a block; no module stands in two blocks with its own buffers."""
+    if has_hooks(chain.model) and chain.model not in chain.blocks:
+        raise InputError(
+            f"trial {trial.name!r}: its model has hooks, which are not called where blocks run one by one;"
+            " register them on modules inside of blocks"
+        )
+    for name, parameter in zip(chain.parameter_name, chain.parameters, strict=True):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InputError(
+                f"trial {trial.name!r}: parameter {name!r} has a hook on its gradient, which shards do not"
+                " call; use Trial(clip_norm=...), or a step_pre_hook of the optimizer"
+            )
     reached = {slot.tensor for slots in chain.parameter_slots for slot in slots}
     missing = [name for number, name in enumerate(chain.parameter_name) if number not in reached]
     missing = [name for name in missing if name not in trial.unused]

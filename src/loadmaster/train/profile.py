@@ -38,7 +38,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inputs, targets = batch
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with as_it_was(chain.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -60,6 +60,18 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
         with _bound(chain, narrow, buffers):
             sums = trial.accumulate > 1
             return replace(found, sums_grads=sums, peaks=_peaks(trial, chain, given, wanted, narrow))
+
+
+@contextmanager
+def as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Whatever a forward remembers of tensors without values (tables, counters) is forgotten."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _peaks(trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: list[Any]) -> BlockPeaks | None:

@@ -141,8 +141,16 @@ def first_batch(trial: Trial) -> tuple[Any, int | None]:
                 saved_state(data, trial=trial.name)  # refused now, not at the first checkpoint
             except LoaderError as problem:
                 raise InputError(str(problem)) from None
-        return tuple(batch), len(data) if isinstance(data, Sized) else None
+        return tuple(batch), _length(data)
     raise InputError(f"trial {trial.name!r}: data is empty")
+
+
+def _length(data: Any) -> int | None:
+    """Batches of an epoch, where the source knows; a loader of a stream has a length that raises."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,17 +5,25 @@
 
 What crosses a cut is every value made before it and used after it, so a skip connection is one more leaf. A
 block runs the very modules and functions of the model; its parameters are the model's own.
+
+A trace has no regions (`no_grad`, autocast), and what runs on real tensors meanwhile runs that once: such a
+forward is refused rather than trained otherwise than it is written.
 """
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from loadmaster.core.errors import InputError
 
 _MOST_BLOCKS = 128
+_RANDOM = re.compile(r"rand|normal|bernoulli|multinomial|poisson|dropout|exponential|uniform")
+_LOOKS = ("__init__", "__index__", "__int__", "__invert__", "__iter__")
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and name != "index"}
 
 
@@ -24,11 +32,42 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, *, closed: bool) -> None:
         super().__init__()
-        self._closed = closed
+        self._closed, self._modes = closed, _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node; a graph does not know of a region around it."""
+        if _modes() != self._modes:
+            raise _Untraceable("its forward runs a part without gradients or under autocast")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Modules that stay whole."""
         return self._closed or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Untraceable(Exception):  # noqa: N818
+    """What a forward does that a trace would not do again."""
+
+
+class _Once(TorchFunctionMode):
+    """Refuses what a forward does for real while it is traced: random numbers, and writes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, unless it would have to run in every step."""
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if isinstance(out, torch.Tensor) and (_RANDOM.match(name) or _writes_in_place(name)):
+            raise _Untraceable(f"its forward runs {name!r} on tensors of its own")
+        return out
+
+
+def _writes_in_place(name: str) -> bool:
+    plain = name.endswith("_") and not name.endswith("__")
+    return plain or name == "__setitem__" or (name.startswith("__i") and name not in _LOOKS)
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
 class Segment(nn.Module):
@@ -89,7 +128,8 @@ def _traced(model: nn.Module, *, closed: bool | None = None) -> tuple[fx.Graph, 
     problem: Exception | None = None
     for shut in (False, True) if closed is None else (closed,):
         try:
-            graph = _Tracer(closed=shut).trace(model)
+            with _Once():
+                graph = _Tracer(closed=shut).trace(model)
         except Exception as error:  # whatever the user's forward does with a stand-in
             problem = problem or error
             continue

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
@@ -95,6 +96,11 @@ class Units:
         with self._autocast():
             out = self._blocks(shard, self._passed(shard, given), moment)
             loss = self.trial.loss(out, targets)
+        if isinstance(loss, FakeTensor):
+            raise RunError(
+                f"trial {self.trial.name!r}: its loss has no value: the model or the loss holds a tensor that"
+                " was made while memory was planned (a table cached on first use); make it with the model"
+            )
         share = loss / moment.num_micro_batches if moment.num_micro_batches > 1 else loss
         (share * scale if scale != 1.0 else share).backward()
         return loss.detach(), _gradients(given)
@@ -212,7 +218,7 @@ def _leaves_of(tree: Any, *, wanted: bool) -> Any:
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.detach().requires_grad_(wanted and value.is_floating_point())
+        return value.detach().requires_grad_(wanted and (value.is_floating_point() or value.is_complex()))
 
     return tree_map(leaf, tree)
 

@@ -1,0 +1,207 @@
+"""What a user's model may do that blocks would do otherwise: it is trained as written, or refused."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="training needs the extra [torch]")
+from torch import nn  # noqa: E402
+
+import loadmaster.train as lt  # noqa: E402
+from loadmaster.core.errors import InputError, RunError  # noqa: E402
+from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+
+WIDTH = 16
+
+
+def data() -> list[Any]:
+    chance = torch.Generator().manual_seed(1)
+    rows = [torch.randn(4, WIDTH, generator=chance) for _ in range(12)]
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+def mse(out: Any, target: Any) -> Any:
+    return (out - target).square().mean()
+
+
+def sgd(weights: Any) -> Any:
+    return torch.optim.SGD(weights, lr=0.02, momentum=0.9)
+
+
+def plain(build: Callable[[], nn.Module], loss: Any = mse) -> dict[str, Any]:
+    """A loop as anybody writes it."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = sgd(model.parameters())
+    for x, y in data():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def sharded(build: Callable[[], nn.Module], loss: Any = mse, *, feed: Any = data) -> dict[str, Any]:
+    """The same by shards."""
+    one = lt.Trial(name="t", build=build, data=feed, loss=loss, optim=sgd, seed=0)
+    device = CpuDevice(cap_bytes=16_000)
+    runner = lt.open_runner(one, device=device, num_threads=1, optimizer_placement="device")
+    try:
+        for _ in runner.steps(device, 6):
+            pass
+        return {name: tensor.clone() for name, tensor in runner.state_dict().items()}
+    finally:
+        runner.close()
+
+
+def layers(num: int = 3) -> Iterator[nn.Module]:
+    for _ in range(num):
+        yield nn.Linear(WIDTH, WIDTH)
+
+
+def equal(build: Callable[[], nn.Module]) -> None:
+    wanted, found = plain(build), sharded(build)
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        return x + super().forward(x)
+
+
+def test_a_sequential_with_a_forward_of_its_own_keeps_it() -> None:
+    equal(lambda: nn.Sequential(Residual(nn.Linear(WIDTH, WIDTH), nn.ReLU()), *layers(2)))
+
+
+def test_hooks_on_a_chain_inside_are_called() -> None:
+    def build() -> nn.Module:
+        inner = nn.Sequential(*layers(2))
+        inner.register_forward_hook(lambda _, __, out: 2 * out)
+        return nn.Sequential(inner, *layers(2))
+
+    equal(build)
+
+
+def test_hooks_on_the_model_itself_are_refused() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*layers())
+        model.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+        return model
+
+    with pytest.raises(InputError, match="hooks"):
+        sharded(build)
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*layers())
+        model[0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return model
+
+    with pytest.raises(InputError, match="has a hook on its gradient"):
+        sharded(build)
+
+
+class Stopped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = layers()
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            h = self.a(x)
+        return self.c(self.b(x + h) + self.a(x))
+
+
+class Cast(Stopped):
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(x)
+        return self.c(self.b(x + h.float()))
+
+
+class Noisy(Stopped):
+    def forward(self, x: Any) -> Any:
+        return self.c(self.b(self.a(x + torch.randn(4, WIDTH))))
+
+
+class Averaging(Stopped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.seen.add_(1)
+        return self.c(self.b(self.a(x))) * self.seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Stopped, "autocast"), (Cast, "autocast"), (Noisy, "'randn'"), (Averaging, "'add_'")],
+)
+def test_what_a_trace_would_lose_is_refused(kind: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        sharded(kind)
+
+
+class Cached(nn.Module):
+    """A table made when it is first needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: Any) -> Any:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1, WIDTH)
+        return self.linear(x) * self.table
+
+
+def test_a_table_that_a_module_makes_on_first_use_has_values() -> None:
+    equal(lambda: nn.Sequential(Cached(), Cached(), nn.Linear(WIDTH, WIDTH)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, on its way to a fake tensor
+def test_a_table_that_a_function_keeps_is_refused_where_it_has_no_values() -> None:
+    @functools.lru_cache
+    def table() -> Any:
+        return torch.linspace(0.5, 1, WIDTH)
+
+    with pytest.raises(RunError, match="its loss has no value"):
+        sharded(lambda: nn.Sequential(*layers()), lambda out, y: mse(out * table(), y))
+
+
+class Spectral(nn.Module):
+    """Gives a complex tensor on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        h = self.linear(x if isinstance(x, torch.Tensor) else x[0] + x[1].real)
+        return h, torch.fft.fft(h) / WIDTH
+
+
+class Whole(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x[0] + x[1].real
+
+
+def test_complex_tensors_across_a_cut_have_their_gradient() -> None:
+    equal(lambda: nn.Sequential(Spectral(), Spectral(), Spectral(), Whole()))
+
+
+def test_a_loader_of_a_stream_has_no_length() -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            return iter(data())
+
+    found = sharded(
+        lambda: nn.Sequential(*layers()), feed=lambda: torch.utils.data.DataLoader(Stream(), batch_size=None)
+    )
+    wanted = plain(lambda: nn.Sequential(*layers()))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
