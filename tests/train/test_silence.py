@@ -14,6 +14,7 @@ from loadmaster.core.errors import InputError, RunError  # noqa: E402
 from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
 
 WIDTH = 16
+CAP = 13_000  # less than three layers of that width take, with what they need to run
 
 
 def data() -> list[Any]:
@@ -42,10 +43,17 @@ def plain(build: Callable[[], nn.Module], loss: Any = mse) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def sharded(build: Callable[[], nn.Module], loss: Any = mse, *, feed: Any = data) -> dict[str, Any]:
+def sharded(
+    build: Callable[[], nn.Module],
+    loss: Any = mse,
+    *,
+    feed: Any = data,
+    optim: Any = sgd,
+    cap_bytes: int = CAP,
+) -> dict[str, Any]:
     """The same by shards."""
-    one = lt.Trial(name="t", build=build, data=feed, loss=loss, optim=sgd, seed=0)
-    device = CpuDevice(cap_bytes=16_000)
+    one = lt.Trial(name="t", build=build, data=feed, loss=loss, optim=optim, seed=0)
+    device = CpuDevice(cap_bytes=cap_bytes)
     runner = lt.open_runner(one, device=device, num_threads=1, optimizer_placement="device")
     try:
         for _ in runner.steps(device, 6):
@@ -60,8 +68,8 @@ def layers(num: int = 3) -> Iterator[nn.Module]:
         yield nn.Linear(WIDTH, WIDTH)
 
 
-def equal(build: Callable[[], nn.Module]) -> None:
-    wanted, found = plain(build), sharded(build)
+def equal(build: Callable[[], nn.Module], *, cap_bytes: int = CAP) -> None:
+    wanted, found = plain(build), sharded(build, cap_bytes=cap_bytes)
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
         assert torch.equal(tensor, found[name]), name
@@ -82,7 +90,7 @@ def test_hooks_on_a_chain_inside_are_called() -> None:
         inner.register_forward_hook(lambda _, __, out: 2 * out)
         return nn.Sequential(inner, *layers(2))
 
-    equal(build)
+    equal(build, cap_bytes=15_000)
 
 
 def test_hooks_on_the_model_itself_are_refused() -> None:
@@ -205,3 +213,65 @@ def test_a_loader_of_a_stream_has_no_length() -> None:
     )
     wanted = plain(lambda: nn.Sequential(*layers()))
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+class Moving(nn.Module):
+    """A buffer that is exchanged for another in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        out = self.linear(x)
+        self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
+        return out + self.mean
+
+
+def test_a_buffer_that_is_exchanged_in_the_last_shard_is_kept() -> None:
+    equal(lambda: nn.Sequential(Moving(), Moving(), Moving()))
+
+
+class Late(Moving):
+    """Writes its buffer only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Any) -> Any:
+        self.steps += 1
+        out = self.linear(x)
+        if self.steps > 5:
+            self.mean.add_(out.detach().mean(0))
+        return out + self.mean
+
+
+def test_a_buffer_that_is_written_later_only_is_refused() -> None:
+    with pytest.raises(RunError, match="is first written after the first step"):
+        sharded(lambda: nn.Sequential(Late(), Late(), Late()))
+
+
+class Counting(torch.optim.SGD):
+    """A schedule of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.turn = getattr(self, "turn", 0) + 1
+        self.param_groups[0]["lr"] = 0.02 / self.turn
+        return super().step(closure)
+
+
+def test_an_optimizer_with_a_count_of_its_own_is_refused() -> None:
+    with pytest.raises(InputError, match="for all parameters together and changes it"):
+        sharded(lambda: nn.Sequential(*layers()), optim=lambda weights: Counting(weights, lr=0.02))
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    own = nn.Parameter(torch.ones(()))
+    with pytest.raises(InputError, match="steps 1 that are not among them"):
+        sharded(
+            lambda: nn.Sequential(*layers()),
+            lambda out, y: mse(out * own, y),
+            optim=lambda weights: sgd([*weights, own]),
+        )

@@ -276,6 +276,12 @@ def _states(optimizer: torch.optim.Optimizer, chain: Chain) -> tuple[list[StateL
         for group, options in enumerate(optimizer.param_groups)
         for parameter in options["params"]
     }
+    foreign = group_of_id.keys() - {id(parameter) for parameter in chain.parameters}
+    if foreign:
+        raise InputError(
+            f"optim was given the model's parameters, but steps {len(foreign)} that are not among them (of"
+            " the loss?); make them parameters of the model"
+        )
     known: dict[tuple[int, torch.dtype, int], StateLayout] = {}
     states: list[StateLayout | None] = []
     groups = []

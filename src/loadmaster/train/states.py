@@ -70,8 +70,10 @@ def on_host(hyper: Hyper) -> Hyper:
     ]
 
 
-def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyper: Hyper) -> None:
-    """One optimizer step of these parameters alone, in place."""
+def step_members(
+    template: torch.optim.Optimizer, members: Sequence[Member], hyper: Hyper
+) -> torch.optim.Optimizer:
+    """One optimizer step of these parameters alone, in place; gives the part of it that stepped."""
     part = object.__new__(type(template))
     part.__dict__.update(template.__dict__)
     part.__dict__.pop("step", None)  # a schedule puts a wrapper there that would step the template
@@ -89,6 +91,20 @@ def step_members(template: torch.optim.Optimizer, members: Sequence[Member], hyp
         leaves.extend(params)
         part.param_groups.append({**hyper[group], "params": params})
     part.step()
+    return part
+
+
+def _kept_by_itself(part: Any, template: Any, given: dict[str, Any]) -> str:
+    """What a step has changed beside the state of its parameters, '' = nothing."""
+    plain = (int, float, bool, str, type(None))
+    before, after = vars(template), vars(part)
+    names = [n for n, v in after.items() if isinstance(v, plain) and n[0] != "_" and before.get(n) != v]
+    options = [
+        key
+        for key, value in part.param_groups[0].items()
+        if isinstance(value, plain) and key in given and given[key] != value
+    ]
+    return next(iter([*names, *options]), "")
 
 
 def starts_at_zero(optimizer: torch.optim.Optimizer) -> bool:
@@ -131,13 +147,19 @@ def discover(
         param = torch.zeros(size, dtype=dtype, device=device)
         member = Member(group, param, torch.ones_like(param))
         try:
-            step_members(optimizer, [member], hyper_of(optimizer))
+            hyper = hyper_of(optimizer)
+            own = _kept_by_itself(step_members(optimizer, [member], hyper), optimizer, hyper[group])
         except LoadmasterError:
             raise
         except Exception as error:
             raise InputError(
                 f"{type(optimizer).__name__} cannot step a parameter of {rank} axes: {error}"
             ) from error
+        if own:
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {own!r} for all parameters together and changes it in a"
+                " step, so it cannot go shard by shard; use one that keeps its state beside each parameter"
+            )
         found[rank] = StateLayout(
             {
                 key: (tuple(size.index(length) for length in value.shape), value.dtype)

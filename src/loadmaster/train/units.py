@@ -79,7 +79,7 @@ class Units:
         """F: the shard's output, without a graph."""
         generators = None if self.trial.counted_rng else randomness.current(self.device)
         careful = self._careful.get(shard, True)
-        before = self._before(shard)
+        before, untouched = self._before(shard), self._untouched(shard)
         given = tree_map(_copied, value) if careful else value
         versions = [leaf._version for leaf in _tensors(given)]
         with torch.no_grad():
@@ -87,6 +87,7 @@ class Units:
         if shard not in self._careful:
             changed = [leaf._version for leaf in _tensors(given)] != versions
             self._careful[shard] = changed
+        self._still_untouched(untouched)
         return out, Kept(value, generators, self._changed(shard, before))
 
     def last(self, value: Any, targets: Any, moment: Moment, *, scale: float) -> tuple[torch.Tensor, Any]:
@@ -95,6 +96,7 @@ class Units:
         given = _leaves_of(value, wanted=shard > 0)
         with self._autocast():
             out = self._blocks(shard, self._passed(shard, given), moment)
+            self._reread(shard)
             loss = self.trial.loss(out, targets)
         if isinstance(loss, FakeTensor):
             raise RunError(
@@ -108,8 +110,10 @@ class Units:
     def backward(self, shard: int, kept: Kept, gradient: Any, moment: Moment) -> Any:
         """B: recompute the shard as its forward ran, then the gradient of its input."""
         given = _leaves_of(kept.value, wanted=shard > 0)
+        untouched = self._untouched(shard)
         with self._as_it_was(kept):
             out = self._blocks(shard, self._passed(shard, given), moment)
+        self._still_untouched(untouched)
         pairs = [
             (leaf, slope)
             for leaf, slope in zip(_tensors(out), gradient, strict=True)
@@ -178,6 +182,21 @@ class Units:
         if shard not in self._written:
             self._written[shard] = self._found_written(shard, before)
         return {number: copy for number, (_, copy) in before.items() if number in self._written[shard]}
+
+    def _untouched(self, shard: int) -> dict[int, int]:
+        """Versions of the buffers that the shard did not write in its first forward."""
+        if shard not in self._written:
+            return {}
+        return {n: self.buffers[n]._version for n in set(self._buffers_of[shard]) - self._written[shard]}
+
+    def _still_untouched(self, versions: Mapping[int, int]) -> None:
+        for number, version in versions.items():
+            if self.buffers[number]._version != version:
+                raise RunError(
+                    f"trial {self.trial.name!r}: buffer {self.chain.buffer_name[number]!r} is first written"
+                    " after the first step, so it was not kept for the second run of its shard; write it in"
+                    " every step"
+                )
 
     def _found_written(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> set[int]:
         """Buffers that changed, by version or value (batch norm gives no new version), and their likes."""
