@@ -82,7 +82,7 @@ def test_twenty_kills_of_sharded_training_resume_to_the_same_weights(tmp_path: P
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.train.killer", str(tmp_path), "20"]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [hashes for _, *hashes in lines] == [wanted] * 20
