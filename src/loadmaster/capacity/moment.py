@@ -18,8 +18,6 @@ from loadmaster.core.problem import Links
 from loadmaster.simulator.engine import Outcome, Simulator, is_unordered
 from loadmaster.simulator.kernel import LOCAL, NO_HOLD, list_holds, list_moves
 
-_NONE = -1
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
@@ -67,7 +65,7 @@ class _Replay:
         self.blocking = sequence[blocks].tolist()[::-1]
         self.ended = [False] * self.num_ops
         self.lane_last: dict[int, int] = {}
-        self.before: dict[int, int] = {}  # the transfer that a transfer queues behind
+        self.before: dict[int, list[int]] = {}  # the transfers that a transfer queues behind
         self.arrived = [False] * len(outcome.transfer_end)
         self.later: list[tuple[float, int]] = []  # transfers that were booked for a later time
         self.ends: list[tuple[float, int]] = []
@@ -131,7 +129,7 @@ class _Replay:
             self._feed(tensor, LOCAL)
             if self.move_ptr[tensor + 1] > self.move_ptr[tensor]:
                 if self.host and not fixed.on_host[here]:
-                    begun += self._book(self.num_moves + tensor, here, now)
+                    begun += self._book(self.num_moves + tensor, (here,), now)
                 else:
                     begun += self._book_moves(tensor, now)
             self._let_go(self.hold_of[tensor], here)
@@ -154,27 +152,28 @@ class _Replay:
     def _book_moves(self, tensor: int, now: float) -> list[int]:
         found = []
         for move in range(self.move_ptr[tensor], self.move_ptr[tensor + 1]):
-            found += self._book(move, self._lane(tensor, self.move_target[move]), now)
+            found += self._book(move, self._lanes(tensor, self.move_target[move]), now)
         return found
 
-    def _lane(self, tensor: int, target: int) -> int:
-        """What transfers queue for: the last link of the route, or the port of the target."""
+    def _lanes(self, tensor: int, target: int) -> tuple[int, ...]:
+        """What transfers queue for: the links of the route, both devices, or the port of the target."""
         if self.links == Links.PARALLEL or (self.host and self.fixed.on_host[target]):
-            return _NONE
+            return ()
+        source = self.device[self.fixed.tensor_op[tensor]]
+        if self.links == Links.HALF_DUPLEX:
+            return source, target
         if self.links != Links.SHARED:
-            return target
-        route = self.fixed.route[self.device[self.fixed.tensor_op[tensor]], target]
-        return int(route[route >= 0][-1])
+            return (target,)
+        route = self.fixed.route[source, target]
+        return tuple(route[route >= 0].tolist())
 
-    def _book(self, transfer: int, lane: int, now: float) -> list[int]:
+    def _book(self, transfer: int, lanes: tuple[int, ...], now: float) -> list[int]:
         """The transfer itself if it begins now; else it is kept for later."""
-        ahead = self.lane_last.get(lane, _NONE)
-        if lane != _NONE:
-            self.lane_last[lane] = transfer
+        ahead = [self.lane_last[lane] for lane in lanes if lane in self.lane_last]
+        self.lane_last.update(dict.fromkeys(lanes, transfer))
         if self.outcome.transfer_start[transfer] == now:
             return [transfer]
-        if ahead != _NONE and not self.arrived[ahead]:
-            self.before[transfer] = ahead
+        self.before[transfer] = [each for each in ahead if not self.arrived[each]]
         heapq.heappush(self.later, (float(self.outcome.transfer_start[transfer]), transfer))
         return []
 
@@ -195,10 +194,10 @@ class _Replay:
         return list(found)
 
     def _is_free(self, transfer: int, started: dict[int, None], now: float) -> bool:
-        ahead = self.before.get(transfer, _NONE)
-        if ahead == _NONE or self.arrived[ahead]:
-            return True
-        return ahead in started and self.outcome.transfer_end[ahead] <= now
+        return all(
+            self.arrived[ahead] or (ahead in started and self.outcome.transfer_end[ahead] <= now)
+            for ahead in self.before.get(transfer, ())
+        )
 
     def _start_transfer(self, transfer: int) -> None:
         heapq.heappush(self.ends, (float(self.outcome.transfer_end[transfer]), self.num_ops + transfer))
