@@ -40,8 +40,8 @@ def test_it_is_the_peak_of_the_reference_simulator_too(case: tuple[Problem, Plan
 
 
 IN_ONE_INSTANT = (
-    "about one random problem in ten thousand has an op that is issued in the very instant in which a transfer"
-    " begins; the replay takes them in another order than the simulator"
+    "about one random problem in ten thousand has an op that is issued in the very instant in which a"
+    " transfer begins; the replay takes them in another order than the simulator"
 )
 
 
