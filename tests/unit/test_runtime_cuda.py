@@ -159,6 +159,55 @@ def test_random_plans_over_two_parts_of_a_gpu_and_the_host(name: str, seed: int)
     assert min(model.peak_bytes.values()) > 0, "weights on all three, all counted"
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_parts_of_a_gpu_have_streams_of_their_own_and_wait_for_each_other(late: int, seed: int) -> None:
+    plain, again = without_dropout("gpt2"), without_dropout("gpt2")
+    graph = lm.capture(again.model, again.args, again.kwargs, target="cuda")
+    plan = random_plan(graph, 2, seed)
+    model = placed_model(again.model, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
+    wanted = [gradients(plain.model, plain) for _ in range(2)]
+    streams = model._engine.streams
+    right, seen = streams.on, set()
+
+    def slow(at: int, sources: Any) -> Any:
+        context = right(at, sources)
+        with context:
+            seen.add(torch.cuda.current_stream().cuda_stream)
+            if at == late:
+                torch.cuda._sleep(LONG // 200)
+        return right(at, sources)
+
+    streams.on = slow
+    found = [gradients(model, again) for _ in range(2)]
+    assert len(seen) == 2, "two parts, two streams"
+    assert [close(*pair) for pair in zip(wanted, found, strict=True)] == [[], []]
+
+
+def test_parts_of_a_gpu_run_beside_each_other() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: Any) -> Any:
+            return self.left(x).tanh() + self.right(x).tanh()
+
+    x = torch.randn(8, 64, device=GPU)
+    net = Two()
+    graph = lm.capture(net, (torch.randn(8, 64),), target="cuda")
+    plan = plan_by(graph, lambda name: int("right" in name or name in ("x", "linear_1", "tanh_1")))
+    model = placed_model(net, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
+    model(x)
+    one, other = model._engine.streams._of.values()
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(10 * LONG)
+    with torch.no_grad():
+        model(x)
+    other.synchronize()
+    assert not one.query(), "the second part has nothing to wait for but its own input"
+
+
 def test_a_cap_on_a_part_of_a_gpu_holds() -> None:
     built = example("gpt2")
     graph = lm.capture(built.model, built.args, built.kwargs, target="cuda")

@@ -29,6 +29,7 @@ from loadmaster.runtime.order import issue_order
 from loadmaster.runtime.parts import Parts, compiled_parts
 from loadmaster.runtime.program import Program, program_of
 from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
+from loadmaster.runtime.streams import PartStreams
 
 Fill = Callable[[list[Any]], Any]
 _MOST_GRAPHS = 16
@@ -68,6 +69,7 @@ class Engine:
     presum: bool = False
     backend: str = ""  # that compiles parts, '' = none
     spill: Spill | None = None
+    streams: PartStreams = field(default_factory=lambda: PartStreams(()))
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
@@ -182,8 +184,11 @@ class Engine:
             return ready.parts.run(self.accounts, regions, *flat)
         if self.accounts is None and watcher is None:
             return ready.rewritten.module(regions, *flat)
-        counted = _Counted(ready.rewritten.module, self.accounts, watcher)
-        return counted.run(regions, *flat, enable_io_processing=False)
+        counted = _Counted(ready.rewritten.module, self.accounts, watcher, self.streams)
+        with self.streams.running():
+            out = counted.run(regions, *flat, enable_io_processing=False)
+        self.streams.given(out)
+        return out
 
     @property
     def graphs(self) -> list[Ready]:
@@ -306,10 +311,12 @@ def _in_words(leaves: list[Any]) -> str:
 class _Counted(fx.Interpreter):
     """Runs a graph node by node, its bytes counted where they are made."""
 
-    def __init__(self, module: fx.GraphModule, accounts: Accounts | None, watcher: Any) -> None:
+    def __init__(
+        self, module: fx.GraphModule, accounts: Accounts | None, watcher: Any, streams: PartStreams
+    ) -> None:
         super().__init__(module)
         self.extra_traceback = False  # errors keep their own words
-        self._accounts, self._watcher = accounts, watcher
+        self._accounts, self._watcher, self._streams = accounts, watcher, streams
         self._known: set[Any] = set()  # autograd's nodes that are hooked
 
     def run_node(self, n: fx.Node) -> Any:
@@ -318,9 +325,18 @@ class _Counted(fx.Interpreter):
             return super().run_node(n)
         if self._watcher is not None:
             self._watcher.before(n, self.fetch_args_kwargs_from_env(n))
-        out = self._counted(n)
+        out = self._streamed(n) if self._streams else self._counted(n)
         if self._watcher is not None:
             out = self._watcher.after(n, out)
+        return out
+
+    def _streamed(self, n: fx.Node) -> Any:
+        """On the stream of its device, after what it reads on others."""
+        at = n.meta["device"]
+        far = [one for one in n.all_input_nodes if one.meta.get("device", at) != at]
+        with self._streams.on(at, [one.meta["device"] for one in far]):
+            out = self._counted(n)
+        self._streams.read(out if n.op == "placeholder" else [self.env[one] for one in far], at)
         return out
 
     def _counted(self, n: fx.Node) -> Any:

@@ -29,6 +29,7 @@ from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import outputs
 from loadmaster.runtime.shortage import Replan, device_is_full, full_device, held_on, plan_that_fits
+from loadmaster.runtime.streams import PartStreams
 from loadmaster.runtime.unplaced import Loss
 from loadmaster.runtime.verify import Verification, verification
 
@@ -241,7 +242,10 @@ def placed_model(
         "accounts": accounts,
         "output_device": chosen.output_device,
     }
-    made._engine = Engine(**shared, presum=chosen.presum, backend=chosen.compile, spill=spill)
+    streams = PartStreams(devices if accounts is not None and spill is None else ())
+    made._engine = Engine(
+        **shared, presum=chosen.presum, backend=chosen.compile, spill=spill, streams=streams
+    )
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
