@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 import loadmaster as lm
 from benchmarks.suites.gpu import Case
@@ -20,7 +21,7 @@ from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.running import Running, silent_tell
+from loadmaster.runtime.running import Running, inputs_on, silent_tell
 from loadmaster.runtime.training import Task
 from loadmaster.zoo.hf import SIZES, Size, sized
 
@@ -61,6 +62,13 @@ def loss_near(out: Any, loss: Any) -> Any:
         loss = copy.copy(loss)
         loss.labels = labels.to(out.device)
     return loss_of(out, loss)
+
+
+def loaded(made: Any, placement: Any, placed: Any) -> Any:
+    """The example with its inputs where the plan has them: that is where a prediction begins."""
+    where = inputs_on(placement, placed)
+    args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to(where), (made.args, made.kwargs))
+    return replace(made, args=args, kwargs=kwargs)
 
 
 def what_is_off(placed: Any, placement: Any, made: Any, *, num: int = 8) -> list[dict[str, Any]]:

@@ -151,14 +151,14 @@ def _one_plan(report: Report, title: str, case: Any, placement: Any, at: tuple[i
     import torch
 
     import loadmaster as lm
-    from benchmarks.placed_runs import Stepper, by_phase, forget, timed, what_is_off
+    from benchmarks.placed_runs import Stepper, by_phase, forget, loaded, timed, what_is_off
 
     gpu, host = at
     forget()
     made = case.example("cpu")
     before = torch.cuda.memory_allocated()
     placed = lm.place(made.model.train(), placement)
-    step = Stepper(placed, made, torch.optim.AdamW(placed.parameters()))
+    step = Stepper(placed, loaded(made, placement, placed), torch.optim.AdamW(placed.parameters()))
     slow = placement.score_s > 0.4  # mostly the host's, whose own times differ by a third from run to run
     found = timed(step, steps=3 if slow else 10, warm=1 if slow else 3)
     error = placement.score_s / found.step_s - 1

@@ -1,5 +1,6 @@
 """Copies, loads and limits on a real GPU: right under delays, and nothing waits for the whole device."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
@@ -251,6 +254,38 @@ def test_copies_between_parts_of_a_gpu_are_copies() -> None:
 
 
 SPILL = "cuda:0-8GB, cpu-16GB"
+
+
+class Kernels(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_a_gpu_are_updated_together_where_others_are_on_the_host() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    plain = copy.deepcopy(net)
+    x = torch.randn(4, 8)
+    graph = lm.capture(net, (x,), target="cuda")
+    model = placed_model(net, graph, plan_by(graph, lambda name: int(name[0] in "01")), parse_cluster(SPILL))
+    optimizer, its = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
+    assert {weight.device.type for weight in model.parameters()} == {"cpu", "cuda"}
+    for _ in range(3):
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            other.grad = torch.randn_like(other)
+            mine.grad = other.grad.to(mine.device)
+        with Kernels() as seen:
+            optimizer.step()
+        its.step()
+        assert sum("addcdiv" in name for name in seen.names) == 2, "once on each device, not weight by weight"
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), other.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("late", ["up", "down", "reader", "none"])

@@ -28,7 +28,7 @@ from loadmaster.runtime.loads import Pass, Spill
 from loadmaster.runtime.order import issue_order
 from loadmaster.runtime.parts import Parts, compiled_parts
 from loadmaster.runtime.program import Program, program_of
-from loadmaster.runtime.rewrite import Regions, Rewritten, rewritten
+from loadmaster.runtime.rewrite import EDGE, Regions, Rewritten, rewritten
 from loadmaster.runtime.streams import PartStreams
 
 Fill = Callable[[list[Any]], Any]
@@ -333,6 +333,9 @@ class _Counted(fx.Interpreter):
     def _streamed(self, n: fx.Node) -> Any:
         """On the stream of its device, after what it reads on others."""
         at = n.meta["device"]
+        if n.meta.get("role") == EDGE:  # reads nothing; its gradient comes home, on the stream of its home
+            with self._streams.on(n.meta["back"], ()):
+                return self._counted(n)
         far = [one for one in n.all_input_nodes if one.meta.get("device", at) != at]
         with self._streams.on(at, [one.meta["device"] for one in far]):
             out = self._counted(n)

@@ -1,7 +1,8 @@
 """Optimizers: their state goes where their weights are; one that was forgotten is an error, not silence.
 
 Optimizers that hold a weight of the model when it is placed are found among the live objects. Each is stopped
-at its first step until it is handed over.
+at its first step until it is handed over. On one GPU torch updates all weights in few kernels; over a GPU and
+the host it would go weight by weight unless told: it is told, for the time of the step.
 """
 
 import gc
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from loadmaster.core.errors import InputError, RunError
 from loadmaster.runtime.accounts import Accounts
@@ -32,6 +33,7 @@ class Optimizers:
         self._weights = {id(weight): (name, weight) for name, weight in model.named_parameters()}
         self._accounts, self._homes = accounts, homes
         self._stops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         for made in _live():
             if self._holds(made):
                 self._stops[made] = made.register_step_pre_hook(_stop)
@@ -61,20 +63,40 @@ class Optimizers:
                 self._accounts.add(state, self._homes[known[0]], f"the optimizer's state of {known[0]}")
 
     def watch(self) -> None:
-        """Count the state of optimizers made from now on, as long as this lives."""
+        """Optimizers of the weights work as on one device and have their state counted, while this lives."""
         this = weakref.ref(self)
+
+        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+            found = this()
+            if found is not None and found._current() and found._holds(optimizer):
+                found._told[optimizer] = [group for group in optimizer.param_groups if is_divided(group)]
+                for group in found._told[optimizer]:
+                    group["foreach"] = True
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             found = this()
-            if found is not None and found._current():
-                found.count(optimizer)
+            if found is not None:
+                for group in found._told.pop(optimizer, ()):
+                    group["foreach"] = None
+                if found._current():
+                    found.count(optimizer)
 
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
+        places = {weight.device.type for _, weight in self._weights.values()}
+        if len(places) > 1:
+            weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def _holds(self, optimizer: Any) -> bool:
         groups = optimizer.param_groups
         return any(id(weight) in self._weights for group in groups for weight in group["params"])
+
+
+def is_divided(group: dict[str, Any]) -> bool:
+    """Whether torch would go weight by weight only because a group's weights are on a GPU and on the host."""
+    if group.get("foreach", False) is not None or group.get("fused") or group.get("differentiable"):
+        return False
+    plain = all(type(weight) in (torch.Tensor, nn.Parameter) for weight in group["params"])
+    return plain and len({weight.device.type for weight in group["params"]}) > 1
 
 
 def _live() -> list[Any]:

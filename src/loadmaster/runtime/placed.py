@@ -256,8 +256,8 @@ def placed_model(
     # transformers and accelerate leave a model alone that has more than one entry here
     made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
     made._engine.ours = frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed"}
+    optimizers.watch()
     if accounts is not None:
-        optimizers.watch()
         _count_gradients(made, model, homes, accounts)
     return made
 

@@ -43,7 +43,7 @@ class Running:
     def run(self, steps: int, tell: Tell) -> None:
         """Train; what was measured so far stays, however it ends."""
         try:
-            training = Training(self.model, self.task, self.seed)
+            training = Training(self.model, self.task, self.seed, inputs_on(self.placement, self.model))
             for number in range(1, steps + 1):
                 took_s, loss = training.step()
                 self.seconds.append(took_s)
@@ -176,3 +176,12 @@ def _moved_s(timeline: Timeline) -> float:
 
 def silent_tell(number: int, seconds: float, loss: float, live: dict[str, Any]) -> None:
     """Tell nobody."""
+
+
+def inputs_on(placement: Placement, model: Placed) -> torch.device:
+    """Where a plan has its inputs, if that is one device: a prediction begins when they are there."""
+    graph, plan = placement.problem.graph, placement.plan
+    assert plan is not None, "it runs"
+    given = {int(at) for kind, at in zip(graph.op_kind, plan.device, strict=True) if kind == "input"}
+    devices = model._engine.devices
+    return devices[given.pop()].where if len(given) == 1 else torch.device("cpu")

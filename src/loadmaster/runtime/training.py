@@ -52,6 +52,7 @@ class Training:
     model: nn.Module  # placed or not
     task: Task
     seed: int = 0
+    loaded: torch.device = torch.device("cpu")  # noqa: RUF009  # where a batch lies when a step begins
     optimizer: Any = field(init=False)
     _scaler: Any = field(init=False)
     _chance: torch.Generator = field(init=False)
@@ -119,12 +120,12 @@ class Training:
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            made = torch.randn(tensor.shape, generator=self._chance).to(tensor.dtype)
+            made = torch.randn(tensor.shape, generator=self._chance).to(self.loaded, tensor.dtype)
             return made.requires_grad_(tensor.requires_grad)
         if tensor.is_meta:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.loaded)
         order = torch.randperm(tensor.numel(), generator=self._chance)
-        return tensor.detach().cpu().flatten()[order].reshape(tensor.shape)
+        return tensor.detach().cpu().flatten()[order].reshape(tensor.shape).to(self.loaded)
 
     def _synchronize(self) -> None:
         for where in {weight.device for weight in self.model.parameters() if weight.is_cuda}:
