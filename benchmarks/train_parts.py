@@ -5,11 +5,13 @@ Each runs in a process of its own: `python -m benchmarks.train_part NAME` (see t
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Report
@@ -130,7 +132,8 @@ def one_trial(report: Report, found: Found, case: Case = FULL) -> None:
             trial_of(case, "gpt", 1e-5), device=device, placement=by_hand(case), num_slots=4, depth=3
         )
         try:
-            times, _ = timed(runner, device, max(case.num_steps - 4, case.num_warm + 1))
+            times, told = timed(runner, device, max(case.num_steps - 4, case.num_warm + 1))
+            _write_spans("by-hand", told[case.num_warm :])
         finally:
             closed(runner)
         hand_s = statistics.median(times[case.num_warm - 1 :])
@@ -168,11 +171,20 @@ def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> 
     share = least.seconds / step_s
     _aim(report, "... share of the limit", share, "share", at_least=LIMIT_AIM if full else 1e-9)
     _hidden(report, told[case.num_warm :])
+    _write_spans("one", told[case.num_warm :])
     if found.peer_s is not None and full:
         _aim(report, "... times as fast as FSDP2", found.peer_s / step_s, "x", at_least=PEER_AIM)
     report.add(SUITE, "... host memory at most", host_gib().get("VmHWM", 0.0), "GiB")
     report.add(SUITE, "... seconds of all steps", time.perf_counter() - began, "s")
     return step_s
+
+
+def _write_spans(name: str, told: list[Any]) -> None:
+    """The spans of some steps, a line each, where TRAIN_SPANS names a folder: to see what waits for what."""
+    folder = os.environ.get("TRAIN_SPANS")
+    if folder:
+        with (Path(folder) / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(done.spans) + "\n" for done in told)
 
 
 def _hidden(report: Report, told: list[Any]) -> None:
@@ -210,6 +222,7 @@ def four_trials(report: Report, found: Found, case: Case = FULL) -> None:
             times.append(time.perf_counter() - began)
             began = time.perf_counter()
             traces.append({label.split()[0] for _, label, _, _ in done.spans})
+            _write_spans("four", [done])
         skipped = 4 * max(1, case.num_warm - 1)
         _four(report, found, runners[0].plan, times[skipped:], traces[skipped:], case)
         _aim(report, "... reserved on the device", memory(device)["reserved"], "GiB", at_most=case.cap_gib)
