@@ -45,6 +45,25 @@ class Skipping(nn.Module):
         return x + skip if self.last else (x, skip)
 
 
+class Gated(nn.Module):
+    """Two layers read the same input, in fp32 as a norm leaves it: its gradient is a sum in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.wide, self.norm = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + torch.sigmoid(self.gate(x)) * self.wide(x))
+
+
+def _gated() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), *(Gated(16) for _ in range(4)), nn.Linear(16, 4))
+
+
 def _residual() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *(Residual(16) for _ in range(4)), nn.Linear(16, 4))
 
@@ -75,7 +94,12 @@ def _tokens() -> list[Any]:
     return [(torch.randint(11, (5,), generator=generator), torch.randint(11, (5,), generator=generator))] * 3
 
 
-MODELS = {"residual": (_residual, _vectors), "skip": (_skipping, _vectors), "tied": (_tied, _tokens)}
+MODELS = {
+    "residual": (_residual, _vectors),
+    "skip": (_skipping, _vectors),
+    "tied": (_tied, _tokens),
+    "gated": (_gated, _vectors),
+}
 
 
 def _trial(model: str, optimizer: str, **more: Any) -> lt.Trial:

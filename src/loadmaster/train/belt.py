@@ -16,6 +16,7 @@ from loadmaster.train.store import HostPiece
 from loadmaster.train.streams import Copy, Device, Event
 
 _LARGE = 1.5  # times the usual piece
+_NEVER = 1 << 60
 
 
 @dataclass(eq=False)
@@ -62,6 +63,10 @@ class Belt:
         sizes = {piece: host.up.numel() for piece, host in hosts.items()}
         large = large_pieces(sizes)
         rest = [size for piece, size in sizes.items() if piece not in large]
+        usual = sorted(
+            (piece for piece in hosts if piece not in large), key=lambda piece: self._uses[piece][:1]
+        )
+        self._turn = {piece: turn for turn, piece in enumerate(usual)}
         self._places: list[_Place] = []
         self.loads = self.up_bytes = 0
         wanted: list[tuple[int, int | None]] = [(sizes[piece], piece) for piece in large]
@@ -138,15 +143,21 @@ class Belt:
         return place
 
     def _place_for(self, piece: int, position: int) -> _Place | None:
+        """Its own place; else its turn's, so that it stands at the same address at every step; else any."""
         own = next((place for place in self._places if place.own == piece), None)
         if own is not None:
             return own
         common = [place for place in self._places if place.own is None]
-        for place in common:
-            if place.piece is None:
-                return place
-        latest = max(common, key=lambda place: self._next_use(place.piece or 0, position), default=None)
-        if latest is None or latest.piece is None:
+        if not common:
             return None
-        later = self._next_use(latest.piece, position) > self._next_use(piece, position)
-        return latest if later else None
+        usual = common[self._turn[piece] % len(common)]
+        latest = max(common, key=lambda place: self._until(place, position))
+        wanted = self._next_use(piece, position)
+        for place in (usual, latest):
+            if self._until(place, position) > wanted:
+                return place
+        return None
+
+    def _until(self, place: _Place, position: int) -> int:
+        """When what stands in a place is used again; an empty one is free for ever."""
+        return _NEVER if place.piece is None else self._next_use(place.piece, position)

@@ -46,6 +46,15 @@ class Gradients:
             else:
                 self._add(number, grad, moment.num_micro_batches)
 
+    def put(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Gradients of the only micro-batch, by parameter; none of them is tied."""
+        self._seen.update(grads)
+        self._sum.update(grads)
+
+    def is_tied(self, number: int) -> bool:
+        """Whether shards share a parameter."""
+        return number in self._tied
+
     def collect(self, piece: int) -> dict[int, torch.Tensor]:
         """The gradients of a piece by position, now the caller's."""
         found = {}

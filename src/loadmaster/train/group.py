@@ -175,9 +175,16 @@ class Group:
 
     def _stand(self) -> None:
         self.plan = self._planned(self.states)
+        recorded = self.plan.on_device and self.device.torch_device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if recorded else None
         for state in self.states:
+            trial = state.trial
             self._members[id(state)] = Member(
-                state, self.device, shared=self.frozen, on_device=self.plan.on_device
+                state,
+                self.device,
+                shared=self.frozen,
+                on_device=self.plan.on_device,
+                pool=pool if trial.replay and trial.accumulate == 1 else None,
             )
         for host in self.frozen:
             self.device.pin(host.slab)

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from loadmaster.train import randomness
+from loadmaster.train.adapter import Adapter
 from loadmaster.train.arena import Booked
 from loadmaster.train.belt import Belt
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.frozen import is_frozen
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.layout import Packer
-from loadmaster.train.placing import PinnedPiece
 from loadmaster.train.profile import tree_bytes
 from loadmaster.train.setting import Ledger
 from loadmaster.train.shelf import Shelf
@@ -21,68 +20,24 @@ from loadmaster.train.state import TrialState
 from loadmaster.train.states import hyper_of
 from loadmaster.train.store import HostPiece
 from loadmaster.train.streams import Copy, Device, Event
+from loadmaster.train.tape import Tape
 from loadmaster.train.units import Kept, Moment, Units
-from loadmaster.train.update import Entry, apply
-
-
-class Adapter(PinnedPiece):
-    """Trained parameters of one shard, on the device with their state and their compute copies."""
-
-    def __init__(self, host: HostPiece, device: Device, ledger: Ledger, *, name: str) -> None:
-        packer = Packer()
-        places = [
-            packer.place(view.shape, view.dtype) if apart else None
-            for view, apart in zip(host.compute, host.separate, strict=True)
-        ]
-        self._copies = device.arena.region(name, packer.end_bytes)
-        try:
-            super().__init__(host, device, ledger, name=name)
-        except BaseException:
-            device.arena.give_back(self._copies)
-            raise
-        memory = self._copies.memory
-        self._compute = [
-            master if place is None else place.view(memory)
-            for master, place in zip(self.master, places, strict=True)
-        ]
-        with device.computing():
-            self.refresh()
-
-    def compute_views(self) -> list[torch.Tensor]:
-        """The parameters as units read them."""
-        return self._compute
-
-    def entries(self, groups: Sequence[int], grads: Mapping[int, torch.Tensor]) -> list[Entry]:
-        """What a step of the optimizer needs of them; they are not what the host has any more."""
-        self._dirty = True
-        return [
-            Entry(self.host, p, groups[p], self.master[p], grads[p], self.state[p]) for p in sorted(grads)
-        ]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._compute = []
-        super().close()
-        self._device.arena.give_back(self._copies)
-
-    def refresh(self) -> None:
-        """Round the parameters to what units read."""
-        pairs = [
-            (copy, master)
-            for copy, master, apart in zip(self._compute, self.master, self.host.separate, strict=True)
-            if apart
-        ]
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])
+from loadmaster.train.update import apply
 
 
 class Member:
     """A trial's part of group steps on one device; `begin`, then visits of shards, then `end`."""
 
     def __init__(
-        self, state: TrialState, device: Device, *, shared: Sequence[HostPiece], on_device: bool
+        self,
+        state: TrialState,
+        device: Device,
+        *,
+        shared: Sequence[HostPiece],
+        on_device: bool,
+        pool: Any = None,
     ) -> None:
+        """`pool`: memory of recorded units, where there are to be any."""
         self.state, self._device = state, device
         mine = [piece.index for piece in state.layout.pieces if is_frozen(piece, state.chain)]
         self._shared = {own: host.piece.index for own, host in zip(mine, shared, strict=True)}
@@ -94,6 +49,7 @@ class Member:
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of this step, until its end
         self._shelf = Shelf(device, f"{state.trial.name} boundaries", on_device=on_device)
         self._resident = Booked(device.arena, f"{state.trial.name} batch")
+        self.tape = Tape(self.units, device, pool, name=state.trial.name) if pool is not None else None
         self.lowest = lowest_trained(state)
         self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
         try:
@@ -121,6 +77,8 @@ class Member:
         self._kept: list[list[Kept]] = []
         self._slopes: list[Any] = []
         self._scale = state.scaler.scale if state.trial.precision == "fp16" else 1.0
+        if self.tape is not None:
+            self.tape.begin()
         return True
 
     @property
@@ -130,15 +88,31 @@ class Member:
 
     def forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
         """F of every micro-batch; what backward needs is put on the shelf."""
-        with self._visit(shard, "F", frozen):
-            outs = [
-                self.units.forward(shard, value, moment)
-                for value, moment in zip(self._values, self._moments, strict=True)
-            ]
-        self._kept.append([kept for _, kept in outs])
-        self._values = [out for out, _ in outs]
+        out = self._replayed_forward(shard, frozen)
+        if out is not None:
+            self._kept.append([Kept(self._values[0], None, {})])
+            self._values = [out]
+        else:
+            with self._visit(shard, "F", frozen):
+                outs = [
+                    self.units.forward(shard, value, moment)
+                    for value, moment in zip(self._values, self._moments, strict=True)
+                ]
+            if self.tape is not None:
+                self.tape.saw(shard, self._values[0])
+                self.tape.saw(shard + 1, outs[0][0])
+            self._kept.append([kept for _, kept in outs])
+            self._values = [out for out, _ in outs]
         if shard + 1 < len(self.units.cuts):
-            self._shelf.note(shard + 1, self._values)
+            self._shelf.note(shard + 1, self._values, stays=out is not None)
+
+    def _replayed_forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> Any:
+        if self.tape is None:
+            return None
+        with self._standing(shard, "F"):
+            return self.tape.forward(
+                shard, self._values[0], self._address(shard, frozen), lambda: self._bound(shard, frozen)
+            )
 
     def lay_down(self, shard: int) -> None:
         """The input of a shard that has been run is wanted again only by its backward, if it has one."""
@@ -184,15 +158,40 @@ class Member:
         if shard > 0:
             for kept, value in zip(self._kept[shard], self._shelf.taken(shard), strict=True):
                 kept.value = value
+        if not self._replayed_backward(shard, frozen):
+            self._backward(shard, frozen)
+        self._kept[shard].clear()
+        if shard > 0:
+            self._shelf.drop(shard)
+        self._finish(shard)
+
+    def _backward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
         with self._visit(shard, "B", frozen):
             for number, moment in enumerate(self._moments):
                 kept = self._kept[shard][number]
                 self._slopes[number] = self.units.backward(shard, kept, self._slopes[number], moment)
                 self.grads.take(shard, moment)
-        self._kept[shard].clear()
-        if shard > 0:
-            self._shelf.drop(shard)
-        self._finish(shard)
+
+    def _replayed_backward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> bool:
+        """Whether the tape did it; it knows nothing of parameters that shards share."""
+        numbers = [
+            n for p in self.state.layout.pieces_of[shard] for n in self.state.layout.pieces[p].parameters
+        ]
+        if self.tape is None or any(map(self.grads.is_tied, numbers)):
+            return False
+        with self._standing(shard, "B"):
+            found = self.tape.backward(
+                shard,
+                self._kept[shard][0].value,
+                self._slopes[0],
+                self._address(shard, frozen),
+                lambda: self._bound(shard, frozen),
+            )
+        if found is None:
+            return False
+        self._slopes[0], grads = found
+        self.grads.put(grads)
+        return True
 
     def end(self) -> float:
         """What is due after the last visit; gives the loss."""
@@ -243,6 +242,8 @@ class Member:
     def close(self) -> None:
         """Give the memory back; nothing is brought home."""
         self._clear()
+        if self.tape is not None:
+            self.tape.close()
         self._resident.clear()
         for adapter in self._adapters.values():
             adapter.close()
@@ -262,21 +263,38 @@ class Member:
     @contextmanager
     def _visit(self, shard: int, kind: str, frozen: Mapping[int, list[torch.Tensor]]) -> Iterator[None]:
         """Weights, buffers and generators of this trial, for as long as it stands in a shard."""
+        with self._bound(shard, frozen) as leaves:
+            self.grads.watch(shard, leaves)
+            drawn = not self.state.trial.counted_rng
+            with self._own_randomness(drawn=drawn), self._standing(shard, kind):
+                yield
+
+    @contextmanager
+    def _bound(
+        self, shard: int, frozen: Mapping[int, list[torch.Tensor]]
+    ) -> Iterator[dict[int, torch.Tensor]]:
         leaves = self._leaves(shard, frozen)
         self.units.bind(shard, leaves)
-        self.grads.watch(shard, leaves)
-        label = f"{self.state.trial.name} {kind}{shard}"
-        size = visit_bytes(self.state, shard, kind)
         try:
-            with (
-                self._own_randomness(drawn=not self.state.trial.counted_rng),
-                self.units.buffers_bound(),
-                self._device.arena.hold(f"{self.state.trial.name} activations", size),
-                self._device.span("compute", label),
-            ):
-                yield
+            with self.units.buffers_bound():
+                yield leaves
         finally:
             self.units.unbind(shard)
+
+    @contextmanager
+    def _standing(self, shard: int, kind: str) -> Iterator[None]:
+        """The memory of a visit, and its span."""
+        name, size = self.state.trial.name, visit_bytes(self.state, shard, kind)
+        with (
+            self._device.arena.hold(f"{name} activations", size),
+            self._device.span("compute", f"{name} {kind}{shard}"),
+        ):
+            yield
+
+    def _address(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> tuple[int, ...]:
+        """Where the frozen weights of a shard stand."""
+        pieces = (index for index in self.state.layout.pieces_of[shard] if index in self._shared)
+        return tuple(frozen[self._shared[index]][0].data_ptr() for index in pieces)
 
     def _leaves(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> dict[int, torch.Tensor]:
         leaves = {}

@@ -6,10 +6,13 @@ may run in any order.
 """
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -39,6 +42,18 @@ def seed_all(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def mark(device: torch.device) -> tuple[object, ...]:
+    """Something that is another as soon as anyone has drawn: from torch, Python or NumPy."""
+    numpy_state: Any = np.random.get_state()
+    own = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
+    return (
+        own,
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        (numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:]),
+    )
 
 
 def counted_seed(seed: int, *, step: int, micro_batch: int, block: int) -> int:

@@ -22,10 +22,13 @@ class Shelf:
         self._spare: dict[Any, list[torch.Tensor]] = {}  # host memory to use again, by form
         self.up_bytes = self.down_bytes = 0
 
-    def note(self, shard: int, value: Any) -> None:
-        """The input of a shard, as it comes from the one before."""
+    def note(self, shard: int, value: Any, *, stays: bool = False) -> None:
+        """The input of a shard, as it comes from the one before; `stays`: its memory is booked elsewhere."""
         self._reap()
-        self._book(shard, value)
+        if stays:
+            self._booked[shard] = 0
+        else:
+            self._book(shard, value)
         self._values[shard] = value
 
     def lay_down(self, shard: int) -> None:

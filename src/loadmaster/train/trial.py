@@ -26,7 +26,8 @@ class Trial:
     `data()` gives an iterable of (inputs, targets), one epoch each time; a tuple of inputs is spread over the
     first block's arguments, a mapping becomes its keywords. `lr_schedule` takes the optimizer and gives a
     scheduler, stepped after each optimizer step. `evaluate` takes a function from inputs to outputs (the
-    model in eval mode) and gives metrics by name.
+    model in eval mode) and gives metrics by name. `replay` lets a GPU replay what the first steps recorded,
+    in groups on one frozen backbone: for models whose `forward` does the same at every step.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Trial:
     eval_every: int | None = None
     rng: Literal["stream", "counter"] | None = None
     on_nan: Literal["fail", "ignore"] = "fail"
+    replay: bool = False
     unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

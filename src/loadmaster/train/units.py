@@ -49,6 +49,8 @@ class Units:
         self.buffers = [buffer.to(device, copy=True) for buffer in chain.buffers]
         self._written: dict[int, set[int]] = {}  # buffers a shard changes, known after its first forward
         self._careful: dict[int, bool] = {}  # whether a shard writes into its input
+        self.watching = self.recording = False  # see `tape`: whether draws are looked for; nothing is seeded
+        self._draws: set[int] = set()  # shards that drew random numbers while that was looked for
         self._buffers_of = [
             sorted({slot.tensor for block in range(*cut) for slot in chain.buffer_slots[block]})
             for cut in cuts
@@ -83,7 +85,7 @@ class Units:
         given = tree_map(_copied, value) if careful else value
         versions = [leaf._version for leaf in _tensors(given)]
         with torch.no_grad():
-            out = self._blocks(shard, given, moment)
+            out = self.run(shard, given, moment)
         if shard not in self._careful:
             changed = [leaf._version for leaf in _tensors(given)] != versions
             self._careful[shard] = changed
@@ -93,9 +95,9 @@ class Units:
     def last(self, value: Any, targets: Any, moment: Moment, *, scale: float) -> tuple[torch.Tensor, Any]:
         """L: the loss of this micro-batch (before scaling) and the gradient of the shard's input."""
         shard = len(self.cuts) - 1
-        given = _leaves_of(value, wanted=shard > 0)
+        given = leaves_of(value, wanted=shard > 0)
         with self._autocast():
-            out = self._blocks(shard, self._passed(shard, given), moment)
+            out = self.run(shard, self.passed(shard, given), moment)
             self._reread(shard)
             loss = self.trial.loss(out, targets)
         if isinstance(loss, FakeTensor):
@@ -105,14 +107,14 @@ class Units:
             )
         share = loss / moment.num_micro_batches if moment.num_micro_batches > 1 else loss
         (share * scale if scale != 1.0 else share).backward()
-        return loss.detach(), _gradients(given)
+        return loss.detach(), gradients_of(given)
 
     def backward(self, shard: int, kept: Kept, gradient: Any, moment: Moment) -> Any:
         """B: recompute the shard as its forward ran, then the gradient of its input."""
-        given = _leaves_of(kept.value, wanted=shard > 0)
+        given = leaves_of(kept.value, wanted=shard > 0)
         untouched = self._untouched(shard)
         with self._as_it_was(kept):
-            out = self._blocks(shard, self._passed(shard, given), moment)
+            out = self.run(shard, self.passed(shard, given), moment)
         self._still_untouched(untouched)
         pairs = [
             (leaf, slope)
@@ -121,7 +123,7 @@ class Units:
         ]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [slope for _, slope in pairs])
-        return _gradients(given)
+        return gradients_of(given)
 
     def evaluate(self, shard: int, value: Any) -> Any:
         """The shard's output in eval mode."""
@@ -130,20 +132,33 @@ class Units:
                 value = call(self.chain.blocks[block], value, first=block == 0)
         return value
 
-    def _blocks(self, shard: int, value: Any, moment: Moment) -> Any:
+    def run(self, shard: int, value: Any, moment: Moment) -> Any:
+        """The shard's blocks, one after the other."""
         with self._autocast():
             for block in range(*self.cuts[shard]):
-                if self.trial.counted_rng:
+                if self.trial.counted_rng and not self.recording:
                     seed = randomness.counted_seed(
                         self.trial.seed, step=moment.step, micro_batch=moment.micro_batch, block=block
                     )
                     randomness.seed_all(seed, self.device)
+                before = randomness.mark(self.device) if self.watching else None
                 value = call(self.chain.blocks[block], value, first=block == 0)
+                if before is not None and randomness.mark(self.device) != before:
+                    self._draws.add(shard)
         return value
 
-    def _passed(self, shard: int, given: Any) -> Any:
-        """A shard that writes into its input gets a copy: neither a leaf nor what is kept may change."""
-        return tree_map(_copied, given) if self._careful.get(shard, True) else given
+    def is_same_each_time(self, shard: int) -> bool:
+        """Whether a shard that was seen neither drew random numbers nor wrote a buffer or its input."""
+        seen = shard in self._careful and shard in self._written
+        return seen and not (self._careful[shard] or self._written[shard] or shard in self._draws)
+
+    def passed(self, shard: int, given: Any) -> Any:
+        """A shard that writes into its input gets a copy: neither a leaf nor what is kept may change.
+
+        Others get what is no leaf either: autocast casts a leaf once for all its readers, whose gradients
+        would then be added before they are widened.
+        """
+        return tree_map(_copied if self._careful.get(shard, True) else _aliased, given)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
@@ -231,7 +246,11 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _leaves_of(tree: Any, *, wanted: bool) -> Any:
+def _aliased(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def leaves_of(tree: Any, *, wanted: bool) -> Any:
     """The tree with floating tensors as leaves that want a gradient."""
 
     def leaf(value: Any) -> Any:
@@ -242,7 +261,7 @@ def _leaves_of(tree: Any, *, wanted: bool) -> Any:
     return tree_map(leaf, tree)
 
 
-def _gradients(tree: Any) -> list[torch.Tensor | None]:
+def gradients_of(tree: Any) -> list[torch.Tensor | None]:
     """The gradient of each tensor leaf, in order."""
     return [
         leaf.grad if leaf.requires_grad else None
