@@ -42,3 +42,31 @@ def test_a_step_equals_torch_fused_and_writes_the_rounded_copy(kind: Any, factor
     assert torch.equal(wide[1], state["exp_avg"])
     assert torch.equal(wide[2], state["exp_avg_sq"])
     assert torch.equal(copy, plain.detach().bfloat16())
+
+
+def test_every_block_is_stepped_once_however_many_threads_take_them() -> None:
+    sizes = [5 * 16384 + 16, 16, 48, 3 * 16384]  # several parameters, ends that are no whole block
+    found = []
+    for num_threads in (1, 2, 4):
+        parts = [torch.zeros(size * 16 + 64, dtype=torch.uint8) for size in sizes]
+        slab = torch.zeros(sum(part.numel() for part in parts), dtype=torch.uint8)
+        rows, at = [], 0
+        torch.manual_seed(1)
+        for size, part in zip(sizes, parts, strict=True):
+            mine = slab[at : at + size * 16]
+            wide = mine[: size * 12].view(torch.float32).view(3, size)
+            half = mine[size * 12 :].view(torch.bfloat16).view(2, size)
+            wide[0].normal_()
+            half[0].normal_()
+            rows.append((0, wide[0], wide[1], wide[2], half[0], half[1]))
+            at += part.numel()
+        options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        table = table_of(slab, rows)
+        for step in (1, 2):
+            adam_step(slab, table, steps=[step], options=[options], decoupled=[True], num_threads=num_threads)
+        for _, param, mean, _, grad, _ in rows:  # by hand: twice, not once and not three times
+            assert torch.allclose(mean, 0.19 * grad.float(), rtol=1e-5, atol=1e-7)
+            assert bool(param.isfinite().all())
+        found.append(slab)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

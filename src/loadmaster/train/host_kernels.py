@@ -6,8 +6,9 @@ operation by operation (where it fuses a multiply with an add, so does this), an
 to the bit.
 
 A whole piece is one call: a table says where in its slab each block of each parameter lies, so the thread
-that runs it asks for Python's lock once. Compiled code and its threads belong to numba; importing this module
-compiles nothing.
+that runs it asks for Python's lock once. Threads take blocks from a common counter, not shares laid down
+beforehand: one that the system sets aside for a while delays one block, not its share of the whole. Compiled
+code and its threads belong to numba; importing this module compiles nothing.
 """
 
 import math
@@ -21,6 +22,7 @@ import torch
 BLOCK = 1 << 14  # elements a thread takes at a time: its five streams stay inside a core's cache
 _GROUP, _SIZE, _PARAM, _MEAN, _SQUARE, _GRAD, _NARROW, _COPY = range(8)  # columns of a table
 NO_COPY = -1
+_APART = 16  # words of the counter's array: nothing else lies on its cache line
 
 
 def table_of(
@@ -63,7 +65,8 @@ def adam_step(
     numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
     try:
         wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
-        _kernel()(wide.numpy(), half.numpy(), table, scalars, scale)
+        taken = np.zeros(_APART, dtype=np.int64)
+        _kernel()(wide.numpy(), half.numpy(), table, scalars, scale, taken, numba.get_num_threads())
     finally:
         numba.set_num_threads(before)
 
@@ -134,34 +137,50 @@ def _kernel() -> Any:
         p[i] = value
         return value
 
+    @intrinsic  # type: ignore[untyped-decorator]
+    def next_of(_typing: Any, taken: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+        return types.int64(taken), generate
+
+    @njit(nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+    def step_block(wide: Any, half: Any, row: Any, line: Any, scale: Any) -> None:
+        size = row[_SIZE]
+        s = (line[0], line[1], line[2], line[3], line[4], line[5], line[6], line[7])
+        one, two = scale[0] * line[8], scale[1]
+        p = wide[row[_PARAM] : row[_PARAM] + size]
+        m = wide[row[_MEAN] : row[_MEAN] + size]
+        v = wide[row[_SQUARE] : row[_SQUARE] + size]
+        if row[_NARROW] and row[_COPY] >= 0:
+            g = half[row[_GRAD] : row[_GRAD] + size]
+            c = half[row[_COPY] : row[_COPY] + size]
+            for i in range(size):
+                c[i] = rounded(stepped(p, m, v, i, widened(g[i]) * one * two, s))
+        elif row[_NARROW]:
+            g = half[row[_GRAD] : row[_GRAD] + size]
+            for i in range(size):
+                stepped(p, m, v, i, widened(g[i]) * one * two, s)
+        elif row[_COPY] >= 0:
+            f = wide[row[_GRAD] : row[_GRAD] + size]
+            c = half[row[_COPY] : row[_COPY] + size]
+            for i in range(size):
+                c[i] = rounded(stepped(p, m, v, i, f[i] * one * two, s))
+        else:
+            f = wide[row[_GRAD] : row[_GRAD] + size]
+            for i in range(size):
+                stepped(p, m, v, i, f[i] * one * two, s)
+
     @njit(parallel=True, nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
-    def loop(wide: Any, half: Any, table: Any, scalars: Any, scale: Any) -> None:
-        for block in prange(table.shape[0]):
-            row = table[block]
-            size = row[_SIZE]
-            line = scalars[row[_GROUP]]
-            s = (line[0], line[1], line[2], line[3], line[4], line[5], line[6], line[7])
-            one, two = scale[0] * line[8], scale[1]
-            p = wide[row[_PARAM] : row[_PARAM] + size]
-            m = wide[row[_MEAN] : row[_MEAN] + size]
-            v = wide[row[_SQUARE] : row[_SQUARE] + size]
-            if row[_NARROW] and row[_COPY] >= 0:
-                g = half[row[_GRAD] : row[_GRAD] + size]
-                c = half[row[_COPY] : row[_COPY] + size]
-                for i in range(size):
-                    c[i] = rounded(stepped(p, m, v, i, widened(g[i]) * one * two, s))
-            elif row[_NARROW]:
-                g = half[row[_GRAD] : row[_GRAD] + size]
-                for i in range(size):
-                    stepped(p, m, v, i, widened(g[i]) * one * two, s)
-            elif row[_COPY] >= 0:
-                f = wide[row[_GRAD] : row[_GRAD] + size]
-                c = half[row[_COPY] : row[_COPY] + size]
-                for i in range(size):
-                    c[i] = rounded(stepped(p, m, v, i, f[i] * one * two, s))
-            else:
-                f = wide[row[_GRAD] : row[_GRAD] + size]
-                for i in range(size):
-                    stepped(p, m, v, i, f[i] * one * two, s)
+    def loop(
+        wide: Any, half: Any, table: Any, scalars: Any, scale: Any, taken: Any, num_threads: Any
+    ) -> None:
+        for _ in prange(num_threads):
+            block = next_of(taken)
+            while block < table.shape[0]:
+                row = table[block]
+                step_block(wide, half, row, scalars[row[_GROUP]], scale)
+                block = next_of(taken)
 
     return loop
