@@ -22,7 +22,7 @@ pytestmark = [
     # torch says so where the process's first matrix product runs in autograd's thread
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
-CAP_BYTES = 256 << 20
+CAP_BYTES = 512 << 20
 LATE = 4_000_000  # cycles: about 2 ms
 MIXES = {"device": ["device"], "host": ["host"], "mixed": ["pinned", "host", "device"]}
 
@@ -30,6 +30,7 @@ MIXES = {"device": ["device"], "host": ["host"], "mixed": ["pinned", "host", "de
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
     made = CudaDevice(cap_bytes=CAP_BYTES)
+    torch.cuda.reset_peak_memory_stats()
     yield made
     made.close()
 
@@ -70,7 +71,7 @@ def equals_plain(device: CudaDevice, trial: lt.Trial, cuts: list[int], kind: str
     ours = {name: tensor.clone() for name, tensor in runner.state_dict().items()}
     runner.close()
     assert device.arena.used_bytes == 0
-    assert torch.cuda.max_memory_reserved() <= CAP_BYTES
+    assert 0 < torch.cuda.max_memory_reserved() <= CAP_BYTES
     plain = lt.reference(trial, device="cuda:0", host=on_host)
     assert losses == list(plain.losses)
     assert [n for n, tensor in plain.state_dict.items() if not torch.equal(tensor.cpu(), ours[n])] == []

@@ -29,6 +29,8 @@ def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 def joined(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> torch.Tensor:
     """The copy for one reader, its gradient going to the original, which is on device `home`."""
     if torch.is_grad_enabled() and tensor.requires_grad:
+        if tensor.is_leaf and tensor.is_cuda and not copy.is_cuda:
+            tensor = tensor.view_as(tensor)  # on the stream of its home; what comes from the host has none
         return _Edge.apply(tensor, copy, home)
     return copy
 

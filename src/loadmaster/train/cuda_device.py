@@ -51,6 +51,7 @@ class CudaDevice:
         index = self.torch_device.index or 0
         torch.cuda.set_device(index)
         total = torch.cuda.get_device_properties(index).total_memory
+        _forget_work_space()
         torch.cuda.empty_cache()
         _expandable()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), index)
@@ -151,6 +152,7 @@ class CudaDevice:
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
+        _forget_work_space()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
@@ -190,6 +192,14 @@ class CudaDevice:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def _forget_work_space() -> None:
+    """Libraries keep work space for every stream there was, those of devices that are closed too."""
+    inner: Any = torch._C
+    forget = getattr(inner, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
 
 
 def _expandable() -> None:
