@@ -214,7 +214,7 @@ def four_trials(report: Report, found: Found, case: Case = FULL) -> None:
             given = {"rates": _rates(found, case), "share": 4, "updater": updater, "sequence": sequence}
             runners.append(lt.open_runner(trial, device=device, **given))
             _room_for(runners[0], left=3 - number)
-        report.add(SUITE, "four trials: seconds to build them", time.perf_counter() - began, "s")
+        report.add(SUITE, "four trials (built)", time.perf_counter() - began, "s")
         planned = sum(host.slab.numel() for runner in runners for host in runner.state.pieces) / 2**30
         report.add(SUITE, "... host memory as planned", planned, "GiB")
         times, traces, began = [], [], time.perf_counter()

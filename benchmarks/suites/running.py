@@ -1,7 +1,7 @@
 """Running plans for real: overhead, prediction, memory, gradients, and 1.5 billion weights in 20 GiB.
 
 On a GPU all of it, in one process; elsewhere the overhead on the CPU. RUNNING_PARTS=spill,parity runs some
-parts, RUNNING_LIMIT_S=330 begins none later; `benchmarks.run --add` puts what is left into the same file. A
+parts, RUNNING_MODELS=gpt2 predicts of one model alone, RUNNING_LIMIT_S=330 begins none later; `benchmarks.run --add` puts what is left into the same file. A
 part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
 """
 
@@ -136,7 +136,10 @@ def _predicted(report: Report) -> None:
 
     cluster = _here()
     gpu, host = on_gpu_first(cluster)
+    wanted = os.environ.get("RUNNING_MODELS", "gpt2,resnet50").split(",")
     for case in (_case("hf", "gpt2", 8, 512), _case("zoo", "resnet50", 64, 1)):
+        if case.name not in wanted:
+            continue
         problem = _problem(captured(case), cluster)
         for name, placement in _plans(case, problem, gpu, host).items():
             try:

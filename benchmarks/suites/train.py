@@ -77,6 +77,13 @@ def run_part(name: str, report: Report, found: dict[str, Any]) -> str:
     return f"failed (exit {code}{', killed' if code < 0 else ''})\n{tail}"
 
 
+def _whole_name(name: str, head: str) -> tuple[str, str]:
+    """What the next figures belong to, and a name that stands alone: '... reserved' is of the one before."""
+    if name.startswith("... "):
+        return head, f"{head}: {name[4:]}"
+    return name.split(" (")[0].removesuffix(": step").split(", one trial: tokens")[0], name
+
+
 def _told(line: str, report: Report, found: dict[str, Any]) -> None:
     try:
         told = json.loads(line)
@@ -85,6 +92,7 @@ def _told(line: str, report: Report, found: dict[str, Any]) -> None:
         return
     if "figure" in told:
         figure = told["figure"]
+        found["_head"], figure["name"] = _whole_name(figure["name"], found.get("_head", ""))
         report.add(**figure)
         RESULTS.mkdir(exist_ok=True)
         day = datetime.now(UTC).strftime("%Y-%m-%d")
