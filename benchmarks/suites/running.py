@@ -1,8 +1,9 @@
 """Running plans for real: overhead, prediction, memory, gradients, and 1.5 billion weights in 20 GiB.
 
 On a GPU all of it, in one process; elsewhere the overhead on the CPU. RUNNING_PARTS=spill,parity runs some
-parts, RUNNING_MODELS=gpt2 predicts of one model alone, RUNNING_LIMIT_S=330 begins none later; `benchmarks.run --add` puts what is left into the same file. A
-part that fails says so and the others go on. Every loop is zero_grad, forward, backward, AdamW.step.
+parts, RUNNING_MODELS=gpt2 predicts of one model alone, RUNNING_LIMIT_S=330 begins no part later; with
+`benchmarks.run --add` what is left goes into the same file. A part that fails says so and the others go on.
+Every loop is zero_grad, forward, backward, AdamW.step.
 """
 
 import copy

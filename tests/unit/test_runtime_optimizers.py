@@ -37,6 +37,21 @@ def test_weights_on_two_kinds_of_device_are_updated_together_for_the_time_of_a_s
     assert seen == [True, None], "hooks end with the placed model"
 
 
+def test_spilled_weights_are_stepped_as_torch_does() -> None:
+    model, seen = two_places(), []
+    optimizers = Optimizers(model, None, {})
+    optimizers.watch(together=False)
+
+    class Asking(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            seen.append(self.param_groups[0]["foreach"])
+
+    Asking(model.parameters(), lr=0.1).step()
+    assert seen == [None]
+    del optimizers
+
+
 def test_what_the_user_chose_stays() -> None:
     weights = list(two_places().parameters())
     assert is_divided(torch.optim.AdamW(weights).param_groups[0])

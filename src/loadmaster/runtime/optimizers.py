@@ -62,8 +62,8 @@ class Optimizers:
             if known is not None:
                 self._accounts.add(state, self._homes[known[0]], f"the optimizer's state of {known[0]}")
 
-    def watch(self) -> None:
-        """Optimizers of the weights work as on one device and have their state counted, while this lives."""
+    def watch(self, *, together: bool = True) -> None:
+        """While this lives, optimizers have their state counted, and weights of a GPU stepped `together`."""
         this = weakref.ref(self)
 
         def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class Optimizers:
                     found.count(optimizer)
 
         places = {weight.device.type for _, weight in self._weights.values()}
-        if len(places) > 1:
+        if together and len(places) > 1:
             weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
