@@ -150,9 +150,9 @@ def test_r6_nothing_goes_down_after_a_forward_unit() -> None:
     sent: list[str] = []
 
     class Watched(CpuDevice):
-        def down(self, copies: Any, *, after: Any, label: str) -> Any:
+        def down(self, copies: Any, *, after: Any, label: str, lane: int = 0) -> Any:
             sent.append(label)
-            return super().down(copies, after=after, label=label)
+            return super().down(copies, after=after, label=label, lane=lane)
 
     device = Watched(cap_bytes=1 << 20)
     one = trial(evaluate=lambda predict: {"sum": predict(rows()[0][0]).sum().item()})

@@ -70,7 +70,7 @@ class CpuDevice:
         self._random = random.Random(seed)
         self._spans: list[tuple[str, str, float, float]] = []
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
-        for stream in ("up0", "up1", "down"):
+        for stream in ("up0", "up1", "down0", "down1"):
             self._queues[stream] = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
 
@@ -84,9 +84,9 @@ class CpuDevice:
         """Copies from host to device."""
         return self._send(f"up{lane}", copies, after, label)
 
-    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str) -> Event:
+    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
-        return self._send("down", copies, after, label)
+        return self._send(f"down{lane}", copies, after, label)
 
     def hold(self, *events: Event | None) -> None:
         """Compute is this thread: it waits."""

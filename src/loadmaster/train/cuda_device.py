@@ -59,7 +59,7 @@ class CudaDevice:
         self._compute = torch.cuda.Stream(index)
         self._aside = torch.cuda.Stream(index)
         self._up = [torch.cuda.Stream(index) for _ in range(2)]  # weights; optimizer state
-        self._down = torch.cuda.Stream(index)
+        self._down = [torch.cuda.Stream(index) for _ in range(2)]  # gradients; optimizer state
         self._trace = trace
         self._marks: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._began = self._timed(self._compute) if trace else None
@@ -91,9 +91,9 @@ class CudaDevice:
         """Copies from host to device."""
         return self._send("up", self._up[lane], copies, after, label)
 
-    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str) -> Event:
+    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
-        return self._send("down", self._down, copies, after, label)
+        return self._send("down", self._down[lane], copies, after, label)
 
     def hold(self, *events: Event | None) -> None:
         """The compute stream waits for the events."""

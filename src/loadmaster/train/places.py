@@ -213,6 +213,7 @@ class Places:
         self._flying.append((event, tensors, size))
         while len(self._flying) > 1 and sum(each[2] for each in self._flying) > self.need.flight_bytes:
             self._flying.pop(0)[0].wait()
+            self.tidy()  # what came later may have landed meanwhile
 
     def tidy(self) -> None:
         """Let go of what has arrived."""

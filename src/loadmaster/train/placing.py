@@ -131,7 +131,7 @@ class StreamedUpdate:
                 copies.append(Copy(host.compute[position], view["="]))
         self._ledger.down_bytes += sum(tree_bytes(copy.target) for copy in copies)
         label = f"{self._state.trial.name} state {host.piece.name}"
-        return self._device.down(copies, after=[self._device.mark(aside=True)], label=label)
+        return self._device.down(copies, after=[self._device.mark(aside=True)], label=label, lane=1)
 
 
 class PinnedPiece:

@@ -3,7 +3,8 @@
     compute  F0 F1 ... L ... B1 B0 | F0 ...            in order, when the weights are there
     up 0     weights, `num_slots` ahead                host-stepped ones when their update is done
     up 1     state of device-stepped pieces            when a ring is free
-    down     gradients, stepped state                  in order
+    down 0   gradients                                 in order
+    down 1   stepped state                             in order
     host     updates                                   of those whose gradients have landed the lowest shard
 
 Rates flow: the bus is shared by both lanes up, and host memory by everything; where it is short all slow down
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _AHEAD, _NEAR = 64, 8  # jobs of a stream that are looked at
 _ROUNDS = 3  # until steps follow each other alike
 _UPDATE_BYTES = 28  # of host memory, a parameter
-_STREAMS = ("compute", "up 0", "up 1", "down", "host")
+_STREAMS = ("compute", "up 0", "up 1", "down 0", "down 1", "host")
 _FORWARD, _LAST, _BACKWARD = 1.0, 3.0, 4.0  # units of a shard's forward
 
 
@@ -87,12 +88,14 @@ def _next(stream: str, queue: list[_Job]) -> _Job | None:
 
 
 def _speeds(active: Sequence[_Job], rates: Rates) -> list[float]:
-    up = sum(job.stream in ("up 0", "up 1") for job in active)
+    up = rates.up_bytes_per_s / max(1, sum(job.stream.startswith("up") for job in active))
+    down = rates.down_bytes_per_s / max(1, sum(job.stream.startswith("down") for job in active))
     whole = {
         "compute": 1.0,
-        "up 0": rates.up_bytes_per_s / max(1, up),
-        "up 1": rates.up_bytes_per_s / max(1, up),
-        "down": rates.down_bytes_per_s,
+        "up 0": up,
+        "up 1": up,
+        "down 0": down,
+        "down 1": down,
         "host": rates.host_params_per_s,
     }
     weight = {"compute": 0.0, "host": float(_UPDATE_BYTES)}
@@ -127,7 +130,7 @@ def _issued(
             for piece in streamed:
                 numbers = [n for n in layout.pieces[piece].parameters if sizes.trained[n]]
                 if plan.placement[piece] == "host":
-                    grads = steps.add("down", sum(sizes.grad_bytes[n] for n in numbers), [unit])
+                    grads = steps.add("down 0", sum(sizes.grad_bytes[n] for n in numbers), [unit])
                     work = sum(sizes.numel[n] for n in numbers)
                     fresh[trial, piece] = steps.add(
                         "host", work, [grads], rank=turn * layout.num_shards + shard
@@ -136,7 +139,7 @@ def _issued(
                 for up, down in _chunks(numbers, sizes, plan.ring_bytes):
                     free = rings[-plan.num_rings] if len(rings) >= plan.num_rings else None
                     brought = steps.add("up 1", up, [free, fresh.get((trial, piece))])
-                    rings.append(steps.add("down", down, [brought, unit]))
+                    rings.append(steps.add("down 1", down, [brought, unit]))
                 fresh[trial, piece] = rings[-1]
         assert unit is not None
         ends.add(unit)

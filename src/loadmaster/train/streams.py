@@ -4,6 +4,8 @@
     COMP: wait(ready); run unit; done event
     D2H : wait(done); copy slot -> slab; landed event
 
+Each way has two lanes: weights and gradients must not queue behind optimizer state that waits for its turn.
+
 The compute stream is the caller's own thread on a CPU and the current stream on a GPU.
 """
 
@@ -60,7 +62,7 @@ class Device(Protocol):
         """Copies from host to device, on their own stream."""
         ...
 
-    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str) -> Event:
+    def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host, on their own stream."""
         ...
 
