@@ -1,5 +1,6 @@
 """A GPU kept busy as a step keeps it: a layer recomputed, and copies both ways, all issued by one thread."""
 
+import gc
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -67,6 +68,7 @@ class Traffic:
         self._compute = torch.cuda.Stream(where)
         self._waiting: list[list[torch.cuda.Event]] = [[], []]
         self._layers: list[torch.cuda.Event] = []
+        self._copying = True
         self._turn = self._moved_bytes = 0
         self._began_s = 0.0
 
@@ -85,8 +87,10 @@ class Traffic:
         for box in self._boxes:
             _cudart().cudaHostUnregister(box.data_ptr())
 
-    def start(self) -> None:
-        """Fill the queues, then count anew."""
+    def start(self, *, copying: bool = True) -> None:
+        """Begin with full queues, or with what is under way arrived and no more copies; count anew."""
+        torch.cuda.synchronize(self._where)
+        self._copying = copying
         self.issue()
         self._moved_bytes, self._began_s = 0, time.perf_counter()
 
@@ -124,13 +128,22 @@ class Traffic:
         while waiting and waiting[0].query():
             waiting.pop(0)
             self._moved_bytes += self._box_bytes
-        while len(waiting) < _QUEUED:
+        while self._copying and len(waiting) < _QUEUED:
             self._turn += 1
             box = self._boxes[self._turn // 2 % _NUM_BOXES]
             target, source = (self._near[0], box) if lane == 0 else (box, self._near[1])
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
             waiting.append(stream.record_event())
+
+
+def release() -> None:
+    """Give back what measuring took of a GPU, workspaces of libraries too: a cap may come after."""
+    gc.collect()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    torch.cuda.empty_cache()
 
 
 def _cudart() -> Any:

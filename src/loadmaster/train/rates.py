@@ -1,14 +1,16 @@
 """What a machine achieves: bus, host memory, optimizer and compute, measured together as a step uses them."""
 
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
-from loadmaster.train.gpu_rates import Traffic, layer_flops_per_s, recomputed_layer
+from loadmaster.train.gpu_rates import Traffic, layer_flops_per_s, recomputed_layer, release
 from loadmaster.train.host_rates import make_pieces, rates_beside
 
 _KERNEL_BYTES = 28  # a parameter: master and two moments read and written, gradient read, copy written
 _NUM_PIECES = 4  # stepped in turn: one alone would stay in the cache in part
+_NUM_UPDATES = 24
 _ALONE_S = 0.5
 
 
@@ -24,6 +26,8 @@ class Rates:
     host_params_per_s: float  # fused Adam
     spread: float = 0.0  # (largest - smallest) / median of the optimizer's rate
     compute_s: float | None = None  # of a whole step, where it was measured: FLOPs then do not count
+    alone_params_per_s: float | None = None  # the optimizer beside units, without copies
+    bus_beside: float = 1.0  # share of the bus's rate that copies keep beside the optimizer
 
 
 SIMULATED = Rates(
@@ -53,10 +57,14 @@ def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 30_
         alone = traffic.alone_bytes_per_s(_ALONE_S)
         traffic.layer = layer
         pieces = make_pieces(_NUM_PIECES, num_params)
+        traffic.start(copying=False)
+        quiet = rates_beside(pieces, traffic.issue, num_threads=num_threads, num_updates=_NUM_UPDATES)
         traffic.start()
-        rates = rates_beside(pieces, traffic.issue, num_threads=num_threads)
+        rates = rates_beside(pieces, traffic.issue, num_threads=num_threads, num_updates=_NUM_UPDATES)
         moved = traffic.bytes_per_s()
-    middle = sorted(rates)[len(rates) // 2]
+    del layer, traffic
+    release()
+    middle = median(rates)
     return Rates(
         device=device,
         flops_per_s=flops,
@@ -65,4 +73,6 @@ def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 30_
         host_bytes_per_s=_KERNEL_BYTES * middle + moved,
         host_params_per_s=middle,
         spread=(max(rates) - min(rates)) / middle,
+        alone_params_per_s=max(median(quiet), middle),
+        bus_beside=min(1.0, moved / (2 * alone)),
     )
