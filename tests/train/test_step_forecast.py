@@ -12,7 +12,7 @@ from loadmaster.train.limits import limit
 from loadmaster.train.partition import make_plan
 from loadmaster.train.rates import Rates
 from loadmaster.train.state import build, sizes_of
-from loadmaster.train.step_forecast import forecast_step_s
+from loadmaster.train.step_forecast import _Job, _speeds, forecast_step_s
 
 _FAST = Rates(
     device="cuda", flops_per_s=1e18, up_bytes_per_s=1e18, down_bytes_per_s=1e18, host_bytes_per_s=1e18,
@@ -80,3 +80,24 @@ def test_the_plan_has_the_least_forecast_of_all_even_splits() -> None:
         found.append(forecast_step_s(built, replace(plan, placement=tuple(placement)), sizes, rates))
     assert forecast_step_s(built, plan, sizes, rates) <= 1.01 * min(found)
     assert plan.placement.count("host") > 0
+
+
+def test_without_copies_beside_it_the_optimizer_has_the_rate_it_has_alone() -> None:
+    rates = replace(_FAST, host_params_per_s=5e4, alone_params_per_s=1e5)  # the bus is never busy
+    built, plan, sizes = _plan("host", rates)
+    numbers = [n for p in plan.layout.pieces if plan.placement[p.index] == "host" for n in p.parameters]
+    least = sum(sizes.numel[n] for n in numbers) / 1e5
+    assert 0.99 * least <= forecast_step_s(built, plan, sizes, rates) <= 1.02 * least
+    assert limit(plan.work, rates).terms["optimizer"] == pytest.approx(least)
+
+
+def test_with_everything_at_once_the_measured_rates_come_back() -> None:
+    bus, beside, params = 50e9, 44e9, 2.7e9  # each way: alone, beside the optimizer; its own rate beside them
+    rates = replace(
+        _FAST, up_bytes_per_s=bus, down_bytes_per_s=bus, host_params_per_s=params, alone_params_per_s=4.5e9,
+        host_bytes_per_s=28 * params + 2 * beside, bus_beside=beside / bus,
+    )  # fmt: skip
+    jobs = [_Job(stream, 1.0, []) for stream in ("up 0", "down 0", "host", "compute")]
+    assert _speeds(jobs, rates) == pytest.approx([beside, beside, params, 1.0])
+    lanes = [_Job(stream, 1.0, []) for stream in ("up 0", "up 1", "down 1")]
+    assert _speeds(lanes, rates) == pytest.approx([bus / 2, bus / 2, bus])  # no optimizer: the whole bus
