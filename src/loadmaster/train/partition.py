@@ -14,6 +14,7 @@ from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import Arena, aligned
 from loadmaster.train.boundaries import boundary_bytes
+from loadmaster.train.chunks import ring_size
 from loadmaster.train.layout import Layout, Placement, lay_out
 from loadmaster.train.limits import Limit, Work, limit
 from loadmaster.train.places import need_of
@@ -253,11 +254,9 @@ _NO_LIMIT = Limit(0.0, "", {})
 def _ring_bytes(layout: Layout, sizes: Sizes, placement: Sequence[Placement]) -> int:
     return max(
         (
-            sizes.update_bytes[number]
+            ring_size(sizes.update_bytes[number] for number in piece.parameters if sizes.trained[number])
             for piece in layout.pieces
             if placement[piece.index] == "device"
-            for number in piece.parameters
-            if sizes.trained[number]
         ),
         default=0,
     )

@@ -13,6 +13,7 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.train.arena import Region, aligned
+from loadmaster.train.layout import Place
 from loadmaster.train.slots import Order, split_sizes
 from loadmaster.train.streams import Device, Event
 
@@ -55,6 +56,14 @@ class Ring:
 
     region: Region
     free: Event | None = None
+    views: dict[Any, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # [layout of a chunk]
+
+    def viewed(self, layout: Any, places: Sequence[dict[str, Place]]) -> list[dict[str, torch.Tensor]]:
+        """The tensors of a chunk as they lie here; made once for all pieces that are laid out alike."""
+        if layout not in self.views:
+            memory = self.region.memory
+            self.views[layout] = [{key: p.view(memory) for key, p in each.items()} for each in places]
+        return self.views[layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +276,7 @@ class Places:
         for ring in self.rings:
             if ring.free is not None:
                 ring.free.wait()
+            ring.views.clear()
             self.device.arena.give_back(ring.region)
         if self.boundaries is not None:
             with self.device.computing():

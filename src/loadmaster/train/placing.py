@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from loadmaster.core.errors import RunError
-from loadmaster.core.units import format_bytes
-from loadmaster.train.layout import Packer, Place
+from loadmaster.train.chunks import COPY, MASTER, Chunk, chunks
+from loadmaster.train.layout import Packer
 from loadmaster.train.places import Places, Slot
 from loadmaster.train.profile import tree_bytes
 from loadmaster.train.setting import Ledger
@@ -23,38 +22,6 @@ from loadmaster.train.streams import Copy, Device, Event
 from loadmaster.train.update import Entry, apply
 
 
-def chunk_places(host: HostPiece, positions: Sequence[int]) -> tuple[list[dict[str, Place]], int]:
-    """Where master (''), state and compute copy ('=') of parameters lie in a ring place, and its bytes."""
-    packer = Packer()
-    found = []
-    for position in positions:
-        master = host.master[position]
-        places = {"": packer.place(master.shape, master.dtype)}
-        for key, view in host.state[position].items():
-            places[key] = packer.place(view.shape, view.dtype)
-        if host.separate[position]:
-            places["="] = packer.place(master.shape, host.compute[position].dtype)
-        found.append(places)
-    return found, packer.end_bytes
-
-
-def chunks(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[list[int]]:
-    """Runs of parameters that fit a ring place."""
-    found: list[list[int]] = []
-    for position in positions:
-        if found and chunk_places(host, [*found[-1], position])[1] <= limit_bytes:
-            found[-1].append(position)
-            continue
-        size = chunk_places(host, [position])[1]
-        if size > limit_bytes:
-            raise RunError(
-                f"{host.piece.name}: one parameter needs {format_bytes(size)}"
-                f" of a ring of {format_bytes(limit_bytes)}"
-            )
-        found.append([position])
-    return found
-
-
 class StreamedUpdate:
     """Optimizer steps on the device of pieces whose state lives on the host."""
 
@@ -63,6 +30,7 @@ class StreamedUpdate:
     ) -> None:
         self._state, self._device, self._ledger, self._places = state, device, ledger, places
         self._limit_bytes = num_bytes
+        self._chunks: dict[tuple[int, tuple[int, ...], bool], list[Chunk]] = {}
 
     def update(
         self,
@@ -77,39 +45,40 @@ class StreamedUpdate:
         """Step a piece; the event says when the host copy is whole."""
         landed = after
         computed = self._device.mark()
-        for positions in chunks(host, sorted(grads), self._limit_bytes):
+        label = f"{self._state.trial.name} state {host.piece.name}"
+        for chunk in self._chunks_of(host, sorted(grads)):
             ring = self._places.ring()
-            places, _ = chunk_places(host, positions)
-            views = [{key: place.view(ring.region.memory) for key, place in each.items()} for each in places]
-            brought = self._bring(host, positions, views, [ring.free, after])
+            memory, views = ring.region.memory, ring.viewed(chunk.layout, chunk.places)
+            self._ledger.up_bytes += chunk.up_bytes
+            copies = chunk.brought(memory)
+            brought = self._device.up(copies, after=[ring.free, after], label=label, lane=1)
             with self._device.aside(computed, brought):
                 entries = [
                     Entry(
-                        host, p, groups[p], v[""], grads[p].to(v[""].dtype), {k: v[k] for k in host.state[p]}
+                        host,
+                        p,
+                        groups[p],
+                        v[MASTER],
+                        grads[p].to(v[MASTER].dtype),
+                        {k: v[k] for k in host.state[p]},
                     )
-                    for p, v in zip(positions, views, strict=True)
+                    for p, v in zip(chunk.positions, views, strict=True)
                 ]
                 apply(self._state.optimizer, entries, hyper)
-                self._copy_out(host, positions, views, slot)
-            landed = ring.free = self._send(host, positions, views)
+                self._copy_out(host, chunk.positions, views, slot)
+            self._ledger.down_bytes += chunk.down_bytes
+            stepped = [self._device.mark(aside=True)]
+            landed = ring.free = self._device.down(chunk.sent(memory), after=stepped, label=label, lane=1)
         assert landed is not None
         return landed
 
-    def _bring(
-        self,
-        host: HostPiece,
-        positions: Sequence[int],
-        views: list[dict[str, torch.Tensor]],
-        after: list[Event | None],
-    ) -> Event:
-        copies = []
-        for position, view in zip(positions, views, strict=True):
-            copies.append(Copy(view[""], host.master[position]))
-            if host.started[position]:
-                copies.extend(Copy(view[key], state) for key, state in host.state[position].items())
-        self._ledger.up_bytes += sum(tree_bytes(copy.source) for copy in copies)
-        label = f"{self._state.trial.name} state {host.piece.name}"
-        return self._device.up(copies, after=after, label=label, lane=1)
+    def _chunks_of(self, host: HostPiece, positions: Sequence[int]) -> list[Chunk]:
+        """Made once for the first step, which brings no state, and once for all others."""
+        whole = all(host.started[position] for position in positions)
+        key = (host.piece.index, tuple(positions), whole)
+        if key not in self._chunks or not whole:
+            self._chunks[key] = chunks(host, positions, self._limit_bytes)
+        return self._chunks[key]
 
     @staticmethod
     def _copy_out(
@@ -117,21 +86,10 @@ class StreamedUpdate:
     ) -> None:
         """The new weights as units read them: for the host, and where they stand on the device."""
         for position, view in zip(positions, views, strict=True):
-            if "=" in view:
-                view["="].copy_(view[""])
+            if COPY in view:
+                view[COPY].copy_(view[MASTER])
             if slot is not None:
-                host.up_places[position].view(slot.memory).copy_(view.get("=", view[""]))
-
-    def _send(self, host: HostPiece, positions: Sequence[int], views: list[dict[str, torch.Tensor]]) -> Event:
-        copies = []
-        for position, view in zip(positions, views, strict=True):
-            copies.append(Copy(host.master[position], view[""]))
-            copies.extend(Copy(state, view[key]) for key, state in host.state[position].items())
-            if "=" in view:
-                copies.append(Copy(host.compute[position], view["="]))
-        self._ledger.down_bytes += sum(tree_bytes(copy.target) for copy in copies)
-        label = f"{self._state.trial.name} state {host.piece.name}"
-        return self._device.down(copies, after=[self._device.mark(aside=True)], label=label, lane=1)
+                host.up_places[position].view(slot.memory).copy_(view.get(COPY, view[MASTER]))
 
 
 class PinnedPiece:

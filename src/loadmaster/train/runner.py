@@ -347,7 +347,7 @@ def make_setting(
     num_threads: int,
 ) -> Setting:
     """Placement of each piece, and a ring as large as the largest parameter that needs it."""
-    from loadmaster.train.placing import chunk_places
+    from loadmaster.train.chunks import chunk_places, ring_size
     from loadmaster.train.slots import least_slots
 
     count = len(state.layout.pieces)
@@ -356,11 +356,9 @@ def make_setting(
         raise InputError(f"{len(chosen)} placements for {count} pieces")
     streamed = frozenset(index for index, where in enumerate(chosen) if where != "pinned")
     needed = [
-        chunk_places(host, [position])[1]
+        ring_size(chunk_places(host, [at])[1] for at, wanted in enumerate(host.trainable) if wanted)
         for host in state.pieces
         if chosen[host.piece.index] == "device"
-        for position, wanted in enumerate(host.trainable)
-        if wanted
     ]
     ring = max([ring_bytes or 0, *needed]) if needed else 0
     slots = max(num_slots, least_slots(state.layout, streamed))
