@@ -39,11 +39,18 @@ class Slot:
     piece: int | None = None  # the piece in it, None = nothing of use
     ready: Event | None = None  # its bytes have arrived
     free: Event | None = None  # its last reader is done
+    views: dict[Any, list[torch.Tensor]] = field(default_factory=dict)  # [layout of a piece]
 
     @property
     def memory(self) -> torch.Tensor:
         """Flat bytes."""
         return self.region.memory
+
+    def viewed(self, layout: Any, places: Sequence[Place]) -> list[torch.Tensor]:
+        """A piece's parameters as they lie here; made once for all pieces that are laid out alike."""
+        if layout not in self.views:
+            self.views[layout] = [place.view(self.memory) for place in places]
+        return self.views[layout]
 
     def clear(self) -> None:
         """What stands here is of no more use."""
@@ -272,6 +279,7 @@ class Places:
             for event in (slot.ready, slot.free):
                 if event is not None:
                     event.wait()
+            slot.views.clear()
             self.device.arena.give_back(slot.region)
         for ring in self.rings:
             if ring.free is not None:

@@ -25,6 +25,10 @@ class Weights:
         streamed = streamed_of(setting)
         self.order = Order(state.layout, streamed)
         self.position = 0
+        self._layouts = [
+            tuple((place.offset_bytes, place.shape, place.dtype) for place in host.up_places)
+            for host in state.pieces
+        ]
         large, _ = split_sizes([host.up.numel() for host in state.pieces], streamed)
         self.rank = {piece: rank for rank, piece in enumerate(large)}
         self.ready: dict[int, Event] = {}  # the host copy of a piece is whole
@@ -45,7 +49,7 @@ class Weights:
             else:
                 slot = self._arrived(piece)
                 used.append(slot)
-                views = [place.view(slot.memory) for place in host.up_places]
+                views = slot.viewed(self._layouts[piece], host.up_places)
             for position, (number, view) in enumerate(zip(host.piece.parameters, views, strict=True)):
                 found[number] = view.detach().requires_grad_(host.trainable[position])
         return found, used
