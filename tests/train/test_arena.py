@@ -134,6 +134,10 @@ def test_what_blocks_and_the_loss_make_for_a_moment_is_counted(hungry: lt.Trial)
     assert plans[1].peak_bytes - plans[0].peak_bytes >= 4 * 64 * 100 * 4
 
 
+def _host(params_per_s: float) -> dict[str, float]:
+    return {"host_params_per_s": params_per_s, "alone_params_per_s": params_per_s}
+
+
 def test_the_split_follows_the_rates() -> None:
     """A fast host steps all that streams; a slow one nothing that the bus can carry."""
     built = build(_trial(precision="bf16"), device=torch.device("cpu"))
@@ -143,7 +147,7 @@ def test_the_split_follows_the_rates() -> None:
         found = make_plan(built, cap_bytes=300_000, rates=Rates(**given)).placement  # type: ignore[arg-type]
         return found.count("host"), found.count("device")
 
-    host, device = counts(host_bytes_per_s=1e14, host_params_per_s=1e14, flops_per_s=1e20)
+    host, device = counts(host_bytes_per_s=1e14, **_host(1e14), flops_per_s=1e20)
     assert (host > 0, device) == (True, 0)
-    host, device = counts(host_params_per_s=1e6, flops_per_s=1e20)
+    host, device = counts(**_host(1e6), flops_per_s=1e20)
     assert (host, device > 0) == (0, True)

@@ -41,10 +41,12 @@ SIMULATED = Rates(
 TYPICAL_GPU = Rates(  # until calibrate() has been asked
     device="cuda",
     flops_per_s=3.9e14,
-    up_bytes_per_s=4.7e10,
-    down_bytes_per_s=4.7e10,
-    host_bytes_per_s=1.3e11,
-    host_params_per_s=3.2e9,
+    up_bytes_per_s=4.8e10,
+    down_bytes_per_s=4.8e10,
+    host_bytes_per_s=1.55e11,
+    host_params_per_s=2.5e9,
+    alone_params_per_s=3.8e9,
+    bus_beside=0.88,
 )
 
 
