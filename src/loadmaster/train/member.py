@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -266,7 +267,8 @@ class Member:
         with self._bound(shard, frozen) as leaves:
             self.grads.watch(shard, leaves)
             drawn = not self.state.trial.counted_rng
-            with self._own_randomness(drawn=drawn), self._standing(shard, kind):
+            others = kind == "L" or self.units.draws_others(shard)
+            with self._own_randomness(drawn=drawn, others=others), self._standing(shard, kind):
                 yield
 
     @contextmanager
@@ -339,13 +341,15 @@ class Member:
             self._adapters[index].refresh()
 
     @contextmanager
-    def _own_randomness(self, *, drawn: bool) -> Iterator[None]:
-        """This trial's generators; `drawn`: they go on from there."""
+    def _own_randomness(self, *, drawn: bool, others: bool = True) -> Iterator[None]:
+        """This trial's generators; `drawn`: they go on from there. `others`: Python's and NumPy's, too."""
         where, state = self._device.torch_device, self.state
-        randomness.install(state.generators, where)
+        mine = state.generators
+        randomness.install(mine if others else replace(mine, others=None), where)
         yield
         if drawn:
-            state.generators = randomness.current(where)
+            now = randomness.current(where, others=others)
+            state.generators = now if others else replace(now, others=mine.others)
 
 
 def lowest_trained(state: Any) -> int:

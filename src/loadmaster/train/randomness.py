@@ -2,10 +2,12 @@
 
 `stream` reproduces a plain loop: the generators go on from unit to unit, and a recomputation starts from
 where its forward pass did. `counter` seeds them for each (step, micro-batch, block), so units
-may run in any order.
+may run in any order. Python's `random` and NumPy's global generator are a trial's own, too; reading them
+takes tens of microseconds, so that is done once a step, and around the units that are known to draw.
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +24,37 @@ class Generators:
 
     host: torch.Tensor
     device: torch.Tensor | None
+    others: tuple[Any, Any] | None = None  # of Python and NumPy; None: left as they are
 
 
-def current(device: torch.device) -> Generators:
-    """The generators as they are."""
+def current(device: torch.device, *, others: bool = True) -> Generators:
+    """The generators as they are; `others`: Python's and NumPy's, too."""
     other = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return Generators(torch.get_rng_state(), other)
+    return Generators(torch.get_rng_state(), other, of_others() if others else None)
+
+
+def of_others() -> tuple[Any, Any]:
+    """The states of Python's generator and NumPy's."""
+    return random.getstate(), np.random.get_state()
+
+
+def same_others(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    """Whether nobody has drawn in between."""
+    one, two = left[1], right[1]
+    return bool(left[0] == right[0] and one[2:] == two[2:] and np.array_equal(one[1], two[1]))
+
+
+def packed(others: tuple[Any, Any]) -> torch.Tensor:
+    """Both states as bytes (JSON) in a tensor."""
+    python, (kind, keys, *rest) = others
+    text = json.dumps([python, [kind, keys.tolist(), *rest]]).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def unpacked(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """What was packed."""
+    (version, words, gauss), (kind, keys, *rest) = json.loads(tensor.numpy().tobytes())
+    return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
 
 
 def install(state: Generators, device: torch.device) -> None:
@@ -35,10 +62,16 @@ def install(state: Generators, device: torch.device) -> None:
     torch.set_rng_state(state.host)
     if state.device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.device, device)
+    if state.others is not None:
+        random.setstate(state.others[0])
+        np.random.set_state(state.others[1])
 
 
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seed both generators."""
+def seed_all(seed: int, device: torch.device, *, others: bool = True) -> None:
+    """Seed all generators; `others`: Python's and NumPy's, too."""
+    if others:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
+from loadmaster.train import randomness
 from loadmaster.train.loaders import has_state, saved_state
 from loadmaster.train.randomness import Generators
 from loadmaster.train.state import TrialState
@@ -37,6 +38,8 @@ def tensors_of(state: TrialState) -> dict[str, torch.Tensor]:
             found[f"{name}/host"] = generators.host
             if generators.device is not None:
                 found[f"{name}/device"] = generators.device
+            if generators.others is not None:
+                found[f"{name}/others"] = randomness.packed(generators.others)
     return found
 
 
@@ -115,7 +118,14 @@ def _put_back_counts(
 
 def _generators(tensors: Mapping[str, torch.Tensor], name: str) -> Generators | None:
     host, device = tensors.get(f"{name}/host"), tensors.get(f"{name}/device")
-    return None if host is None else Generators(host.clone(), None if device is None else device.clone())
+    if host is None:
+        return None
+    others = tensors.get(f"{name}/others")  # older checkpoints have none
+    return Generators(
+        host.clone(),
+        None if device is None else device.clone(),
+        None if others is None else randomness.unpacked(others),
+    )
 
 
 def _members(state: TrialState) -> Iterator[tuple[HostPiece, int, str]]:

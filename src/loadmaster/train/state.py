@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -261,7 +261,8 @@ def _filled(built: Built, pieces: Sequence[HostPiece]) -> randomness.Generators:
     with randomness.kept(device):
         randomness.seed_all(built.trial.seed, device)
         reset(built.chain.model)
-        generators = randomness.current(device)
+        now = randomness.current(device, others=False)
+        generators = replace(now, others=built.generators.others)  # as the build left them
     for host in pieces:
         for copy, master in zip(host.compute, host.master, strict=True):
             if copy is not master:

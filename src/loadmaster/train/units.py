@@ -51,6 +51,7 @@ class Units:
         self._careful: dict[int, bool] = {}  # whether a shard writes into its input
         self.watching = self.recording = False  # see `tape`: whether draws are looked for; nothing is seeded
         self._draws: set[int] = set()  # shards that drew random numbers while that was looked for
+        self._others: dict[int, bool] = {}  # blocks that draw from Python or NumPy, as their first run told
         self._buffers_of = [
             sorted({slot.tensor for block in range(*cut) for slot in chain.buffer_slots[block]})
             for cut in cuts
@@ -79,7 +80,8 @@ class Units:
 
     def forward(self, shard: int, value: Any, moment: Moment) -> tuple[Any, Kept]:
         """F: the shard's output, without a graph."""
-        generators = None if self.trial.counted_rng else randomness.current(self.device)
+        counted = self.trial.counted_rng
+        generators = None if counted else randomness.current(self.device, others=self.draws_others(shard))
         careful = self._careful.get(shard, True)
         before, untouched = self._before(shard), self._untouched(shard)
         given = tree_map(_copied, value) if careful else value
@@ -125,6 +127,10 @@ class Units:
             torch.autograd.backward([leaf for leaf, _ in pairs], [slope for _, slope in pairs])
         return gradients_of(given)
 
+    def draws_others(self, shard: int) -> bool:
+        """Whether a shard's blocks draw from Python's generator or NumPy's, as far as is known."""
+        return any(self._others.get(block, True) for block in range(*self.cuts[shard]))
+
     def evaluate(self, shard: int, value: Any) -> Any:
         """The shard's output in eval mode."""
         with torch.no_grad(), self._autocast():
@@ -140,9 +146,12 @@ class Units:
                     seed = randomness.counted_seed(
                         self.trial.seed, step=moment.step, micro_batch=moment.micro_batch, block=block
                     )
-                    randomness.seed_all(seed, self.device)
+                    randomness.seed_all(seed, self.device, others=self._others.get(block, True))
                 before = randomness.mark(self.device) if self.watching else None
+                others = randomness.of_others() if block not in self._others else None
                 value = call(self.chain.blocks[block], value, first=block == 0)
+                if others is not None:
+                    self._others[block] = not randomness.same_others(others, randomness.of_others())
                 if before is not None and randomness.mark(self.device) != before:
                     self._draws.add(shard)
         return value
@@ -166,8 +175,9 @@ class Units:
     @contextmanager
     def _as_it_was(self, kept: Kept) -> Iterator[None]:
         """Generators and buffers of the forward pass; afterwards what they had become since."""
-        now = randomness.current(self.device) if kept.generators is not None else None
+        now = None
         if kept.generators is not None:
+            now = randomness.current(self.device, others=kept.generators.others is not None)
             randomness.install(kept.generators, self.device)
         if kept.buffers:
             stand_ins = list(self.buffers)
