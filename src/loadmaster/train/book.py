@@ -36,6 +36,7 @@ class Entry:
     committed: list[Saved] = field(default_factory=list)
     reports: dict[int, tuple[dict[str, float], Decision]] = field(default_factory=dict)
     paused_at: int | None = None
+    verified: str = ""  # what the comparison of its first step with the plain model said
     is_to_stop: bool = False  # decided, but its end is not recorded yet
 
     @property
@@ -92,6 +93,7 @@ class Book:
         entry.status, entry.step, entry.loss = Status.RUNNING, record["step"], record["loss"]
         entry.seconds += record["seconds"]
         entry.num_tokens += record["num_tokens"]
+        entry.verified = record.get("verified") or entry.verified
 
     def _commit(self, entry: Entry, record: Record) -> None:
         saved = Saved(entry.name, record["generation"], record["fence"], record["step"], record["crc"])

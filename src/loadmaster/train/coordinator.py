@@ -240,7 +240,7 @@ class Coordinator:
         entry = self.book.entries[name]
         if event.step != entry.step:
             loss = running.loss if running.loss is not None else entry.loss
-            facts = {"seconds": running.seconds, "num_tokens": running.num_tokens}
+            facts = {"seconds": running.seconds, "num_tokens": running.num_tokens, "verified": event.verified}
             self.book.note("turn", trial=name, step=event.step, loss=loss, **facts)
         if event.saved is not None:
             self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)

@@ -13,6 +13,9 @@ from loadmaster.train.state import TrialState
 
 def next_batches(state: TrialState, device: torch.device) -> list[Any]:
     """The micro-batches of the next step; [] where training is over. A step never spans two epochs."""
+    if state.peeked:
+        taken, state.peeked = state.peeked, []
+        return taken
     while state.epoch < state.trial.epochs:
         if state.trial.max_steps is not None and state.step >= state.trial.max_steps:
             break

@@ -49,6 +49,11 @@ class MemberRunner:
         """The backbone: a copy of the state need not hold it."""
         return frozen_names(self.state)
 
+    @property
+    def verified(self) -> str:
+        """What the comparison of the first step with the plain model said; '' = there was none."""
+        return self.state.verified
+
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; the others of the group ride along."""
         for _ in range(num_steps):

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loadmaster.train.python_state import plain_tensors
+
 
 class _Writes(TorchDispatchMode):
     """Lists every op that writes into a tensor or draws random numbers."""
@@ -81,6 +83,9 @@ def _plain(model: nn.Module) -> bool:
     tensors = [*model.parameters(), *model.buffers()]
     if not tensors or any(tensor.device.type != "meta" for tensor in tensors):
         return False
+    own = {id(tensor) for tensor in tensors}
+    if any(t.device.type == "meta" and id(t) not in own for t in plain_tensors(model.modules())):
+        return False  # a table that is no buffer: nobody would give it its numbers
     return all(
         callable(getattr(module, "reset_parameters", None))
         and (not module._buffers or isinstance(module, nn.modules.batchnorm._NormBase))

@@ -4,7 +4,7 @@ Everything is issued in order by the caller's thread; order between streams come
 waits for is a weight whose update on the host is not done, and the loss at the end of a step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,7 +39,7 @@ class Session:
     updater: HostUpdater
     sequence: Iterator[int]
     ledger: Ledger = field(default_factory=Ledger)
-    rehearsing: bool = False
+    rehearsing: Callable[[int, dict[int, torch.Tensor]], None] | None = None
 
     def __post_init__(self) -> None:
         """Take regions, pin slabs for as long as the trial is held, bring pieces up; all or nothing."""
@@ -212,8 +212,8 @@ class Session:
             if host.piece.shards[0] != shard or not any(host.trainable):
                 continue
             grads = self.grads.collect(index)
-            if self.rehearsing:
-                self._as_if(index, grads)
+            if self.rehearsing is not None:
+                self.rehearsing(index, grads)
             elif self.state.trial.deferred:
                 self.grads.note_norms(index, grads, self._scale())
                 self._land(index, grads)
@@ -222,10 +222,10 @@ class Session:
             else:
                 self._update_on_device(index, grads, hyper)
 
-    def rehearse(self, batch: Any) -> None:
+    def rehearse(self, batches: list[Any], then: Any = None) -> float:
         """The units of a step with all they take of the device, and nothing done: no update, no draw kept.
 
-        Whether a step fits is known before the first one changes anything.
+        Whether a step fits is known before the first one changes anything. `then` gets all gradients.
         """
         state, where = self.state, self.device.torch_device
         kept, told, grads = (
@@ -235,20 +235,20 @@ class Session:
         )
         self.places.turn_of(self.weights, None)
         self.weights.position = 0
-        self.grads, self.rehearsing = Gradients(state, where), True
+        self.grads, self.rehearsing = Gradients(state, where), then or self._as_if
         try:
             with randomness.kept(where), self.device.computing(), self.units.buffers_bound():
                 randomness.install(state.generators, where)
-                batches = [batch] * state.trial.accumulate
                 moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
                 inputs = [moved(each[0], where) for each in batches]
                 targets = [moved(each[1], where) for each in batches]
-                self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
+                losses = self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
+                return sum(each / len(losses) for each in losses)
         finally:
             with self.device.computing():  # after a failure too, before buffers are put back
                 self.device.mark().wait()
             self._boundaries.clear()
-            self.grads, self.rehearsing = grads, False
+            self.grads, self.rehearsing = grads, None
             for slot in self.places.slots:
                 if slot.owner is self.weights:
                     slot.clear()

@@ -69,10 +69,11 @@ class Rehearsal:
     def _tried(self, session: Session, device: Device) -> str:
         with randomness.kept(device.torch_device):
             batch, _ = first_batch(self.trial)
+            batches = [batch] * self.trial.accumulate
         retries = 0
         for _ in range(_NUM_SWEEPS):
             before = device.num_retries()
-            why = _outcome(session, batch)
+            why = _outcome(session, batches)
             if why:
                 device.release()  # only now: the error held what the step had made
                 return why
@@ -83,10 +84,10 @@ class Rehearsal:
         return ""
 
 
-def _outcome(session: Session, batch: Any) -> str:
+def _outcome(session: Session, batches: list[Any]) -> str:
     """What became of one sweep; the error and all it holds is gone when this returns."""
     try:
-        session.rehearse(batch)
+        session.rehearse(batches)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         return f"ran out of memory ({str(error).splitlines()[0][:160]})"
     return ""

@@ -40,9 +40,10 @@ class TrialResult:
     seconds: float  # of its steps
     num_tokens: int
     error: str = ""  # where it failed: kind, message and traceback
-    error_kind: str = ""  # exception, memory, nan, loader
+    error_kind: str = ""  # exception, memory, nan, loader, verify
     durable_step: int = 0
     folder: Path | None = None  # its last committed checkpoint
+    verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights of its last checkpoint, as the plain model loads them."""

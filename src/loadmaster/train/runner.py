@@ -13,7 +13,7 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.core.units import format_bytes
-from loadmaster.train import randomness
+from loadmaster.train import first_step, randomness
 from loadmaster.train.engine import not_a_number
 from loadmaster.train.layout import Placement
 from loadmaster.train.partition import ShardPlan, make_plan
@@ -81,6 +81,11 @@ class ShardRunner:
         """Parameters that are never trained: a copy of the state need not hold them."""
         return frozen_names(self.state)
 
+    @property
+    def verified(self) -> str:
+        """What the comparison of the first step with the plain model said; '' = there was none."""
+        return self.state.verified
+
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
@@ -91,6 +96,8 @@ class ShardRunner:
             )
             if follower is not None and follower.device is not device:
                 follower = None
+            if first_step.is_due(self.state):
+                first_step.compare(self.state, device, session.units, session.rehearse)
             began = time.perf_counter()
             with _quick_switches():
                 facts = session.step(follower)

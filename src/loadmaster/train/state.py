@@ -63,7 +63,8 @@ class TrialState:
     position: Any = None  # what a loader with a state of its own said, until it is opened again
     iterator: Iterator[Any] | None = None
     checked: bool = False  # whether every parameter has been seen to get a gradient
-    peeked: list[Any] = field(default_factory=list)
+    peeked: list[Any] = field(default_factory=list)  # batches of the next step, taken already
+    verified: str = ""  # what the comparison of the first step with the plain model said
 
     def groups(self, piece: int) -> list[int]:
         """Optimizer group of each parameter of a piece."""

@@ -266,6 +266,7 @@ def _trial_result(entry: Entry, root: Path) -> TrialResult:
         error_kind=entry.error_kind,
         durable_step=entry.durable_step,
         folder=root / entry.committed[-1].folder if entry.committed else None,
+        verified=entry.verified,
     )
 
 

@@ -83,6 +83,7 @@ class Turned:
     saving: bool = False  # a checkpoint is being written; `Written` follows
     snapshot: Any = None  # where the coordinator writes the checkpoint
     save_s: float = 0.0  # that the device waited for it
+    verified: str = ""  # of the first step, where it was compared with the plain model
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Failed:
 
     trial: str
     fence: int
-    kind: str  # exception, memory, nan, loader
+    kind: str  # exception, memory, nan, loader, verify
     text: str  # message and traceback
     device_broken: bool = False  # the device answers nobody any more
 

@@ -49,6 +49,7 @@ class Trial:
     on_nan: Literal["fail", "ignore"] = "fail"
     replay: bool = False
     unused: tuple[str, ...] = ()
+    verify: Literal["first-step", False] = "first-step"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained, before anything is built."""
@@ -65,6 +66,8 @@ class Trial:
                 self._needs_count(field)
         self._needs_choice("precision", tuple(COMPUTE_DTYPE))
         self._needs_choice("on_nan", ("fail", "ignore"))
+        if self.verify is not False:
+            self._needs_choice("verify", ("first-step",))
         if self.rng is not None:
             self._needs_choice("rng", ("stream", "counter"))
         if self.rng == "stream" and self.accumulate > 1:

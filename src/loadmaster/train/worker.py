@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import DeviceMemoryError, FileError
+from loadmaster.core.errors import DeviceMemoryError, FileError, VerifyError
 from loadmaster.train import checkpoints
 from loadmaster.train.backbones import Backbone
 from loadmaster.train.checkpoints import Snapshot
@@ -113,6 +113,7 @@ class Worker:
             finished=finished,
             metrics=metrics,
             save_s=save_s,
+            verified=getattr(runner, "verified", ""),
             **kept,
         )
 
@@ -233,6 +234,8 @@ def kind_of(problem: Exception) -> tuple[str, bool]:
         return "checkpoint", False
     if isinstance(problem, LoaderError):
         return "loader", False
+    if isinstance(problem, VerifyError):
+        return "verify", False
     if isinstance(problem, MemoryError | DeviceMemoryError | torch.OutOfMemoryError):
         return "memory", False
     sticky = "CUDA error" in str(problem) or type(problem).__name__ == "AcceleratorError"

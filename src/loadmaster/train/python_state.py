@@ -1,0 +1,101 @@
+"""What modules keep in Python (counters, lists, tables), put back after a run that must leave no trace.
+
+Attributes of modules and of plain objects they hold, the contents of lists, dicts, sets and deques, and the
+values of tensors that are attributes: all are put back in place, so whoever shares one sees it, too. Not put
+back is what only compiled code can see, globals, and what closures hold.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_MOST = 100_000  # objects: what is behind them stays as it is
+_LARGEST = 1 << 22  # elements of a tensor that is copied
+_TABLES = ("_parameters", "_buffers")  # whose tensors others put back
+_OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, int, float, complex)
+
+
+@contextmanager
+def kept(modules: Iterable[Any]) -> Iterator[None]:
+    """Whatever happens inside, these modules' Python state comes out as it went in."""
+    undo = _noted(modules)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for act in undo:
+                act()
+
+
+def plain_tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors that modules hold beside parameters and buffers."""
+    return (each for each in _reached(modules) if isinstance(each, torch.Tensor))
+
+
+def _noted(roots: Iterable[Any]) -> list[Callable[[], None]]:
+    """How to put back everything that can be reached."""
+    undo: list[Callable[[], None]] = []
+    for each in _reached(roots):
+        if isinstance(each, torch.Tensor):
+            act = _tensor(each)
+            undo.extend([act] if act is not None else [])
+        elif isinstance(each, list | deque | set | dict):
+            undo.append(_refill(each))
+        elif isinstance(getattr(each, "__dict__", None), dict):
+            tables = [vars(each)[name] for name in _TABLES if isinstance(each, nn.Module)]
+            undo.extend(_refill(table) for table in (vars(each), *tables))
+    return undo
+
+
+def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+    """All objects behind some, each once; no recursion."""
+    waiting = list(roots)
+    seen: dict[int, Any] = {}  # kept, so that no other gets its id
+    while waiting and len(seen) < _MOST:
+        each = waiting.pop()
+        if id(each) in seen or each is None or isinstance(each, _OPAQUE):
+            continue
+        seen[id(each)] = each
+        yield each
+        waiting.extend(_inside(each))
+
+
+def _inside(each: Any) -> list[Any]:
+    if isinstance(each, torch.Tensor):
+        return []
+    if isinstance(each, list | deque | set | tuple | frozenset):
+        return list(each)
+    if isinstance(each, dict):
+        return list(each.values())
+    attributes = getattr(each, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return []
+    return [value for name, value in attributes.items() if name not in _TABLES]
+
+
+def _refill(container: Any) -> Callable[[], None]:
+    before = dict(container) if isinstance(container, dict) else list(container)
+
+    def act() -> None:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+    return act
+
+
+def _tensor(tensor: torch.Tensor) -> Callable[[], None] | None:
+    """A plain tensor (no parameter, nothing of a graph): its value."""
+    if tensor.requires_grad or tensor.numel() > _LARGEST or tensor.device.type == "meta":
+        return None
+    before = tensor.clone()
+
+    def act() -> None:
+        if not torch.equal(tensor, before):
+            tensor.copy_(before)
+
+    return act

@@ -1,0 +1,228 @@
+"""The first step by shards is compared with that of the plain model; what differs fails, and says where."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="training needs the extra [torch]")
+from torch import nn  # noqa: E402
+
+import loadmaster.train as lt  # noqa: E402
+from loadmaster.core.errors import VerifyError  # noqa: E402
+from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+from tests.train.small_trials import Rows  # noqa: E402
+from tests.train.test_silence import CAP, WIDTH, data, layers, mse, sgd  # noqa: E402
+
+
+def trial(build: Callable[[], nn.Module], **more: Any) -> lt.Trial:
+    given = {"name": "t", "build": build, "data": data, "loss": mse, "optim": sgd, "seed": 0}
+    return lt.Trial(**(given | more))
+
+
+def opened(one: lt.Trial, cap_bytes: int = CAP) -> tuple[Any, CpuDevice]:
+    device = CpuDevice(cap_bytes=cap_bytes)
+    return lt.open_runner(one, device=device, num_threads=1, optimizer_placement="device"), device
+
+
+def weights_after(one: lt.Trial, cap_bytes: int = CAP) -> dict[str, Any]:
+    runner, device = opened(one, cap_bytes)
+    try:
+        list(runner.steps(device, 99))
+        return {name: tensor.clone() for name, tensor in runner.state_dict().items()}
+    finally:
+        runner.close()
+
+
+def refused(one: lt.Trial, words: str, cap_bytes: int = CAP) -> None:
+    """It fails at once, and nothing was trained."""
+    runner, device = opened(one, cap_bytes)
+    before = {name: tensor.clone() for name, tensor in runner.state_dict().items()}
+    with pytest.raises(VerifyError, match=words):
+        list(runner.steps(device, 1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in runner.state_dict().items())
+    runner.close()
+    assert device.arena.used_bytes == 0
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = layers()
+
+    def forward(self, x: Any) -> Any:
+        return self.c(torch.tanh(self.b(self.a(x))))
+
+
+def test_blocks_in_the_wrong_order_are_told_by_the_loss() -> None:
+    one = trial(Chain, blocks=lambda m: [m.b, nn.Sequential(m.a, nn.Tanh()), m.c])
+    refused(one, r"the loss is \d.* by shards and \d.* by the model itself")
+
+
+def test_blocks_that_are_right_pass_and_say_so() -> None:
+    runner, device = opened(trial(Chain, blocks=lambda m: [m.a, nn.Sequential(m.b, nn.Tanh()), m.c]))
+    list(runner.steps(device, 1))
+    assert runner.verified == "first step equal to that of the model itself (loss and 6 gradients)"
+    runner.close()
+
+
+def test_a_loss_that_reads_parameters_is_told_by_a_gradient() -> None:
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(*layers()))
+        return made[-1]
+
+    def loss(out: Any, target: Any) -> Any:
+        return mse(out, target) + 1e-3 * sum(p.square().sum() for p in made[-1].parameters())
+
+    refused(trial(build, loss=loss), r"the gradient of '0.weight' \(and \d more\) has the norm", 14_000)
+
+
+def test_parameters_that_a_loss_holds_itself_are_told_too() -> None:
+    held: list[Any] = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*layers())
+        nn.init.normal_(model[0].weight, std=0.2)  # so it is built with memory, and stays the same object
+        held[:] = [model[0].weight]
+        return model
+
+    refused(
+        trial(build, loss=lambda out, y: mse(out, y) + 1e-2 * held[0].square().sum()), "'0.weight'", 14_000
+    )
+
+
+class Aux(nn.Module):
+    """Keeps a number for the loss, as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aux = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: Any) -> Any:
+        out = self.linear(x)
+        self.aux = out.square().mean()
+        return out
+
+
+def test_what_a_block_keeps_for_the_loss_is_told_by_a_gradient() -> None:
+    made: list[Any] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(Aux(), Aux(), *layers(2)))
+        return made[-1]
+
+    refused(trial(build, loss=lambda out, y: mse(out, y) + made[-1][0].aux), "the gradient of '0.linear")
+
+
+class Scaled(nn.Module):
+    """Multiplies by what a function outside of it counts."""
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(WIDTH, WIDTH), lambda: counts.append(1) or len(counts)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) / self.counts()
+
+
+def test_counts_outside_of_modules_are_told() -> None:
+    counts: list[int] = []
+    refused(trial(lambda: nn.Sequential(Scaled(counts), Scaled(counts), Scaled(counts))), "the loss is")
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        self.linear.weight.data.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+def test_weights_that_forward_writes_are_told() -> None:
+    refused(
+        trial(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Clamped(), *layers(2))),
+        "parameter '1.linear.weight' is written outside of the optimizer",
+    )
+
+
+class Kept(nn.Module):
+    """Batch norm, dropout, a list and a count: all that a run may leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.seen: list[float] = []
+        self.table = torch.zeros(3)
+        self.count = 0
+
+    def forward(self, x: Any) -> Any:
+        self.count += 1
+        self.seen.append(1.0)
+        self.table[0] += 1
+        return self.drop(self.norm(self.linear(x)))
+
+
+def shuffled() -> Any:
+    for x, y in Rows(6):
+        yield nn.functional.pad(x, (0, WIDTH - 6)), nn.functional.one_hot(y, WIDTH).float()
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"precision": "bf16"}, {"precision": "fp16"}])
+def test_the_numbers_are_those_without_the_check_and_nothing_is_left_of_it(more: dict[str, Any]) -> None:
+    made: list[Any] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(Kept(), Kept(), Kept(), nn.Linear(WIDTH, WIDTH)))
+        return made[-1]
+
+    seen = {}
+    for verify in ("first-step", False):
+        found = weights_after(trial(build, data=shuffled, verify=verify, **more), 40_000)
+        kept = made[-1][2]
+        seen[verify] = kept.count, len(kept.seen), kept.table.tolist(), found
+    assert seen["first-step"][:3] == seen[False][:3]
+    assert seen[False][0] > 0
+    assert all(torch.equal(tensor, seen[False][3][name]) for name, tensor in seen["first-step"][3].items())
+
+
+def test_a_model_too_large_for_the_memory_that_is_free_is_not_checked_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loadmaster.train.first_step.free_host_bytes", lambda: 4000)
+    runner, device = opened(trial(lambda: nn.Sequential(*layers())))
+    list(runner.steps(device, 1))
+    assert runner.verified.startswith("not checked: a plain step takes")
+    runner.close()
+
+
+def test_blocks_of_a_model_whose_forward_is_of_no_use_are_compared_in_a_row() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = layers()
+
+    runner, device = opened(trial(Parts, blocks=lambda m: [m.a, m.b, m.c]))
+    list(runner.steps(device, 1))
+    assert "its blocks in a row" in runner.verified
+    runner.close()
+
+
+def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp_path: Any) -> None:
+    def trials(**more: Any) -> list[lt.Trial]:
+        wrong = trial(Chain, name="wrong", blocks=lambda m: [m.b, nn.Sequential(m.a, nn.Tanh()), m.c], **more)
+        return [wrong, trial(Chain, name="right")]
+
+    result = lt.Study(trials(), dir=tmp_path, devices="cpu", memory_cap=4 * CAP).fit()
+    assert result["wrong"].error_kind == "verify"
+    assert "Trial(verify=False)" in result["wrong"].error
+    assert result["right"].verified.startswith("first step equal to that of the model itself")
+    assert result["right"].status == "done"
+    again = lt.Study(trials(verify=False), dir=tmp_path, devices="cpu", memory_cap=4 * CAP)
+    result = again.fit(retry_failed=True)
+    assert result["wrong"].status == "done"
+    assert result["wrong"].verified == ""
+    assert result["right"].verified.startswith("first step equal")
