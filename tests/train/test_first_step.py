@@ -226,3 +226,38 @@ def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp
     assert result["wrong"].status == "done"
     assert result["wrong"].verified == ""
     assert result["right"].verified.startswith("first step equal")
+
+
+def test_a_member_of_a_group_that_would_be_trained_otherwise_fails_alone() -> None:
+    from loadmaster.train.group import open_group, steps
+    from tests.train.lora_trials import NUM_LAYERS, lora
+    from tests.train.lora_trials import build as made
+    from tests.train.lora_trials import loss as usual
+
+    models: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        models.append(made())
+        return models[-1]
+
+    def loss(out: Any, targets: Any) -> Any:
+        weights = [p for p in models[-1].parameters() if p.requires_grad]
+        return usual(out, targets) + 1e-2 * sum(p.square().sum() for p in weights)
+
+    trials = [lora("a", seed=1), lora("odd", seed=2, build=build, loss=loss), lora("c", accumulate=2)]
+    device = CpuDevice(cap_bytes=1 << 20)
+    group = open_group(trials, device=device, cuts=range(NUM_LAYERS + 2), num_places=3)
+    losses: dict[str, list[float]] = {"a": [], "c": []}
+    for number, told in enumerate(steps(group, 99)):
+        for each in told:
+            if each.state.trial.name == "odd":
+                assert number == 0
+                assert "the gradient of '1.down'" in str(each.error)
+            elif not each.over:
+                losses[each.state.trial.name].append(each.loss)
+    for state in group.states:
+        assert state.verified == "first step equal to that of the model itself (loss and 12 gradients)"
+        assert losses[state.trial.name] == list(lt.reference(state.trial).losses)
+    assert len(group.states) == 2
+    group.leave()
+    assert device.arena.used_bytes == 0

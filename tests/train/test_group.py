@@ -106,7 +106,7 @@ def test_a_member_that_fails_in_the_middle_leaves_the_others_bit_equal() -> None
             raise ValueError("the user's own mistake")
         return out.float().mean()
 
-    trials[1] = lora("t1", seed=1, loss=broken)
+    trials[1] = lora("t1", seed=1, loss=broken, verify=False)
     device = _device()
     group = open_group(trials, device=device, cuts=EACH_BLOCK, num_places=3)
     calls.clear()

@@ -7,7 +7,7 @@ and what modules keep in Python are as they were, so the numbers that follow are
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ def compare(state: TrialState, device: Device, units: Any, by_shards: ByShards) 
         state.verified = f"not checked: {why}"
         return
     with alone(state, units):
-        found = _by_shards(state, units, by_shards)
+        found = _by_shards(state, by_shards)
         state.verified = judged(state, found, device, where)
 
 
@@ -110,7 +110,7 @@ def first_batch(state: TrialState) -> Any:
     )
 
 
-def _by_shards(state: TrialState, units: Any, by_shards: ByShards) -> _Numbers:
+def _by_shards(state: TrialState, by_shards: ByShards) -> _Numbers:
     grads: Grads = {}
 
     def take(piece: int, found: Mapping[int, torch.Tensor]) -> None:
@@ -174,7 +174,7 @@ def _run(state: TrialState, device: Device, where: torch.device, *, whole: bool)
     size = 2 * sum(parameter.nbytes for parameter in chain.parameters) if where.type == "cuda" else 0
     with (
         randomness.kept(where),
-        device.computing(),
+        device.computing() if where.type == "cuda" else nullcontext(),
         device.arena.hold(f"{trial.name} first step", size),
         tracelessly(chain),
         _own_weights(chain, where) as written,

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError
-from loadmaster.train import randomness
+from loadmaster.train import first_step, randomness
 from loadmaster.train.belt import Belt
 from loadmaster.train.frozen import frozen_share, is_frozen, parted, shareable
 from loadmaster.train.group_plan import GroupPlan, group_cuts, plan_group
@@ -92,12 +93,15 @@ class Group:
 
     def step(self, riders: Sequence[TrialState]) -> list[Ridden]:
         """One optimizer step of each of these members."""
-        began = time.perf_counter()
         self._enter()
         assert self._belt is not None
-        before = self._belt.up_bytes, self._belt.loads
         ride = _Ride([self._members[id(state)] for state in riders])
+        began = time.perf_counter()
         with randomness.kept(self.device.torch_device), self.device.computing():
+            if any(first_step.is_due(state) for state in riders):
+                ride.verify(self.device, self._rehearse)
+                began = time.perf_counter()
+            before = self._belt.up_bytes, self._belt.loads
             ride.begin()
             if ride.alive:
                 self._sweep(ride, self._belt)
@@ -201,6 +205,17 @@ class Group:
         for host in self.frozen:
             self.device.unpin(host.slab)
 
+    def _rehearse(self, member: Member, batches: list[Any], then: Any) -> float:
+        """The visits of a step of one member, and nothing done; `then` gets all gradients."""
+        assert self._belt is not None
+        with member.rehearsing(batches):
+            ride = _Ride([member])
+            ride.begin()
+            self._sweep(ride, self._belt)
+            for problem in ride.errors.values():
+                raise problem
+            return member.tried(then)
+
     def _sweep(self, ride: "_Ride", belt: Belt) -> None:
         assert self.plan is not None
         for position, (kind, shard) in enumerate(self.plan.order):
@@ -227,6 +242,18 @@ class _Ride:
         self.losses: dict[int, float] = {}
         self.errors: dict[int, Exception] = {}
         self._num_tokens: dict[int, int] = {}
+
+    def verify(self, device: Device, rehearse: Callable[[Member, list[Any], Any], float]) -> None:
+        """Members before their first step: is it that of the plain model?"""
+
+        def act(member: Member) -> None:
+            state = member.state
+            if first_step.is_due(state):
+                by_shards = partial(rehearse, member)
+                first_step.compare(state, device, member.units, by_shards)
+
+        for member in list(self.alive):
+            self._let(member, act)
 
     def begin(self) -> None:
         begun: list[Member] = []

@@ -1,6 +1,6 @@
 """One trial of a group on a device: its adapters stay there, its batch visits each frozen shard in turn."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -208,6 +208,30 @@ class Member:
         count = len(self._moments)
         self._clear()
         return sum(each / count for each in self._losses[:count].tolist())
+
+    @contextmanager
+    def rehearsing(self, batches: list[Any]) -> Iterator[None]:
+        """A step on these batches that leaves nothing behind; it is not ended, but `tried`."""
+        state, shelf = self.state, self._shelf
+        before = state.peeked, state.generators, self.grads, self.tape, shelf.up_bytes, shelf.down_bytes
+        buffers = [buffer.clone() for buffer in self.units.buffers]
+        state.peeked, self.grads, self.tape = batches, Gradients(state, self._device.torch_device), None
+        try:
+            yield
+        finally:
+            self._waiting = {}
+            self._clear()
+            state.peeked, state.generators, self.grads, self.tape, shelf.up_bytes, shelf.down_bytes = before
+            for buffer, kept in zip(self.units.buffers, buffers, strict=True):
+                buffer.copy_(kept)
+
+    def tried(self, then: Callable[[int, dict[int, torch.Tensor]], None]) -> float:
+        """The gradients and the loss of a step that is not taken."""
+        for index, grads in self._waiting.items():
+            then(index, grads)
+        self._landed.wait()
+        count = len(self._moments)
+        return float(sum(each / count for each in self._losses[:count].tolist()))
 
     def predict(self, inputs: Any, belt: Belt) -> Any:
         """The outputs for some inputs, without gradients; the belt goes as in a forward pass."""
