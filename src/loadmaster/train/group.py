@@ -27,6 +27,7 @@ from loadmaster.train.member import Member
 from loadmaster.train.state import Built, TrialState, build, hold
 from loadmaster.train.store import HostPiece
 from loadmaster.train.streams import Device
+from loadmaster.train.ties import Owners
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
 
 _Views = dict[int, list[torch.Tensor]]
@@ -342,8 +343,10 @@ def open_group(
 ) -> Group:
     """Trials that share a frozen backbone, ready to step together; refuses one whose backbone differs."""
     group = Group(device, num_places=num_places)
+    owners = Owners()
     for trial in trials:
         built = build(trial, device=device.torch_device)
+        owners.claim(trial.name, built.chain)
         if not frozen_share(built.chain):
             raise InputError(f"trial {trial.name!r} has no frozen parameter; there is nothing to share")
         if group.join(built, cuts=cuts) is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+Table = tuple[dict[str, Any], dict[str, Any]]  # the attributes of a module, and what they were
 _MOST = 100_000  # objects: what is behind them stays as it is
 _LARGEST = 1 << 22  # elements of a tensor that is copied
 _TABLES = ("_parameters", "_buffers")  # whose tensors others put back
@@ -30,6 +31,26 @@ def kept(modules: Iterable[Any]) -> Iterator[None]:
         with torch.no_grad():
             for act in undo:
                 act()
+
+
+def differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether an attribute was set to another object, made or taken away."""
+    return table.keys() != before.keys() or any(table[name] is not value for name, value in before.items())
+
+
+@contextmanager
+def standing_in(tables: list[Table]) -> Iterator[None]:
+    """Attributes as they were, for a while; afterwards as they are now."""
+    now = [(table, dict(table)) for table, _ in tables]
+    try:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        yield
+    finally:
+        for table, after in now:
+            table.clear()
+            table.update(after)
 
 
 def plain_tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.train.engine import Runner, TrialPlan
 from loadmaster.train.rates import Rates
 from loadmaster.train.study_plan import free_host_bytes
+from loadmaster.train.ties import Owners
 from loadmaster.train.trial import Trial
 
 _NAME = re.compile(r"cpu(#\d+)?|cuda(:\d+)?(#\d+)?")
@@ -38,6 +39,7 @@ class ShardEngine:
         default_factory=dict, init=False, repr=False
     )  # by device, of this process
     _sketches: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # [trial] on a backbone
+    _owners: Owners = field(default_factory=Owners, init=False, repr=False)
     _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class ShardEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay in their process."""
-        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}}
+        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}, "_owners": Owners()}
 
     def device_names(self, devices: str | Sequence[str]) -> list[str]:
         """The devices that are meant; no GPU is touched."""
@@ -122,6 +124,7 @@ class ShardEngine:
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
         rates = self.rates or default_rates(where)
         built = build(trial, device=where)
+        self._owners.claim(trial.name, built.chain)
         plan = make_plan(
             built,
             cap_bytes=self._cap_bytes(name),

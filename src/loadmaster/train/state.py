@@ -18,6 +18,7 @@ from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
 from loadmaster.train.states import StateLayout, check_optimizer, discover, starts_at_zero
 from loadmaster.train.store import HostPiece, host_piece
+from loadmaster.train.ties import check_memory
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
 
 
@@ -120,6 +121,7 @@ def build(trial: Trial, *, device: torch.device) -> Built:
             )
         generators = randomness.current(device)
         chain = chain_of(trial, model)
+        check_memory(trial.name, chain)
         batch, num_batches = first_batch(trial)
         model.train()
         facts = profile(trial, chain, batch, device=device)

@@ -2,12 +2,12 @@
 
 F_i(x)  : keep x, the generators and the buffers the shard writes; y = shard(x) without gradients
 L(x)    : y = shard(x); loss = criterion(y, targets) / micro-batches; backward; gradient of x
-B_i(gy) : as F_i left it: generators, autocast, buffers; y = shard(x); backward(y, gy); put all back
+B_i(gy) : as F_i found it: generators, autocast, buffers, attributes; y = shard(x); backward(y, gy); put back
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
-from loadmaster.train import randomness
+from loadmaster.train import python_state, randomness
 from loadmaster.train.blocks import Chain, call
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
 
@@ -27,6 +27,7 @@ class Kept:
     value: Any
     generators: randomness.Generators | None
     buffers: dict[int, torch.Tensor]
+    attributes: list[python_state.Table] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Units:
         self.watching = self.recording = False  # see `tape`: whether draws are looked for; nothing is seeded
         self._draws: set[int] = set()  # shards that drew random numbers while that was looked for
         self._others: dict[int, bool] = {}  # blocks that draw from Python or NumPy, as their first run told
+        self._changing: dict[int, list[dict[str, Any]]] = {}  # attributes of modules that forward changes
         self._buffers_of = [
             sorted({slot.tensor for block in range(*cut) for slot in chain.buffer_slots[block]})
             for cut in cuts
@@ -84,6 +86,7 @@ class Units:
         generators = None if counted else randomness.current(self.device, others=self.draws_others(shard))
         careful = self._careful.get(shard, True)
         before, untouched = self._before(shard), self._untouched(shard)
+        attributes = [(table, dict(table)) for table in self._tables(shard)]
         given = tree_map(_copied, value) if careful else value
         versions = [leaf._version for leaf in _tensors(given)]
         with torch.no_grad():
@@ -92,7 +95,11 @@ class Units:
             changed = [leaf._version for leaf in _tensors(given)] != versions
             self._careful[shard] = changed
         self._still_untouched(untouched)
-        return out, Kept(value, generators, self._changed(shard, before))
+        if shard not in self._changing:
+            self._changing[shard] = [table for table, was in attributes if python_state.differs(table, was)]
+        changing = {id(table) for table in self._changing[shard]}
+        attributes = [row for row in attributes if id(row[0]) in changing]
+        return out, Kept(value, generators, self._changed(shard, before), attributes)
 
     def last(self, value: Any, targets: Any, moment: Moment, *, scale: float) -> tuple[torch.Tensor, Any]:
         """L: the loss of this micro-batch (before scaling) and the gradient of the shard's input."""
@@ -157,9 +164,10 @@ class Units:
         return value
 
     def is_same_each_time(self, shard: int) -> bool:
-        """Whether a shard that was seen neither drew random numbers nor wrote a buffer or its input."""
-        seen = shard in self._careful and shard in self._written
-        return seen and not (self._careful[shard] or self._written[shard] or shard in self._draws)
+        """Whether a shard that was seen neither drew numbers nor wrote a buffer, its input or attributes."""
+        seen = shard in self._careful and shard in self._written and shard in self._changing
+        wrote = seen and (self._careful[shard] or self._written[shard] or self._changing[shard])
+        return seen and not wrote and shard not in self._draws
 
     def passed(self, shard: int, given: Any) -> Any:
         """A shard that writes into its input gets a copy: neither a leaf nor what is kept may change.
@@ -185,12 +193,21 @@ class Units:
                 stand_ins[number] = copy
             self._bind_buffers(stand_ins)
         try:
-            yield
+            with python_state.standing_in(kept.attributes):
+                yield
         finally:
             if now is not None:
                 randomness.install(now, self.device)
             if kept.buffers:
                 self._bind_buffers(self.buffers)
+
+    def _tables(self, shard: int) -> list[dict[str, Any]]:
+        """Attributes of the shard's modules; of those that its first forward changed, once that is known."""
+        if shard in self._changing:
+            return self._changing[shard]
+        blocks = [self.chain.blocks[block] for block in range(*self.cuts[shard])]
+        modules = [each for block in blocks if isinstance(block, torch.nn.Module) for each in block.modules()]
+        return [vars(module) for module in modules]
 
     def _bind_buffers(self, tensors: Any) -> None:
         for slots in self.chain.buffer_slots:
