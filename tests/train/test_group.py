@@ -210,3 +210,31 @@ def test_a_study_predicts_shares_of_groups_not_trials_alone(cap: int, size: int,
     share = max(each.bytes_up for each in plan.trials)
     assert share == pytest.approx(sorted(moved)[len(moved) // 2], rel=0.1)
     assert (share > 0) == (size == 2)
+
+
+@pytest.mark.parametrize("cap", [20_000, 24_000, 30_000, 40_000])
+def test_trials_whose_backbone_leaves_no_room_for_a_group_stream_it_by_themselves(
+    cap: int, tmp_path: Any
+) -> None:
+    trials = _sweep(build=_wide)
+    study = lt.Study(trials, dir=tmp_path, devices="cpu", memory_cap=cap, optimizer_placement="device")
+    plan = study.plan()
+    assert {each.num_together for each in plan.trials} == {1}
+    result = study.fit()
+    backbone_bytes = sum(p.nbytes for p in _wide().parameters() if not p.requires_grad)
+    for trial, planned in zip(trials, plan.trials, strict=True):
+        plain = lt.reference(trial)
+        ours = result[trial.name].state_dict()
+        assert result[trial.name].error == ""
+        assert [n for n, tensor in plain.state_dict.items() if not torch.equal(tensor, ours[n])] == []
+        assert planned.host_bytes > backbone_bytes  # nobody holds it for them
+
+
+def _wide() -> torch.nn.Module:
+    """Layers so large that a cap which streams them has no room for two and a group's own needs."""
+    from tests.train.lora_trials import Adapted, Frozen
+
+    frozen = [Adapted(WIDTH, frozen_seed=n, dtype=torch.float32) for n in range(4)]
+    for layer in frozen:
+        layer.rest = torch.nn.Parameter(torch.ones(WIDTH * 60), requires_grad=False)
+    return torch.nn.Sequential(Frozen(11, embed=True), *frozen, Frozen(11, embed=False))

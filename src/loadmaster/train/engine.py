@@ -121,5 +121,6 @@ class TrialPlan:
     bound_by: str = ""  # compute, bus, host memory or optimizer
     load_s: float = float("inf")  # bringing its resident shards to a device
     num_together: int = 1  # trials that share its frozen backbone on a device
+    is_grouped: bool = False  # its backbone is streamed for a group, if only of one
     built_on: str = "cpu"  # 'meta': without memory, until it is held
     detail: Any = None  # the engine's own plan

@@ -44,12 +44,16 @@ def together(
     plans: Sequence[TrialPlan],
     sketches: Mapping[str, Sketch],
     *,
+    lent_bytes: Mapping[str, int],
     num_devices: int,
     cap_bytes: int,
     on_gpu: bool,
     rates: Rates,
 ) -> list[TrialPlan]:
-    """The plans, those of trials on one backbone as members of a group; others as they are."""
+    """The plans, those of trials on one backbone as members of a group; others as they are.
+
+    `lent_bytes`: what a plan leaves out because an earlier trial holds it, which is so within a group alone.
+    """
     found = {each.trial: each for each in plans}
     for backbone in dict.fromkeys(each.backbone for each in sketches.values()):
         members = [each for each in sketches.values() if each.backbone == backbone]
@@ -58,14 +62,23 @@ def together(
             part = members[first : first + size]
             while part:
                 group = _fitting(part, cap_bytes=cap_bytes, on_gpu=on_gpu)
-                if group is None:
-                    break  # not even one fits: it says so when it is opened
+                if group is None:  # not even one fits: they stream their shards by themselves
+                    for each in part:
+                        name = each.trial.name
+                        found[name] = _holding(found[name], lent_bytes)
+                    break
                 plan, count = group
                 for each in part[:count]:
                     old = found[each.trial.name]
-                    found[old.trial] = _member(old, part[:count], plan, found, rates)
+                    own = old if each is not part[0] else _holding(old, lent_bytes)
+                    found[old.trial] = _member(own, part[:count], plan, found, rates)
                 part = part[count:]
     return [found[each.trial] for each in plans]
+
+
+def _holding(plan: TrialPlan, lent_bytes: Mapping[str, int]) -> TrialPlan:
+    """A plan whose trial holds its backbone itself."""
+    return replace(plan, host_bytes=plan.host_bytes + lent_bytes.get(plan.trial, 0))
 
 
 def _fitting(members: Sequence[Sketch], *, cap_bytes: int, on_gpu: bool) -> tuple[GroupPlan, int] | None:
@@ -97,4 +110,5 @@ def _member(
         bound_by=bound.bound_by,
         load_s=0.0,  # who takes turns on one backbone loads nothing for it
         num_together=count,
+        is_grouped=True,
     )

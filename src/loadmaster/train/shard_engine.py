@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
 from loadmaster.train.engine import Runner, TrialPlan
 from loadmaster.train.rates import Rates
 from loadmaster.train.study_plan import free_host_bytes
@@ -40,6 +40,8 @@ class ShardEngine:
     )  # by device, of this process
     _sketches: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # [trial] on a backbone
     _owners: Owners = field(default_factory=Owners, init=False, repr=False)
+    _alone: set[str] = field(default_factory=set, init=False, repr=False)  # of them, those no group takes
+    _lent_bytes: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # held by another trial
     _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
 
     def __post_init__(self) -> None:
@@ -105,13 +107,16 @@ class ShardEngine:
         from loadmaster.train.group_runner import Groups
         from loadmaster.train.state import build
 
-        if trial.name not in self._backbones:
+        if trial.name not in self._backbones or trial.name in self._alone:
             return None
         built = build(trial, device=device.torch_device)
         if not has_backbone(built.chain):
             return None
         groups = self._groups.setdefault(id(device), Groups())
-        return groups.runner(built, device)
+        try:
+            return groups.runner(built, device)
+        except DeviceMemoryError:  # it was planned for another device, or not at all
+            return None
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
@@ -163,14 +168,17 @@ class ShardEngine:
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
-        return together(
+        found = together(
             plans,
             self._sketches,
+            lent_bytes=self._lent_bytes,
             num_devices=len(device_names),
             cap_bytes=self._cap_bytes(name),
             on_gpu=where.type == "cuda",
             rates=self.rates or default_rates(where),
         )
+        self._alone = {each.trial for each in found if each.trial in self._sketches and not each.is_grouped}
+        return found
 
     def _noted(self, trial: Trial, built: Any) -> int:
         """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
@@ -183,7 +191,9 @@ class ShardEngine:
         self._backbones[trial.name] = found
         if found not in others:
             return 0
-        return sum(built.chain.parameters[n].nbytes for n in frozen_numbers(built.chain))
+        lent = sum(built.chain.parameters[n].nbytes for n in frozen_numbers(built.chain))
+        self._lent_bytes[trial.name] = lent
+        return lent
 
 
 def num_steps(trial: Trial, num_batches: int | None) -> int:
