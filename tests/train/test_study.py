@@ -12,6 +12,7 @@ import torch
 
 from loadmaster.core.errors import FileError, InputError, LoadmasterError, RunError
 from loadmaster.train.events import CsvLogger, JsonlLogger
+from loadmaster.train.folder_lock import locked
 from loadmaster.train.journal import DiskFullError, read_journal
 from loadmaster.train.result import Status
 from loadmaster.train.study import Study
@@ -249,8 +250,8 @@ def test_trials_that_do_not_fit_together_wait_for_room(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_use_one_folder(tmp_path: Path) -> None:
-    one, other = study(tmp_path, [trial("a")]), study(tmp_path, [trial("a")])
-    with one._locked(), pytest.raises(FileError, match="in use by another process"):
+    other = study(tmp_path, [trial("a")])
+    with locked(tmp_path / "run"), pytest.raises(FileError, match="in use by another process"):
         other.fit()
 
 

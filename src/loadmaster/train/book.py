@@ -70,7 +70,7 @@ class Book:
             self.note("trial", trial=name, facts=facts, num_steps=num_steps)
             return self.entries[name]
         for key, value in facts.items():
-            if entry.facts.get(key) != value:
+            if key in entry.facts and entry.facts[key] != value:
                 raise InputError(
                     f"trial {name!r} was started with {key} = {entry.facts.get(key)!r} and now has {value!r};"
                     " give it another name, or the study another dir"

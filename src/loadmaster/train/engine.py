@@ -4,7 +4,7 @@ The protocols say what is relied on; tests bring a plain resident engine of thei
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -122,5 +122,6 @@ class TrialPlan:
     load_s: float = float("inf")  # bringing its resident shards to a device
     num_together: int = 1  # trials that share its frozen backbone on a device
     is_grouped: bool = False  # its backbone is streamed for a group, if only of one
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its optimizer; they may not change later
     built_on: str = "cpu"  # 'meta': without memory, until it is held
     detail: Any = None  # the engine's own plan

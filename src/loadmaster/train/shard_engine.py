@@ -122,6 +122,7 @@ class ShardEngine:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
         from loadmaster.train.group_forecast import sketch
         from loadmaster.train.partition import make_plan
+        from loadmaster.train.refusals import options_of
         from loadmaster.train.runner import default_rates
         from loadmaster.train.state import build, sizes_of
 
@@ -157,6 +158,7 @@ class ShardEngine:
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
+            options=options_of(trial.optim([p for p in built.chain.parameters if p.requires_grad])),
             built_on="meta" if built.empty else "cpu",
             detail=plan,
         )

@@ -16,6 +16,7 @@ from loadmaster.train.layout import Layout, lay_out
 from loadmaster.train.loaders import LoaderError, has_state, saved_state
 from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
+from loadmaster.train.refusals import check_extra_state, check_schedule, valueless
 from loadmaster.train.states import StateLayout, check_optimizer, discover, starts_at_zero
 from loadmaster.train.store import HostPiece, host_piece
 from loadmaster.train.ties import check_memory
@@ -122,9 +123,11 @@ def build(trial: Trial, *, device: torch.device) -> Built:
         generators = randomness.current(device)
         chain = chain_of(trial, model)
         check_memory(trial.name, chain)
+        check_extra_state(trial, model)
         batch, num_batches = first_batch(trial)
         model.train()
-        facts = profile(trial, chain, batch, device=device)
+        with valueless(trial):
+            facts = profile(trial, chain, batch, device=device)
         if empty is not None:
             hollow(model)
             chain = chain_of(trial, model)
@@ -178,6 +181,7 @@ def sizes_of(built: Built) -> Sizes:
     optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
     check_optimizer(optimizer, name=trial.name)
     states, _ = _states(optimizer, chain)
+    check_schedule(trial, optimizer)
     rows = []
     for number, parameter in enumerate(chain.parameters):
         narrow = dtype is not None and built.facts.castable[number] and parameter.dtype == torch.float32

@@ -7,7 +7,6 @@
 The folder holds the journal, the checkpoints and a lock; a second process is refused.
 """
 
-import fcntl
 import os
 import signal
 import threading
@@ -19,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadmaster.core.errors import FileError, InputError
+from loadmaster.core.errors import InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
 from loadmaster.train.book import Book, Entry
 from loadmaster.train.coordinator import Coordinator
 from loadmaster.train.crew import Crew, InlineCrew
 from loadmaster.train.engine import Engine, TrialPlan
 from loadmaster.train.events import Audience
+from loadmaster.train.folder_lock import locked
 from loadmaster.train.journal import Journal
 from loadmaster.train.loaders import check_source, with_timeout
 from loadmaster.train.pace import Pace
@@ -151,7 +151,7 @@ class Study:
         plan = self.plan()
         plan.require()
         began = time.perf_counter()
-        with self._locked():
+        with locked(self.dir):
             journal = Journal(self.dir / "journal")
             try:
                 coordinator = self._coordinator(journal, plan, retry_failed=retry_failed)
@@ -173,7 +173,8 @@ class Study:
         book = Book(journal)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
-            entry = book.enter(name, _facts(trial), plans[name].num_steps)
+            facts = _facts(trial) | dict(plans[name].options)
+            entry = book.enter(name, facts, plans[name].num_steps)
             if retry_failed and entry.error_kind:
                 book.note("retry", trial=name)
                 book.rewind(name)
@@ -227,25 +228,6 @@ class Study:
         root = self.dir / "checkpoints"
         rows = tuple(_trial_result(book.entries[name], root) for name in self.names)
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The folder, for this process alone."""
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as problem:
-            raise FileError(f"cannot use {self.dir} as the folder of a study: {problem.strerror}") from None
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise FileError(
-                    f"{self.dir} is in use by another process; wait until it is done, or give another dir"
-                ) from None
-            yield
-        finally:
-            os.close(handle)
 
 
 def _facts(trial: Any) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class Units:
                 f"trial {self.trial.name!r}: its loss has no value: the model or the loss holds a tensor that"
                 " was made while memory was planned (a table cached on first use); make it with the model"
             )
+        loss = loss.reshape(())  # one number of another shape is one number
         share = loss / moment.num_micro_batches if moment.num_micro_batches > 1 else loss
         (share * scale if scale != 1.0 else share).backward()
         return loss.detach(), gradients_of(given)

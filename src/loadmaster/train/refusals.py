@@ -1,0 +1,73 @@
+"""What a study cannot train, or could not resume, said before anything is trained."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.errors import InputError
+from loadmaster.train.trial import Trial
+
+_OF_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def check_extra_state(trial: Trial, model: nn.Module) -> None:
+    """A module's own kind of state is no tensor by a name: checkpoints would not hold it."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise InputError(
+                f"trial {trial.name!r}: module {name or 'itself'!r} ({type(module).__name__}) keeps a state"
+                " of its own (get_extra_state), which checkpoints of tensors do not hold; keep it in buffers"
+            )
+
+
+def check_schedule(trial: Trial, optimizer: torch.optim.Optimizer) -> None:
+    """A schedule is stepped with the optimizer and told nothing."""
+    if trial.lr_schedule is None:
+        return
+    made = trial.lr_schedule(optimizer)
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InputError(
+            f"trial {trial.name!r}: ReduceLROnPlateau wants a metric in each step, and a schedule here is"
+            " told none; use one that counts steps (CosineAnnealingLR, LambdaLR, ...), or stop trials that"
+            " stand still with a searcher"
+        )
+    if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
+        raise InputError(
+            f"trial {trial.name!r}: lr_schedule gave {type(made).__name__}; give a function from an"
+            " optimizer to a scheduler of torch.optim.lr_scheduler, or one with step and state_dict"
+        )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The options of each param group as facts: a trial that has begun goes on with them."""
+    groups, found = optimizer.param_groups, {}
+    for at, group in enumerate(groups):
+        begins = "optim" if len(groups) == 1 else f"optim[{at}]"
+        for key, value in group.items():
+            number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            number = list(number) if isinstance(number, tuple) else number
+            if isinstance(number, _PLAIN) or (
+                isinstance(number, list) and all(isinstance(each, _PLAIN) for each in number)
+            ):
+                found[f"{begins}.{key}"] = number
+    return found
+
+
+@contextmanager
+def valueless(trial: Trial) -> Iterator[None]:
+    """While a model runs on tensors without values: one that looks at them is told why it cannot."""
+    try:
+        yield
+    except Exception as problem:
+        if type(problem).__name__ not in _OF_VALUES:
+            raise
+        what = " ".join(str(getattr(problem, "func", problem)).split())[:100]
+        raise InputError(
+            f"trial {trial.name!r}: its forward or loss looks at values of tensors ({what}), and memory is"
+            " planned before there are any; shapes and Python numbers must not depend on them (masks instead"
+            " of nonzero or x[mask], torch.where instead of if, BatchNorm with a momentum)"
+        ) from problem
