@@ -1,5 +1,6 @@
 """The first step by shards is compared with that of the plain model; what differs fails, and says where."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,39 @@ class Scaled(nn.Module):
 def test_counts_outside_of_modules_are_told() -> None:
     counts: list[int] = []
     refused(trial(lambda: nn.Sequential(Scaled(counts), Scaled(counts), Scaled(counts))), "the loss is")
+
+
+class Fixed(Chain):
+    """What it draws in Python is fixed when it is traced."""
+
+    def forward(self, x: Any) -> Any:
+        return self.c(self.b(self.a(x)) * random.random())
+
+
+def test_what_a_trace_has_fixed_is_told() -> None:
+    refused(trial(Fixed), "forward decides nothing in Python that changes")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        lambda: nn.BatchNorm1d(WIDTH),
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True),
+        lambda: nn.ReLU(inplace=True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_usual_layers_pass(layer: Any, dtype: Any) -> None:
+    def rows() -> Any:
+        return [(x.to(dtype), y.to(dtype)) for x, y in data()]
+
+    one = trial(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), *layers(2)).to(dtype), data=rows)
+    runner, device = opened(one, 80_000)
+    losses = [done.loss for done in runner.steps(device, 99)]
+    assert runner.verified.startswith("first step equal to that of the model itself")
+    assert losses == pytest.approx(list(lt.reference(one).losses), rel=1e-6)
+    runner.close()
 
 
 class Clamped(nn.Module):
