@@ -159,7 +159,7 @@ def test_usual_layers_pass(layer: Any, dtype: Any) -> None:
         return [(x.to(dtype), y.to(dtype)) for x, y in data()]
 
     one = trial(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), *layers(2)).to(dtype), data=rows)
-    runner, device = opened(one, 80_000)
+    runner, device = opened(one, 120_000)
     losses = [done.loss for done in runner.steps(device, 99)]
     assert runner.verified.startswith("first step equal to that of the model itself")
     assert losses == pytest.approx(list(lt.reference(one).losses), rel=1e-6)
