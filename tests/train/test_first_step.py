@@ -252,6 +252,8 @@ def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp
 
     result = lt.Study(trials(), dir=tmp_path, devices="cpu", memory_cap=4 * CAP).fit()
     assert result["wrong"].error_kind == "verify"
+    assert [row["checked"] for row in result.rows()] == ["-", "yes"]
+    assert result.to_json()["trials"][1]["verified"] == result["right"].verified
     assert "Trial(verify=False)" in result["wrong"].error
     assert result["right"].verified.startswith("first step equal to that of the model itself")
     assert result["right"].status == "done"
@@ -295,3 +297,50 @@ def test_a_member_of_a_group_that_would_be_trained_otherwise_fails_alone() -> No
     assert len(group.states) == 2
     group.leave()
     assert device.arena.used_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("cap_bytes", [1 << 30, 300 << 20])
+def test_on_a_gpu_what_is_right_passes_what_is_wrong_fails_and_the_numbers_stay(
+    precision: str, cap_bytes: int
+) -> None:
+    from loadmaster.train.cuda_device import CudaDevice
+
+    def build() -> nn.Module:
+        parts = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Dropout(0.1)) for _ in range(24)]
+        return nn.Sequential(*parts)
+
+    def rows() -> Any:
+        made = torch.Generator().manual_seed(1)
+        return [(torch.randn(64, 512, generator=made), torch.randn(64, 512, generator=made))] * 4
+
+    made: list[Any] = []
+
+    def kept() -> nn.Module:
+        made.append(build())
+        return made[-1]
+
+    def penalty(out: Any, target: Any) -> Any:
+        first = next(made[-1].parameters())
+        return mse(out.float(), target) + 0.1 * first.square().sum().to(out.device)
+
+    def ran(**more: Any) -> tuple[str, dict[str, Any]]:
+        device = CudaDevice("cuda:0", cap_bytes=cap_bytes)
+        given: dict[str, Any] = {"data": rows, "precision": precision, "loss": lambda o, y: mse(o.float(), y)}
+        runner = lt.open_runner(
+            trial(more.pop("build", build), **(given | more)), device=device, optimizer_placement="device"
+        )
+        try:
+            list(runner.steps(device, 99))
+            return runner.verified, {name: t.clone() for name, t in runner.state_dict().items()}
+        finally:
+            runner.close()
+
+    verified, with_check = ran()
+    assert verified.startswith("first step equal to that of the model itself"), verified
+    _, without = ran(verify=False)
+    assert all(torch.equal(tensor, without[name]) for name, tensor in with_check.items())
+    with pytest.raises(VerifyError, match=r"the gradient of '0.0.weight'"):
+        ran(build=kept, loss=penalty)

@@ -5,6 +5,7 @@ values of tensors that are attributes: all are put back in place, so whoever sha
 back is what only compiled code can see, globals, and what closures hold.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ Table = tuple[dict[str, Any], dict[str, Any]]  # the attributes of a module, and
 _MOST = 100_000  # objects: what is behind them stays as it is
 _LARGEST = 1 << 22  # elements of a tensor that is copied
 _TABLES = ("_parameters", "_buffers")  # whose tensors others put back
+_OF_OTHERS = ("threading", "queue", "multiprocessing", "logging", "concurrent", "asyncio", "socket", "io")
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, int, float, complex)
 
 
@@ -79,7 +81,7 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
     seen: dict[int, Any] = {}  # kept, so that no other gets its id
     while waiting and len(seen) < _MOST:
         each = waiting.pop()
-        if id(each) in seen or each is None or isinstance(each, _OPAQUE):
+        if id(each) in seen or _is_opaque(each):
             continue
         seen[id(each)] = each
         yield each
@@ -103,10 +105,28 @@ def _refill(container: Any) -> Callable[[], None]:
     before = dict(container) if isinstance(container, dict) else list(container)
 
     def act() -> None:
+        if _same(container, before):
+            return
         container.clear()
         (container.extend if isinstance(container, list | deque) else container.update)(before)
 
     return act
+
+
+def _same(container: Any, before: Any) -> bool:
+    if isinstance(container, dict):
+        return not differs(container, before) and list(container) == list(before)
+    if isinstance(container, set):
+        return container == set(before)
+    return len(container) == len(before) and all(map(operator.is_, container, before))
+
+
+def _is_opaque(each: Any) -> bool:
+    """Numbers, texts and code; and what threads or other processes may be changing meanwhile."""
+    if each is None or isinstance(each, _OPAQUE):
+        return True
+    home = type(each).__module__
+    return home.partition(".")[0] in _OF_OTHERS or home.startswith(("torch.utils.data", "torch.distributed"))
 
 
 def _tensor(tensor: torch.Tensor) -> Callable[[], None] | None:

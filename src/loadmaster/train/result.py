@@ -115,6 +115,7 @@ class Result:
                 **{f"eval {name}": value for name, value in each.metrics.items()},
                 "tokens_per_s": each.num_tokens / each.seconds if each.seconds else None,
                 "seconds": each.seconds,
+                "checked": {"": "-", "not": "no"}.get(each.verified.partition(" ")[0], "yes"),
                 "error": each.error.strip().splitlines()[0] if each.error else "",
             }
             for each in self.trials
@@ -140,7 +141,9 @@ class Result:
             "metric": self.metric,
             "mode": self.mode,
             "trials": [
-                row | {"error_kind": each.error_kind, "checkpoint": str(each.folder) if each.folder else None}
+                row
+                | {"error_kind": each.error_kind, "verified": each.verified}
+                | {"checkpoint": str(each.folder) if each.folder else None}
                 for row, each in zip(self.rows(), self.trials, strict=True)
             ],
         }
