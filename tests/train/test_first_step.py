@@ -245,6 +245,35 @@ def test_blocks_of_a_model_whose_forward_is_of_no_use_are_compared_in_a_row() ->
     runner.close()
 
 
+class Answer(dict[str, Any]):
+    """As models of `transformers` answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Wrapped(Chain):
+    def forward(self, x: Any) -> Any:
+        return Answer(logits=super().forward(x), loss=None)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_blocks_that_give_the_logits_of_an_answer_are_compared_with_them(right: bool) -> None:
+    def blocks(m: Any) -> Any:
+        return [m.a, nn.Sequential(m.b, nn.Tanh()), m.c][:: 1 if right else -1]
+
+    if not right:
+        refused(trial(Wrapped, blocks=blocks), "the loss is")
+        return
+    runner, device = opened(trial(Wrapped, blocks=blocks))
+    list(runner.steps(device, 1))
+    assert runner.verified.startswith("first step equal to that of the model itself")
+    runner.close()
+
+
 def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp_path: Any) -> None:
     def trials(**more: Any) -> list[lt.Trial]:
         wrong = trial(Chain, name="wrong", blocks=lambda m: [m.b, nn.Sequential(m.a, nn.Tanh()), m.c], **more)

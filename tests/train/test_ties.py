@@ -27,6 +27,18 @@ def test_weights_tied_by_data_are_refused_by_both_names(own_numbers: bool) -> No
         sharded(build)
 
 
+def test_frozen_weights_tied_by_data_are_no_matter() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*layers())
+        for at in (0, 2):
+            model[at].weight.requires_grad_(False)
+        nn.init.normal_(model[0].weight, std=0.2)
+        model[2].weight.data = model[0].weight.data
+        return model
+
+    equal(build, cap_bytes=20_000)
+
+
 def test_weights_tied_as_one_parameter_are_trained_as_one() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(*layers())

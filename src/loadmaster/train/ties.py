@@ -15,8 +15,11 @@ from loadmaster.core.errors import InputError
 from loadmaster.train.blocks import Chain
 
 
-def check_memory(name: str, chain: Chain) -> None:
-    """Refuse parameters and buffers of one model that share memory without being one tensor."""
+def check_memory(trial: str, chain: Chain) -> None:
+    """Refuse parameters and buffers of one model that share memory without being one tensor.
+
+    Parameters that are all frozen may: nothing parts them.
+    """
     tensors = [
         *zip(chain.parameter_name, chain.parameters, strict=True),
         *zip(chain.buffer_name, chain.buffers, strict=True),
@@ -27,13 +30,18 @@ def check_memory(name: str, chain: Chain) -> None:
             by_storage.setdefault(row[1].untyped_storage()._cdata, []).append(row)
     for rows in by_storage.values():
         for at, (second, other) in enumerate(rows):
-            first = next((before for before, tensor in rows[:at] if _overlap(tensor, other)), None)
+            first = next((name for name, each in rows[:at] if _would_part(each, other)), None)
             if first is not None:
                 raise InputError(
-                    f"trial {name!r}: {first!r} and {second!r} of its model share memory without being one"
+                    f"trial {trial!r}: {first!r} and {second!r} of its model share memory without being one"
                     " tensor (tied by .data?), which training by shards would part; tie them as one"
                     " parameter (model.a.weight = model.b.weight), or give each its own (clone())"
                 )
+
+
+def _would_part(left: torch.Tensor, right: torch.Tensor) -> bool:
+    frozen = all(isinstance(each, nn.Parameter) and not each.requires_grad for each in (left, right))
+    return not frozen and _overlap(left, right)
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
