@@ -251,5 +251,6 @@ def test_the_blocks_that_the_documentation_writes_for_a_transformer_train_to_the
     assert losses == list(plain.losses)
     ours = runner.state_dict()
     assert [name for name, tensor in plain.state_dict.items() if not torch.equal(tensor, ours[name])] == []
+    assert "model itself" in runner.verified  # its logits are those of the transformer
     trial.build().load_state_dict(ours)
     runner.close()
