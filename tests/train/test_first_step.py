@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="training needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
-from loadmaster.core.errors import VerifyError  # noqa: E402
+from loadmaster.core.errors import RunError, VerifyError  # noqa: E402
 from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
 from tests.train.small_trials import Rows  # noqa: E402
 from tests.train.test_silence import CAP, WIDTH, data, layers, mse, sgd  # noqa: E402
@@ -92,6 +92,21 @@ def test_parameters_that_a_loss_holds_itself_are_told_too() -> None:
     refused(
         trial(build, loss=lambda out, y: mse(out, y) + 1e-2 * held[0].square().sum()), "'0.weight'", 14_000
     )
+
+
+def test_parameters_of_a_model_built_without_memory_that_a_loss_holds_are_refused_in_words() -> None:
+    held: list[Any] = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*layers())
+        held[:] = [model[0].weight]
+        return model
+
+    one = trial(build, loss=lambda out, y: mse(out, y) + 1e-2 * held[0].square().sum())
+    runner, device = opened(one, 14_000)
+    with pytest.raises(RunError, match="its loss holds a parameter that has no values"):
+        list(runner.steps(device, 1))
+    runner.close()
 
 
 class Aux(nn.Module):

@@ -116,7 +116,15 @@ class Units:
             )
         loss = loss.reshape(())  # one number of another shape is one number
         share = loss / moment.num_micro_batches if moment.num_micro_batches > 1 else loss
-        (share * scale if scale != 1.0 else share).backward()
+        try:
+            (share * scale if scale != 1.0 else share).backward()
+        except NotImplementedError as problem:
+            if "meta tensor" not in str(problem):
+                raise
+            raise RunError(
+                f"trial {self.trial.name!r}: its loss holds a parameter that has no values: the model was"
+                " built without memory first; look parameters up in the model when they are used"
+            ) from problem
         return loss.detach(), gradients_of(given)
 
     def backward(self, shard: int, kept: Kept, gradient: Any, moment: Moment) -> Any:
