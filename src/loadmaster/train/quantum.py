@@ -228,11 +228,9 @@ class Session:
         Whether a step fits is known before the first one changes anything. `then` gets all gradients.
         """
         state, where = self.state, self.device.torch_device
-        kept, told, grads = (
-            [buffer.clone() for buffer in self.units.buffers],
-            replace(self.ledger),
-            self.grads,
-        )
+        with self.device.computing():  # which writes them
+            kept = [buffer.clone() for buffer in self.units.buffers]
+        told, grads = replace(self.ledger), self.grads
         self.places.turn_of(self.weights, None)
         self.weights.position = 0
         self.grads, self.rehearsing = Gradients(state, where), then or self._as_if
@@ -245,15 +243,15 @@ class Session:
                 losses = self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
                 return sum(each / len(losses) for each in losses)
         finally:
-            with self.device.computing():  # after a failure too, before buffers are put back
+            with self.device.computing():  # after a failure too
+                for buffer, before in zip(self.units.buffers, kept, strict=True):
+                    buffer.copy_(before)
                 self.device.mark().wait()
             self._boundaries.clear()
             self.grads, self.rehearsing = grads, None
             for slot in self.places.slots:
                 if slot.owner is self.weights:
                     slot.clear()
-            for buffer, before in zip(self.units.buffers, kept, strict=True):
-                buffer.copy_(before)
             for name in ("up_bytes", "down_bytes", "loads", "waited_s"):
                 setattr(self.ledger, name, getattr(told, name))
 
