@@ -46,7 +46,7 @@ def check(data: st.DataObject, question: str, size: tuple[int, int]) -> None:
     for name in available():
         if not why_not(placer(name), problem):
             run = Run(
-                budget=Budget(count=1_000_000),
+                budget=Budget(count=20_000),
                 rng=np.random.default_rng(0),
                 score=simulator.score,
                 arrange=simulator.arranged,
