@@ -335,8 +335,12 @@ def interleave(
 
 
 def default_threads() -> int:
-    """Threads of the host's updates: two cores are left to issue units and run autograd."""
-    return max(1, (os.cpu_count() or 1) - 2)
+    """Threads of the host's updates: a quarter of the cores, two or more, are left to those that issue units.
+
+    They are memory-bound long before they have all cores, but a step stands still where issuing does.
+    """
+    count = os.cpu_count() or 1
+    return max(1, count - max(2, count // 4))
 
 
 def default_rates(device: torch.device) -> Rates:

@@ -16,7 +16,7 @@ from typing import Any
 from loadmaster.train.cpu_device import HostEvent
 from loadmaster.train.streams import Event
 
-_POLL_S = 1e-4
+_POLL_S = 5e-4  # each look takes Python's lock from the thread that issues units
 _MOST_SPANS = 10_000  # that nobody asked for
 
 
