@@ -9,7 +9,7 @@ from loadmaster.train.gpu_rates import Traffic, layer_flops_per_s, recomputed_la
 from loadmaster.train.host_rates import make_pieces, rates_beside
 
 _KERNEL_BYTES = 28  # a parameter: master and two moments read and written, gradient read, copy written
-_NUM_PIECES = 4  # stepped in turn: one alone would stay in the cache in part
+_NUM_PIECES = 4  # stepped in turn, a GB in all: one alone would stay in the cache in part
 _NUM_UPDATES = 24
 _ALONE_S = 0.5
 
@@ -50,12 +50,12 @@ TYPICAL_GPU = Rates(  # until calibrate() has been asked
 )
 
 
-def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 30_000_000) -> Rates:
+def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 16_000_000) -> Rates:
     """Measure a GPU and its host: a layer alone, copies both ways, and the optimizer beside both."""
     where = torch.device(device)
     layer = recomputed_layer(where)
     flops = layer_flops_per_s(where, layer)
-    with Traffic(where, box_bytes=4 * num_params) as traffic:
+    with Traffic(where, box_bytes=8 * num_params) as traffic:
         alone = traffic.alone_bytes_per_s(_ALONE_S)
         traffic.layer = layer
         pieces = make_pieces(_NUM_PIECES, num_params)
