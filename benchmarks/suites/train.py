@@ -4,7 +4,7 @@ The GPU figures need CUDA and a host with 128 GB; the CPU figure stretches every
 Every part runs in a process of its own under a time limit: one that fails, hangs or is killed is said, and
 the others go on. Figures are printed and appended to results/DATE-train.jsonl as they come.
 TRAIN_PARTS="smoke,one" chooses parts; what parts find (rates, times to compare with) is handed to later ones,
-and kept in TRAIN_FOUND, a file, if that is given.
+and kept in TRAIN_FOUND, a file, if that is given. TRAIN_BY_HAND=0 leaves out a placement given by hand.
 """
 
 import json

@@ -1,11 +1,15 @@
 """The one-pass kernel gives the framework's fused bits."""
 
+import os
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from loadmaster.train.host_kernels import adam_step, table_of
+from loadmaster.train import host_kernels
+from loadmaster.train.host_kernels import adam_step, table_of, worker_cores
 
 
 @pytest.mark.parametrize("narrow", [True, False])
@@ -70,3 +74,32 @@ def test_every_block_is_stepped_once_however_many_threads_take_them() -> None:
         found.append(slab)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_threads_keep_off_an_eighth_of_many_cores() -> None:
+    bits = np.unpackbits(worker_cores(set(range(16))), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == list(range(2, 16))
+    assert len(worker_cores({0, 1, 2, 3})) == 0, "few cores: all of them"
+    assert len(worker_cores(set(range(5000)))) == 0, "more than a set can name"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are moved between cores on Linux alone")
+def test_the_caller_may_run_where_it_could_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core: there is nothing to keep off")
+    mask = np.zeros(1024, dtype=np.uint8)
+    mask[max(before)] = 1
+    monkeypatch.setattr(host_kernels, "worker_cores", lambda _: np.packbits(mask, bitorder="little"))
+    size = 1 << 15
+    slab = torch.zeros(size * 16, dtype=torch.uint8)
+    wide = slab[: 12 * size].view(torch.float32).view(3, size)
+    half = slab[12 * size :].view(torch.bfloat16).view(2, size)
+    table = table_of(slab, [(0, wide[0], wide[1], wide[2], half[0], half[1])])
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    adam_step(slab, table, steps=[1], options=[adam], decoupled=[True], num_threads=2)
+    assert os.sched_getaffinity(0) == before
+    others = {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+    assert frozenset({max(before)}) in others, "a worker keeps to its cores"
+    monkeypatch.setattr(host_kernels, "worker_cores", lambda _: np.packbits(np.ones(1024, dtype=np.uint8)))
+    adam_step(slab, table, steps=[2], options=[adam], decoupled=[True], num_threads=2)  # as it was for others

@@ -45,7 +45,7 @@ class CudaDevice:
         self.name = name
         self.tenants: list[Any] = []
         self.places: Any = None
-        self.tracing = trace
+        self.tracing = trace  # may be changed between steps: events take time to record and to read
         self.rehearses = True  # libraries and the allocator take what no plan sees
         self.torch_device = torch.device(name)
         index = self.torch_device.index or 0
@@ -60,9 +60,8 @@ class CudaDevice:
         self._aside = torch.cuda.Stream(index)
         self._up = [torch.cuda.Stream(index) for _ in range(2)]  # weights; optimizer state
         self._down = [torch.cuda.Stream(index) for _ in range(2)]  # gradients; optimizer state
-        self._trace = trace
         self._marks: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._began = self._timed(self._compute) if trace else None
+        self._began = self._timed(self._compute)
         self._began_s = time.perf_counter()
         self._pinned: set[int] = set()
 
@@ -117,7 +116,7 @@ class CudaDevice:
     @contextmanager
     def span(self, kind: str, label: str) -> Iterator[None]:
         """Note a piece of compute."""
-        if not self._trace:
+        if not self.tracing:
             yield
             return
         first = self._timed(self._compute)
@@ -126,7 +125,7 @@ class CudaDevice:
 
     def spans(self) -> list[tuple[str, str, float, float]]:
         """What has been done since last asked; what is still under way is told the next time."""
-        if not self._trace or self._began is None or not self._began.query():
+        if not self.tracing or not self._began.query():
             return []
         reached = [(mark, mark[3].query()) for mark in self._marks]
         taken = [mark for mark, done in reached if done]
@@ -169,11 +168,11 @@ class CudaDevice:
         label: str,
     ) -> Event:
         self._wait(stream, after)
-        first = self._timed(stream) if self._trace else None
+        first = self._timed(stream) if self.tracing else None
         with torch.cuda.stream(stream):
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
-        event = torch.cuda.Event(enable_timing=self._trace)
+        event = torch.cuda.Event(enable_timing=self.tracing)
         event.record(stream)
         if first is not None:
             self._marks.append((kind, label, first, event))

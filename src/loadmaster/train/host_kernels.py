@@ -7,12 +7,17 @@ to the bit.
 
 A whole piece is one call: a table says where in its slab each block of each parameter lies, so the thread
 that runs it asks for Python's lock once. Threads take blocks from a common counter, not shares laid down
-beforehand: one that the system sets aside for a while delays one block, not its share of the whole. Compiled
+beforehand: one that the system sets aside for a while delays one block, not its share of the whole. On Linux
+they keep off some cores, where the threads that issue a device's work are then never behind them. Compiled
 code and its threads belong to numba; importing this module compiles nothing.
 """
 
+import ctypes
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,6 +28,8 @@ BLOCK = 1 << 14  # elements a thread takes at a time: its five streams stay insi
 _GROUP, _SIZE, _PARAM, _MEAN, _SQUARE, _GRAD, _NARROW, _COPY = range(8)  # columns of a table
 NO_COPY = -1
 _APART = 16  # words of the counter's array: nothing else lies on its cache line
+_FEW_CORES = 8  # of which none is left free
+_MASK_BYTES = 128  # of a set of cores, as the system takes it
 
 
 def table_of(
@@ -66,9 +73,35 @@ def adam_step(
     try:
         wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
         taken = np.zeros(_APART, dtype=np.int64)
-        _kernel()(wide.numpy(), half.numpy(), table, scalars, scale, taken, numba.get_num_threads())
+        with _caller_where_it_was() as cores:
+            _kernel()(
+                wide.numpy(), half.numpy(), table, scalars, scale, taken, numba.get_num_threads(), cores
+            )
     finally:
         numba.set_num_threads(before)
+
+
+@contextmanager
+def _caller_where_it_was() -> Iterator[np.ndarray[Any, Any]]:
+    """The cores for the threads (none: any); the caller, one of them meanwhile, is let go afterwards."""
+    if sys.platform != "linux":
+        yield np.zeros(0, dtype=np.uint8)
+        return
+    allowed = os.sched_getaffinity(0)
+    try:
+        yield worker_cores(allowed)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def worker_cores(allowed: set[int]) -> np.ndarray[Any, Any]:
+    """All of these cores but an eighth, as a set of bits; empty where there are few."""
+    cores = sorted(allowed)
+    if len(cores) < _FEW_CORES or cores[-1] >= 8 * _MASK_BYTES:
+        return np.zeros(0, dtype=np.uint8)
+    mask = np.zeros(8 * _MASK_BYTES, dtype=np.uint8)
+    mask[cores[len(cores) // 8 :]] = 1
+    return np.packbits(mask, bitorder="little")
 
 
 def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]:
@@ -85,6 +118,17 @@ def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]
         -(lr / (1 - beta1**step)),
         -1.0 if options.get("maximize") else 1.0,
     ]
+
+
+def _keep_to() -> Any:
+    """Moves the thread that calls it to a set of cores; does nothing where there is no such thing."""
+    if sys.platform != "linux":
+        from numba import njit
+
+        return njit(lambda thread, size, mask: 0)
+    move = ctypes.CDLL(None).sched_setaffinity
+    move.argtypes, move.restype = [ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
+    return move
 
 
 @cache
@@ -172,11 +216,15 @@ def _kernel() -> Any:
             for i in range(size):
                 stepped(p, m, v, i, f[i] * one * two, s)
 
+    keep_to = _keep_to()
+
     @njit(parallel=True, nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
     def loop(
-        wide: Any, half: Any, table: Any, scalars: Any, scale: Any, taken: Any, num_threads: Any
+        wide: Any, half: Any, table: Any, scalars: Any, scale: Any, taken: Any, num_threads: Any, cores: Any
     ) -> None:
         for _ in prange(num_threads):
+            if cores.shape[0] > 0:
+                keep_to(0, cores.shape[0], cores.ctypes)
             block = next_of(taken)
             while block < table.shape[0]:
                 row = table[block]
