@@ -1,7 +1,12 @@
 """Copies each way have two lanes: what waits in one does not hold up the other."""
 
-import torch
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import loadmaster.train as lt
 from loadmaster.train.cpu_device import CpuDevice, HostEvent
 from loadmaster.train.streams import Copy
 
@@ -32,4 +37,50 @@ def test_weights_arrive_while_state_waits_for_a_ring() -> None:
     assert not brought.done()
     free.set()
     brought.wait()
+    device.close()
+
+
+def test_the_newest_copy_of_the_first_lane_is_known() -> None:
+    device = CpuDevice(cap_bytes=1 << 20)
+    assert device.latest("up") is None
+    one = device.up([Copy(torch.zeros(4), torch.ones(4))], after=[], label="weights")
+    device.up([Copy(torch.zeros(4), torch.ones(4))], after=[], label="state", lane=1).wait()
+    assert device.latest("up") is one
+    assert device.latest("down") is None
+    device.close()
+
+
+class Asking(CpuDevice):
+    """Notes whether what goes in the second lane waits for the newest copy of the first."""
+
+    waits: ClassVar[list[bool]] = []
+
+    def up(self, copies: Any, *, after: Any, label: str, lane: int = 0) -> Any:
+        self._note("up", after, lane)
+        return super().up(copies, after=after, label=label, lane=lane)
+
+    def down(self, copies: Any, *, after: Any, label: str, lane: int = 0) -> Any:
+        self._note("down", after, lane)
+        return super().down(copies, after=after, label=label, lane=lane)
+
+    def _note(self, way: str, after: Any, lane: int) -> None:
+        if lane == 1:
+            self.waits.append(any(each is self.latest(way) for each in after))
+
+
+def test_state_goes_after_the_weights_and_gradients_sent_before_it() -> None:
+    trial = lt.Trial(
+        name="t",
+        build=lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))),
+        loss=F.mse_loss,
+        data=lambda: [(torch.ones(4, 16), torch.zeros(4, 16))] * 4,
+        optim=lambda ps: torch.optim.AdamW(ps),
+    )
+    device = Asking(cap_bytes=1 << 20)
+    placement: Any = ["host", "device"] * 4
+    runner = lt.open_runner(trial, device=device, cuts=list(range(8)), placement=placement, num_threads=1)
+    assert len(list(runner.steps(device, 4))) == 4
+    assert len(Asking.waits) >= 2 * 4 * 4
+    assert all(Asking.waits)
+    runner.close()
     device.close()

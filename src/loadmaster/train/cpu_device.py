@@ -69,6 +69,7 @@ class CpuDevice:
         self._rate, self._jitter_s = copy_bytes_per_s, jitter_s
         self._random = random.Random(seed)
         self._spans: list[tuple[str, str, float, float]] = []
+        self._latest: dict[str, Event] = {}  # by stream
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
         for stream in ("up0", "up1", "down0", "down1"):
             self._queues[stream] = queue.SimpleQueue()
@@ -82,11 +83,17 @@ class CpuDevice:
 
     def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device."""
-        return self._send(f"up{lane}", copies, after, label)
+        self._latest[f"up{lane}"] = sent = self._send(f"up{lane}", copies, after, label)
+        return sent
 
     def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
-        return self._send(f"down{lane}", copies, after, label)
+        self._latest[f"down{lane}"] = sent = self._send(f"down{lane}", copies, after, label)
+        return sent
+
+    def latest(self, way: str) -> Event | None:
+        """The newest copy of the first lane."""
+        return self._latest.get(f"{way}0")
 
     def hold(self, *events: Event | None) -> None:
         """Compute is this thread: it waits."""

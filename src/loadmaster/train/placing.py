@@ -51,7 +51,8 @@ class StreamedUpdate:
             memory, views = ring.region.memory, ring.viewed(chunk.layout, chunk.places)
             self._ledger.up_bytes += chunk.up_bytes
             copies = chunk.brought(memory)
-            brought = self._device.up(copies, after=[ring.free, after], label=label, lane=1)
+            free = [ring.free, after, self._device.latest("up")]
+            brought = self._device.up(copies, after=free, label=label, lane=1)
             with self._device.aside(computed, brought):
                 entries = [
                     Entry(
@@ -67,7 +68,7 @@ class StreamedUpdate:
                 apply(self._state.optimizer, entries, hyper)
                 self._copy_out(host, chunk.positions, views, slot)
             self._ledger.down_bytes += chunk.down_bytes
-            stepped = [self._device.mark(aside=True)]
+            stepped = [self._device.mark(aside=True), self._device.latest("down")]
             landed = ring.free = self._device.down(chunk.sent(memory), after=stepped, label=label, lane=1)
         assert landed is not None
         return landed

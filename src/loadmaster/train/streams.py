@@ -5,6 +5,8 @@
     D2H : wait(done); copy slot -> slab; landed event
 
 Each way has two lanes: weights and gradients must not queue behind optimizer state that waits for its turn.
+Nor may state that is ready keep them off the bus, for a GPU's copy engine stays with a stream as long as that
+has work: state goes after the newest copy of the first lane (`latest`).
 
 The compute stream is the caller's own thread on a CPU and the current stream on a GPU.
 """
@@ -64,6 +66,10 @@ class Device(Protocol):
 
     def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host, on their own stream."""
+        ...
+
+    def latest(self, way: str) -> Event | None:
+        """The newest copy of the first lane, 'up' or 'down'; None: there was none."""
         ...
 
     def hold(self, *events: Event | None) -> None:
