@@ -80,3 +80,17 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.returncode == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_trial_that_failed_before_is_said_with_the_option_that_tries_it_again(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        "import torch, loadmaster.train as lt\n"
+        "F, X, nn = torch.nn.functional, torch.ones(4, 8), torch.nn\n"
+        "study = lambda: lt.Study([lt.Trial(name='odd', build=lambda: nn.Sequential(nn.Linear(8, 8)),\n"
+        "    loss=lambda out, y: F.mse_loss(out, y) * float('nan'), data=lambda: [(X, X)] * 2, epochs=1,\n"
+        "    optim=lambda ps: torch.optim.SGD(ps, lr=0.1))], dir='runs', devices='cpu', memory_cap='100MB')\n"
+    )
+    for _ in range(2):
+        done = loadmaster("train", "wrong.py:study", cwd=tmp_path, env=ONE_THREAD)
+        assert done.returncode == 1, done.stderr
+        assert "1 of 1 failed, and stay so; --retry-failed tries them again" in done.stderr

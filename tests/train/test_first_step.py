@@ -296,7 +296,11 @@ def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp
 
     result = lt.Study(trials(), dir=tmp_path, devices="cpu", memory_cap=4 * CAP).fit()
     assert result["wrong"].error_kind == "verify"
-    assert [row["checked"] for row in result.rows()] == ["-", "yes"]
+    assert [row["checked"] for row in result.rows()] == ["differs", "yes"]
+    assert "give Trial(blocks=...)" not in result["wrong"].error  # they were given
+    heads = result.table().splitlines()[0].split()
+    assert heads[-1] == "error"
+    assert heads.index("eval") < heads.index("checked")
     assert result.to_json()["trials"][1]["verified"] == result["right"].verified
     assert "Trial(verify=False)" in result["wrong"].error
     assert result["right"].verified.startswith("first step equal to that of the model itself")

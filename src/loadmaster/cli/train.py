@@ -32,7 +32,7 @@ def command(
 
     Ctrl-C stops at the next step and saves; the same command goes on. Exit code 1: no trial is done.
     """
-    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.io import require_writable
     from loadmaster.train.result import Status
 
@@ -53,6 +53,12 @@ def command(
         print_json(result.to_json())
     else:
         stdout().print(result.table(), soft_wrap=True)
+    num_failed = sum(each.status == Status.FAILED for each in result.trials)
+    if num_failed:  # who mends the file and calls again would wonder why nothing happens
+        stderr().print(
+            f"{num_failed} of {len(result.trials)} failed, and stay so; --retry-failed tries them again",
+            soft_wrap=True,
+        )
     if not any(each.status == Status.DONE for each in result.trials):
         raise typer.Exit(1)
 

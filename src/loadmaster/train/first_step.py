@@ -286,11 +286,13 @@ def _odd_gradients(ours: Grads, plain: Grads, tolerance: float) -> list[tuple[in
 
 
 def _differs(state: TrialState, what: str) -> None:
-    given = "its blocks do what forward does, in that order"
+    given, instead = "its blocks do what forward does, in that order", ""
     if state.chain.traced:
         given = "forward decides nothing in Python that changes (it was traced once)"
+    if state.trial.blocks is None:
+        instead = ", or give Trial(blocks=...)"
     raise VerifyError(
         f"trial {state.trial.name!r}: its first step by shards is not that of the plain model: {what}; see"
         f" that {given}, and that neither forward nor loss depends on what a shard does not see"
-        " (docs/train.md), or give Trial(blocks=...); Trial(verify=False) trains without this check"
+        f" (docs/train.md){instead}; Trial(verify=False) trains without this check"
     )

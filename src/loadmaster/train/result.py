@@ -115,7 +115,7 @@ class Result:
                 **{f"eval {name}": value for name, value in each.metrics.items()},
                 "tokens_per_s": each.num_tokens / each.seconds if each.seconds else None,
                 "seconds": each.seconds,
-                "checked": {"": "-", "not": "no"}.get(each.verified.partition(" ")[0], "yes"),
+                "checked": _checked(each),
                 "error": each.error.strip().splitlines()[0] if each.error else "",
             }
             for each in self.trials
@@ -124,7 +124,11 @@ class Result:
     def table(self) -> str:
         """The trials as text, a line each."""
         rows = self.rows()
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        longest = max(
+            rows, key=len, default={}
+        )  # a trial that failed has no metrics, and its error goes last
+        columns = list(dict.fromkeys([*longest, *(name for row in rows for name in row)]))
+        columns.sort(key=lambda name: name == "error")
         cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
         widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
         lines = (
@@ -181,6 +185,12 @@ def chrome_trace(spans: Iterable[Span]) -> bytes:
             }
         )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+
+
+def _checked(trial: TrialResult) -> str:
+    if trial.error_kind == "verify":
+        return "differs"
+    return {"": "-", "not": "no"}.get(trial.verified.partition(" ")[0], "yes")
 
 
 def _cell(value: Any) -> str:
