@@ -5,6 +5,7 @@ tree. That is not believed but seen: the writes and draws of the build are liste
 and the two lists must be the same. Then the resets under the seed give the numbers of a plain build.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,8 @@ def on_meta(build: Callable[[], Any]) -> nn.Module | None:
     """The model on `meta`, if `refill` can give it the numbers of a plain build; else None."""
     built, again = _Writes(), _Writes()
     try:
-        with built, torch.device("meta"):
+        with warnings.catch_warnings(), built, torch.device("meta"):
+            warnings.filterwarnings("ignore", message=".*to a meta parameter")  # a plain build will load it
             model = build()
     except Exception:  # it looks at values, or loads them: a plain build says what is wrong, if anything is
         return None
