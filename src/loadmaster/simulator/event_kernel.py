@@ -231,8 +231,24 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     fed[num_fed] = i
                     num_fed += 1
             else:
-                pending[num_pending] = code - issues_end
+                m = code - issues_end
+                pending[num_pending] = m
                 num_pending += 1
+                if lane_of[m] != EMPTY and move_end[m] == now:  # it takes no time: nor does who comes after
+                    after = next_in_lane[m]
+                    next_in_lane[m] = EMPTY
+                    while after != EMPTY:
+                        if move_start[after] > now:
+                            push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
+                            heap_size += 1
+                            break
+                        pending[num_pending] = after
+                        num_pending += 1
+                        if move_end[after] > now:
+                            break
+                        follower = next_in_lane[after]
+                        next_in_lane[after] = EMPTY
+                        after = follower
 
             for b in range(num_to_book):  # when each move runs: after all it shares a resource with
                 t = to_book[b]
