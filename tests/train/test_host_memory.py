@@ -1,6 +1,7 @@
 """R24: the host holds what is planned and nothing twice, by the high-water mark of the process itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,14 +78,18 @@ def test_the_limit_of_a_container_counts_and_its_cached_files_do_not(prefix: str
 def test_r24_the_host_peak_of_several_trials_is_what_is_planned(plain: bool) -> None:
     """Four trials of 3.1 M parameters, 18 bytes each: master, two moments, compute copy, gradient."""
     text = _PROGRAM.format(plain=plain, cap=24 << 20, count=4)
+    # Freed memory goes back to the system at once: the caches of malloc, 30 MB under load, are not held.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     num_params = 4 * 12 * (512 * 512 + 512)
     assert 16 * num_params <= told["planned"] <= 1.01 * 16 * num_params
-    allowed = (
-        1.05 * told["planned"] + told["device"] + (8 << 20)
-    )  # the device is host memory here; Python's own
-    assert told["rose"] <= allowed, told
+    assert told["rose"] <= 1.01 * told["planned"] + told["device"], told  # the device is host memory here
