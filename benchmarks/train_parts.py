@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,21 @@ def calibrated(report: Report, found: Found) -> None:
     from loadmaster.train.runner import default_threads
 
     rates = calibrate(num_threads=default_threads())
-    found.rates = {name: getattr(rates, name) for name in rates.__slots__}
+    found.rates = asdict(rates)
     for name, what, unit in (
-        ("up_bytes_per_s", "bus each way, both at once", "B/s"),
+        ("up_bytes_per_s", "bus up, both ways at once", "B/s"),
+        ("down_bytes_per_s", "bus down, both ways at once", "B/s"),
         ("host_bytes_per_s", "host memory, copies and optimizer at once", "B/s"),
         ("host_params_per_s", "optimizer on the host beside copies", "1/s"),
         ("flops_per_s", "a transformer layer, recomputed", "FLOP/s"),
         ("spread", "spread of the optimizer's rate", ""),
     ):
         report.add(SUITE, what, getattr(rates, name), unit)
+    for ways, each in (rates.beside or {}).items():
+        beside = f"beside the optimizer, copies {ways or 'none'}"
+        report.add(SUITE, f"{beside}: its rate", each.params_per_s, "1/s")
+        for way in ways.split():
+            report.add(SUITE, f"{beside}: bus {way}", getattr(each, f"{way}_bytes_per_s"), "B/s")
 
 
 def resident(report: Report, found: Found) -> None:
@@ -273,9 +279,12 @@ def _four(
 
 
 def _rates(found: Found, case: Case) -> Any:
-    from loadmaster.train.rates import TYPICAL_GPU, Rates
+    from loadmaster.train.rates import TYPICAL_GPU, Beside, Rates
 
-    rates = TYPICAL_GPU if found.rates is None else Rates(**found.rates)
+    rates = TYPICAL_GPU
+    if found.rates is not None:
+        beside = {ways: Beside(**each) for ways, each in found.rates["beside"].items()}
+        rates = Rates(**{**found.rates, "beside": beside})
     if found.resident_s is None or case is not FULL:
         return rates
     return replace(rates, compute_s=found.resident_s)

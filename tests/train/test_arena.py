@@ -1,5 +1,6 @@
 """The arena raises before its cap is passed; plans stay below it; what is planned is what is taken."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,17 +135,18 @@ def test_what_blocks_and_the_loss_make_for_a_moment_is_counted(hungry: lt.Trial)
     assert plans[1].peak_bytes - plans[0].peak_bytes >= 4 * 64 * 100 * 4
 
 
-def _host(params_per_s: float) -> dict[str, float]:
-    return {"host_params_per_s": params_per_s, "alone_params_per_s": params_per_s}
+def _host(params_per_s: float) -> dict[str, Any]:
+    assert TYPICAL_GPU.beside is not None
+    beside = {ways: replace(each, params_per_s=params_per_s) for ways, each in TYPICAL_GPU.beside.items()}
+    return {"host_params_per_s": params_per_s, "beside": beside}
 
 
 def test_the_split_follows_the_rates() -> None:
     """A fast host steps all that streams; a slow one nothing that the bus can carry."""
     built = build(_trial(precision="bf16"), device=torch.device("cpu"))
 
-    def counts(**rates: float) -> tuple[int, int]:
-        given = {name: getattr(TYPICAL_GPU, name) for name in TYPICAL_GPU.__slots__} | rates
-        found = make_plan(built, cap_bytes=300_000, rates=Rates(**given)).placement  # type: ignore[arg-type]
+    def counts(**rates: Any) -> tuple[int, int]:
+        found = make_plan(built, cap_bytes=300_000, rates=replace(TYPICAL_GPU, **rates)).placement
         return found.count("host"), found.count("device")
 
     host, device = counts(host_bytes_per_s=1e14, **_host(1e14), flops_per_s=1e20)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from loadmaster.train.store import host_memory
 from loadmaster.train.study_plan import _free_of_container_bytes
 
 _PROGRAM = '''
@@ -93,3 +95,48 @@ def test_r24_the_host_peak_of_several_trials_is_what_is_planned(plain: bool) -> 
     num_params = 4 * 12 * (512 * 512 + 512)
     assert 16 * num_params <= told["planned"] <= 1.01 * 16 * num_params
     assert told["rose"] <= 1.01 * told["planned"] + told["device"], told  # the device is host memory here
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of huge pages in the mapping a tensor lies in, by the system's own account."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and ":" not in first:
+            low, high = (int(each, 16) for each in first.split("-"))
+            inside = low <= tensor.data_ptr() < high
+        elif inside and first in ("AnonHugePages:", "ShmemPmdMapped:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_memory_for_a_gpu_is_of_huge_pages_where_the_system_gives_them() -> None:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not switch.exists() or "[never]" in switch.read_text():
+        pytest.skip("this system gives no huge pages")
+    memory = host_memory(64 << 20, for_gpu=True)
+    assert not memory.any()
+    memory.fill_(1)
+    assert _huge_bytes(memory) >= 32 << 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.parametrize("for_gpu", [False, True])
+def test_a_fork_has_the_memory_of_a_cpu_run_and_not_that_of_a_gpu(for_gpu: bool) -> None:
+    """In a process of its own: a fork after torch has used its threads may hang."""
+    text = f"""
+import os, torch
+torch.set_num_threads(1)
+from loadmaster.train.store import host_memory
+memory = host_memory(1 << 16, for_gpu={for_gpu})
+memory.fill_(3)
+child = os.fork()
+if child == 0:
+    memory[5] = 4
+    os._exit(int(memory[6]))
+status = os.waitpid(child, 0)[1]
+print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status), int(memory[5]))
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    ended, seen = (int(word) for word in done.stdout.split())
+    assert (ended, seen) == ((11, 3) if for_gpu else (-3, 4))

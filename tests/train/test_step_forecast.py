@@ -10,7 +10,7 @@ from torch import nn
 import loadmaster.train as lt
 from loadmaster.train.limits import limit
 from loadmaster.train.partition import make_plan
-from loadmaster.train.rates import Rates
+from loadmaster.train.rates import Beside, Rates
 from loadmaster.train.state import build, sizes_of
 from loadmaster.train.step_forecast import _Job, _speeds, forecast_step_s
 
@@ -82,8 +82,18 @@ def test_the_plan_has_the_least_forecast_of_all_even_splits() -> None:
     assert plan.placement.count("host") > 0
 
 
+_BESIDE = {  # the host's rates with copies beside the optimizer: none, one way, both
+    "": Beside(0.0, 0.0, 4.5e9),
+    "up": Beside(43e9, 0.0, 3.5e9),
+    "down": Beside(0.0, 49e9, 2.9e9),
+    "up down": Beside(34e9, 48e9, 2.6e9),
+}
+
+
 def test_without_copies_beside_it_the_optimizer_has_the_rate_it_has_alone() -> None:
-    rates = replace(_FAST, host_params_per_s=5e4, alone_params_per_s=1e5)  # the bus is never busy
+    slow = {ways: replace(each, params_per_s=5e4) for ways, each in _BESIDE.items()}
+    endless = {ways: replace(each, up_bytes_per_s=1e18, down_bytes_per_s=1e18) for ways, each in slow.items()}
+    rates = replace(_FAST, host_params_per_s=5e4, beside={**endless, "": Beside(0.0, 0.0, 1e5)})
     built, plan, sizes = _plan("host", rates)
     numbers = [n for p in plan.layout.pieces if plan.placement[p.index] == "host" for n in p.parameters]
     least = sum(sizes.numel[n] for n in numbers) / 1e5
@@ -91,13 +101,20 @@ def test_without_copies_beside_it_the_optimizer_has_the_rate_it_has_alone() -> N
     assert limit(plan.work, rates).terms["optimizer"] == pytest.approx(least)
 
 
-def test_with_everything_at_once_the_measured_rates_come_back() -> None:
-    bus, beside, params = 50e9, 44e9, 2.7e9  # each way: alone, beside the optimizer; its own rate beside them
-    rates = replace(
-        _FAST, up_bytes_per_s=bus, down_bytes_per_s=bus, host_params_per_s=params, alone_params_per_s=4.5e9,
-        host_bytes_per_s=28 * params + 2 * beside, bus_beside=beside / bus,
-    )  # fmt: skip
-    jobs = [_Job(stream, 1.0, []) for stream in ("up 0", "down 0", "host", "compute")]
-    assert _speeds(jobs, rates) == pytest.approx([beside, beside, params, 1.0])
+@pytest.mark.parametrize("ways", _BESIDE)
+def test_with_the_same_copies_beside_the_optimizer_the_measured_rates_come_back(ways: str) -> None:
+    rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
+    lanes = [f"{way} 0" for way in ways.split()]
+    jobs = [_Job(stream, 1.0, []) for stream in (*lanes, "host", "compute")]
+    found = dict(zip(("host", *lanes), _speeds([jobs[-2], *jobs[:-2]], rates), strict=True))
+    expected = _BESIDE[ways]
+    assert found["host"] == expected.params_per_s
+    assert found.get("up 0", 0.0) == expected.up_bytes_per_s
+    assert found.get("down 0", 0.0) == expected.down_bytes_per_s
+    assert _speeds(jobs, rates)[-1] == 1.0
+
+
+def test_without_the_optimizer_lanes_of_a_way_share_the_whole_bus() -> None:
+    rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
     lanes = [_Job(stream, 1.0, []) for stream in ("up 0", "up 1", "down 1")]
-    assert _speeds(lanes, rates) == pytest.approx([bus / 2, bus / 2, bus])  # no optimizer: the whole bus
+    assert _speeds(lanes, rates) == pytest.approx([25e9, 25e9, 51e9])

@@ -13,6 +13,7 @@ from loadmaster.train.store import host_memory
 
 _BATCH, _LENGTH, _WIDTH, _HEADS = 8, 1024, 1600, 25
 _NUM_BOXES = 4
+_WAYS = ("up", "down")
 _QUEUED = 3  # copies each way, and layers, that are issued ahead
 _NAP_S = 5e-4
 
@@ -62,14 +63,15 @@ class Traffic:
     def __init__(self, where: torch.device, *, box_bytes: int) -> None:
         self.layer: Callable[[], None] | None = None
         self._where, self._box_bytes = where, box_bytes
-        self._boxes = [host_memory(box_bytes) for _ in range(_NUM_BOXES)]
+        self._boxes = [host_memory(box_bytes, for_gpu=True) for _ in range(_NUM_BOXES)]
         self._near = [torch.empty(box_bytes, dtype=torch.uint8, device=where) for _ in range(2)]
         self._lanes = [torch.cuda.Stream(where) for _ in range(2)]
         self._compute = torch.cuda.Stream(where)
         self._waiting: list[list[torch.cuda.Event]] = [[], []]
         self._layers: list[torch.cuda.Event] = []
-        self._copying = True
-        self._turn = self._moved_bytes = 0
+        self._ways: tuple[str, ...] = _WAYS
+        self._turn = 0
+        self._moved_bytes = [0, 0]
         self._began_s = 0.0
 
     def __enter__(self) -> Self:
@@ -87,12 +89,12 @@ class Traffic:
         for box in self._boxes:
             _cudart().cudaHostUnregister(box.data_ptr())
 
-    def start(self, *, copying: bool = True) -> None:
-        """Begin with full queues, or with what is under way arrived and no more copies; count anew."""
+    def start(self, ways: tuple[str, ...] = _WAYS) -> None:
+        """Begin with full queues of copies these ways, what was under way arrived; count anew."""
         torch.cuda.synchronize(self._where)
-        self._copying = copying
+        self._ways = ways
         self.issue()
-        self._moved_bytes, self._began_s = 0, time.perf_counter()
+        self._moved_bytes, self._began_s = [0, 0], time.perf_counter()
 
     def issue(self) -> None:
         """One more layer, and copies for those that have arrived."""
@@ -112,23 +114,24 @@ class Traffic:
                 self._refill(lane)
             time.sleep(_NAP_S)
 
-    def alone_bytes_per_s(self, seconds: float) -> float:
-        """Bytes per second each way, both at once, with nothing beside them."""
+    def alone_bytes_per_s(self, seconds: float) -> tuple[float, float]:
+        """Bytes per second up and down, both at once, with nothing beside them."""
         self.start()
         while time.perf_counter() - self._began_s < seconds:
             self.issue()
-        return self.bytes_per_s() / 2
+        return self.bytes_per_s()
 
-    def bytes_per_s(self) -> float:
-        """Of both ways together since the start."""
-        return self._moved_bytes / (time.perf_counter() - self._began_s)
+    def bytes_per_s(self) -> tuple[float, float]:
+        """Up and down since the start."""
+        taken = time.perf_counter() - self._began_s
+        return self._moved_bytes[0] / taken, self._moved_bytes[1] / taken
 
     def _refill(self, lane: int) -> None:
         stream, waiting = self._lanes[lane], self._waiting[lane]
         while waiting and waiting[0].query():
             waiting.pop(0)
-            self._moved_bytes += self._box_bytes
-        while self._copying and len(waiting) < _QUEUED:
+            self._moved_bytes[lane] += self._box_bytes
+        while _WAYS[lane] in self._ways and len(waiting) < _QUEUED:
             self._turn += 1
             box = self._boxes[self._turn // 2 % _NUM_BOXES]
             target, source = (self._near[0], box) if lane == 0 else (box, self._near[1])

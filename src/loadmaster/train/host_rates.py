@@ -48,7 +48,7 @@ def make_pieces(num_pieces: int, num_params: int) -> HostPieces:
     """Pieces of zeros with their memory taken."""
     slabs, tables = [], []
     for _ in range(num_pieces):
-        slab = host_memory(num_params * _PARAM_BYTES)
+        slab = host_memory(num_params * _PARAM_BYTES, for_gpu=True)
         slab.zero_()
         wide = slab[: num_params * 12].view(torch.float32).view(3, num_params)
         half = slab[num_params * 12 :].view(torch.bfloat16).view(2, num_params)

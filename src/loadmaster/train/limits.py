@@ -49,7 +49,7 @@ def limit(work: Work, rates: Rates) -> Limit:
         "bus up": work.up_bytes / rates.up_bytes_per_s,
         "bus down": work.down_bytes / rates.down_bytes_per_s,
         "host memory": work.host_bytes / rates.host_bytes_per_s,
-        "optimizer": work.host_stepped / (rates.alone_params_per_s or rates.host_params_per_s),
+        "optimizer": work.host_stepped / rates.most_params_per_s,
     }
     bound_by = max(terms, key=lambda name: terms[name])
     return Limit(terms[bound_by], bound_by, terms)

@@ -233,7 +233,13 @@ def hold(
     for piece in layout.pieces:
         lands = landing if isinstance(landing, bool) else landing[piece.index]
         host = (shared or {}).get(piece.index) or host_piece(
-            piece, layout, chain.parameters, states, grad_dtype=grad_dtype, landing=lands
+            piece,
+            layout,
+            chain.parameters,
+            states,
+            grad_dtype=grad_dtype,
+            landing=lands,
+            for_gpu=built.device.type == "cuda",
         )
         for number, view in zip(piece.parameters, host.master, strict=True):
             chain.parameters[number].data = view

@@ -7,10 +7,10 @@
     down 1   stepped state                             in order
     host     updates                                   of those whose gradients have landed the lowest shard
 
-Rates flow: the bus is shared by the lanes of each way, and host memory by everything. Copies beside the
-optimizer keep the share of their rate that was measured, and the optimizer has what they leave of host
-memory; where that was not measured and memory is short, all slow down alike. Issuing takes no time here, so
-this is what order and rates allow, not what a program reaches.
+Rates flow: the bus is shared by the lanes of each way, and host memory by everything. Beside the optimizer,
+copies and it have the rates that were measured with the same ones under way; where that was not measured and
+memory is short, all slow down alike. Issuing takes no time here, so this is what order and rates allow, not
+what a program reaches.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _AHEAD, _NEAR = 64, 8  # jobs of a stream that are looked at
 _ROUNDS = 3  # until steps follow each other alike
 _UPDATE_BYTES = 28  # of host memory, a parameter
-_LEAST_LEFT = 0.1  # of the optimizer's rate, however much is copied
 _STREAMS = ("compute", "up 0", "up 1", "down 0", "down 1", "host")
 _FORWARD, _LAST, _BACKWARD = 1.0, 3.0, 4.0  # units of a shard's forward
 
@@ -91,22 +90,17 @@ def _next(stream: str, queue: list[_Job]) -> _Job | None:
 
 
 def _speeds(active: Sequence[_Job], rates: Rates) -> list[float]:
-    up = rates.up_bytes_per_s / max(1, sum(job.stream.startswith("up") for job in active))
-    down = rates.down_bytes_per_s / max(1, sum(job.stream.startswith("down") for job in active))
-    whole = {"up 0": up, "up 1": up, "down 0": down, "down 1": down}
-    copied = sum(whole.get(job.stream, 0.0) for job in active)
+    lanes = {way: sum(job.stream.startswith(way) for job in active) for way in ("up", "down")}
+    up, down, host, share = rates.up_bytes_per_s, rates.down_bytes_per_s, rates.host_params_per_s, 1.0
     updating = any(job.stream == "host" for job in active)
-    if rates.alone_params_per_s is None:
-        host = rates.host_params_per_s
-        asked = copied + updating * _UPDATE_BYTES * host
+    if updating and rates.beside is not None:
+        found = rates.beside[" ".join(way for way, count in lanes.items() if count)]
+        up, down, host = found.up_bytes_per_s, found.down_bytes_per_s, found.params_per_s
+    elif rates.beside is None:
+        asked = up * (lanes["up"] > 0) + down * (lanes["down"] > 0) + updating * _UPDATE_BYTES * host
         share = min(1.0, rates.host_bytes_per_s / asked) if asked else 1.0
-        host *= share
-    else:
-        share = rates.bus_beside if updating else 1.0
-        left = (rates.host_bytes_per_s - share * copied) / _UPDATE_BYTES
-        host = min(rates.alone_params_per_s, max(left, _LEAST_LEFT * rates.alone_params_per_s))
-    whole = {name: share * each for name, each in whole.items()} | {"compute": 1.0, "host": host}
-    return [whole[job.stream] for job in active]
+    rate = {"up": up / max(1, lanes["up"]), "down": down / max(1, lanes["down"]), "host": host}
+    return [1.0 if job.stream == "compute" else share * rate[job.stream.split()[0]] for job in active]
 
 
 def _issued(

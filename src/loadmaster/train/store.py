@@ -11,11 +11,19 @@ from loadmaster.train.layout import Layout, Packer, Piece, Place
 from loadmaster.train.states import StateLayout
 
 
-def host_memory(num_bytes: int) -> torch.Tensor:
-    """Anonymous shared pages, huge ones where the system gives them; zero, and taken when first touched."""
-    pages = mmap.mmap(-1, max(num_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+def host_memory(num_bytes: int, *, for_gpu: bool = False) -> torch.Tensor:
+    """Anonymous pages: zero, and taken when first touched.
+
+    For a GPU they are private, since most systems make only such pages huge, and huge ones are what a bus
+    reads fast while the host's threads are at the same memory. Forks do not get them (pinned private pages
+    would be copied whole for each worker of a loader), as it is with all pinned memory.
+    """
+    if not for_gpu or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            pages.madvise(getattr(mmap, advice))
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -52,6 +60,7 @@ def host_piece(
     *,
     grad_dtype: Sequence[torch.dtype],
     landing: bool,
+    for_gpu: bool = False,
 ) -> HostPiece:
     """Lay a piece out, take its memory and move the parameters in, narrow ones first."""
     order = sorted(
@@ -78,7 +87,7 @@ def host_piece(
         land.place(parameters[n].shape, grad_dtype[n]) if wanted else None
         for n, wanted in zip(order, trainable, strict=True)
     ]
-    slab = host_memory(up.end_bytes + rest.end_bytes + (land.end_bytes if landing else 0))
+    slab = host_memory(up.end_bytes + rest.end_bytes + (land.end_bytes if landing else 0), for_gpu=for_gpu)
     low, high = slab[: up.end_bytes], slab[up.end_bytes : up.end_bytes + rest.end_bytes]
     compute = [place.view(low) for place in up_places]
     master = [c if p is None else p.view(high) for c, p in zip(compute, master_places, strict=True)]
