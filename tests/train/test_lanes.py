@@ -46,12 +46,15 @@ def test_the_newest_copy_of_the_first_lane_is_known() -> None:
     one = device.up([Copy(torch.zeros(4), torch.ones(4))], after=[], label="weights")
     device.up([Copy(torch.zeros(4), torch.ones(4))], after=[], label="state", lane=1).wait()
     assert device.latest("up") is one
+    assert device.latest("up", back=1) is None
+    two = device.up([Copy(torch.zeros(4), torch.ones(4))], after=[], label="weights")
+    assert (device.latest("up"), device.latest("up", back=1)) == (two, one)
     assert device.latest("down") is None
     device.close()
 
 
 class Asking(CpuDevice):
-    """Notes whether what goes in the second lane waits for the newest copy of the first."""
+    """Notes whether what goes in the second lane waits for what the first was sent, but the last weights."""
 
     waits: ClassVar[list[bool]] = []
 
@@ -64,8 +67,9 @@ class Asking(CpuDevice):
         return super().down(copies, after=after, label=label, lane=lane)
 
     def _note(self, way: str, after: Any, lane: int) -> None:
-        if lane == 1:
-            self.waits.append(any(each is self.latest(way) for each in after))
+        sent = self.latest(way, back=1 if way == "up" else 0)
+        if lane == 1 and sent is not None:
+            self.waits.append(any(each is sent for each in after))
 
 
 def test_state_goes_after_the_weights_and_gradients_sent_before_it() -> None:

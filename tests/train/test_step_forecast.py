@@ -12,7 +12,7 @@ from loadmaster.train.limits import limit
 from loadmaster.train.partition import make_plan
 from loadmaster.train.rates import Beside, Rates
 from loadmaster.train.state import build, sizes_of
-from loadmaster.train.step_forecast import _Job, _speeds, forecast_step_s
+from loadmaster.train.step_forecast import _Engine, _Job, _speeds, forecast_step_s
 
 _FAST = Rates(
     device="cuda", flops_per_s=1e18, up_bytes_per_s=1e18, down_bytes_per_s=1e18, host_bytes_per_s=1e18,
@@ -114,7 +114,24 @@ def test_with_the_same_copies_beside_the_optimizer_the_measured_rates_come_back(
     assert _speeds(jobs, rates)[-1] == 1.0
 
 
-def test_without_the_optimizer_lanes_of_a_way_share_the_whole_bus() -> None:
+def test_without_the_optimizer_copies_have_the_whole_bus() -> None:
     rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
-    lanes = [_Job(stream, 1.0, []) for stream in ("up 0", "up 1", "down 1")]
-    assert _speeds(lanes, rates) == pytest.approx([25e9, 25e9, 51e9])
+    jobs = [_Job(stream, 1.0, []) for stream in ("up 1", "down 0", "compute")]
+    assert _speeds(jobs, rates) == [50e9, 51e9, 1.0]
+
+
+def test_an_engine_ends_its_copy_and_stays_with_a_lane_that_has_more() -> None:
+    lanes = {
+        "up 0": [_Job("up 0", 1.0, [])],
+        "up 1": [_Job("up 1", 1.0, []), _Job("up 1", 1.0, [])],
+    }
+    first, second = lanes["up 1"]
+    engine = _Engine("up", lane=1)
+    assert engine.copying(lanes) is first
+    assert engine.copying(lanes) is first  # not done yet
+    first.done = True
+    lanes["up 1"].remove(first)
+    assert engine.copying(lanes) is second  # though weights wait
+    second.done = True
+    lanes["up 1"].remove(second)
+    assert engine.copying(lanes) is lanes["up 0"][0]

@@ -69,7 +69,7 @@ class CpuDevice:
         self._rate, self._jitter_s = copy_bytes_per_s, jitter_s
         self._random = random.Random(seed)
         self._spans: list[tuple[str, str, float, float]] = []
-        self._latest: dict[str, Event] = {}  # by stream
+        self._latest: dict[str, list[Event]] = {}  # by stream: two, newest first
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
         for stream in ("up0", "up1", "down0", "down1"):
             self._queues[stream] = queue.SimpleQueue()
@@ -83,17 +83,15 @@ class CpuDevice:
 
     def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device."""
-        self._latest[f"up{lane}"] = sent = self._send(f"up{lane}", copies, after, label)
-        return sent
+        return self._send(f"up{lane}", copies, after, label)
 
     def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
-        self._latest[f"down{lane}"] = sent = self._send(f"down{lane}", copies, after, label)
-        return sent
+        return self._send(f"down{lane}", copies, after, label)
 
-    def latest(self, way: str) -> Event | None:
-        """The newest copy of the first lane."""
-        return self._latest.get(f"{way}0")
+    def latest(self, way: str, *, back: int = 0) -> Event | None:
+        """The newest copy of the first lane, or the one before it."""
+        return next(iter(self._latest.get(f"{way}0", [])[back:]), None)
 
     def hold(self, *events: Event | None) -> None:
         """Compute is this thread: it waits."""
@@ -141,6 +139,7 @@ class CpuDevice:
     def _send(self, stream: str, copies: list[Copy], after: Iterable[Event | None], label: str) -> Event:
         reached = HostEvent()
         self._queues[stream].put((copies, [event for event in after if event is not None], label, reached))
+        self._latest[stream] = [reached, *self._latest.get(stream, [])[:1]]
         return reached
 
     def _serve(self, stream: str) -> None:

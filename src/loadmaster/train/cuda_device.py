@@ -60,7 +60,7 @@ class CudaDevice:
         self._aside = torch.cuda.Stream(index)
         self._up = [torch.cuda.Stream(index) for _ in range(2)]  # weights; optimizer state
         self._down = [torch.cuda.Stream(index) for _ in range(2)]  # gradients; optimizer state
-        self._latest: dict[str, Event] = {}
+        self._latest: dict[str, list[Event]] = {"up": [], "down": []}  # of the first lane: two, newest first
         self._marks: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._began = self._timed(self._compute)
         self._began_s = time.perf_counter()
@@ -91,19 +91,19 @@ class CudaDevice:
         """Copies from host to device."""
         sent = self._send("up", self._up[lane], copies, after, label)
         if lane == 0:
-            self._latest["up"] = sent
+            self._latest["up"] = [sent, *self._latest["up"][:1]]
         return sent
 
     def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
         sent = self._send("down", self._down[lane], copies, after, label)
         if lane == 0:
-            self._latest["down"] = sent
+            self._latest["down"] = [sent, *self._latest["down"][:1]]
         return sent
 
-    def latest(self, way: str) -> Event | None:
-        """The newest copy of the first lane."""
-        return self._latest.get(way)
+    def latest(self, way: str, *, back: int = 0) -> Event | None:
+        """The newest copy of the first lane, or the one before it."""
+        return next(iter(self._latest[way][back:]), None)
 
     def hold(self, *events: Event | None) -> None:
         """The compute stream waits for the events."""

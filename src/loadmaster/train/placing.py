@@ -51,7 +51,8 @@ class StreamedUpdate:
             memory, views = ring.region.memory, ring.viewed(chunk.layout, chunk.places)
             self._ledger.up_bytes += chunk.up_bytes
             copies = chunk.brought(memory)
-            free = [ring.free, after, self._device.latest("up")]
+            # The newest load waits for a unit to free its place; state goes before it, and after the others.
+            free = [ring.free, after, self._device.latest("up", back=1)]
             brought = self._device.up(copies, after=free, label=label, lane=1)
             with self._device.aside(computed, brought):
                 entries = [

@@ -6,7 +6,7 @@
 
 Each way has two lanes: weights and gradients must not queue behind optimizer state that waits for its turn.
 Nor may state that is ready keep them off the bus, for a GPU's copy engine stays with a stream as long as that
-has work: state goes after the newest copy of the first lane (`latest`).
+has work: state goes after copies of the first lane that were sent before it (`latest`).
 
 The compute stream is the caller's own thread on a CPU and the current stream on a GPU.
 """
@@ -68,8 +68,8 @@ class Device(Protocol):
         """Copies from device to host, on their own stream."""
         ...
 
-    def latest(self, way: str) -> Event | None:
-        """The newest copy of the first lane, 'up' or 'down'; None: there was none."""
+    def latest(self, way: str, *, back: int = 0) -> Event | None:
+        """The newest copy of the first lane, 'up' or 'down', or the one before it; None: there was none."""
         ...
 
     def hold(self, *events: Event | None) -> None:
