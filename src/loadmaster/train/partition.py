@@ -28,7 +28,7 @@ from loadmaster.train.trial import COMPUTE_DTYPE
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
 _LIBRARIES_BYTES = 128 << 20  # workspaces of matrix products, two threads on two streams, and of attention
 _SCATTERED = 0.04  # of the cap: holes, and blocks rounded up to 2 MiB
-_ISSUED = 1.14  # a measured step to its forecast: 1.01 to 1.21 (1.64 B parameters, 6.5 GiB, one H200)
+_ISSUED = 1.05  # a measured step to its forecast at the rates of its trace: 1.03 (1.64 B, 6.5 GiB, one H200)
 _PLACES_TRIED = 8
 _MOST_TRIED = 6  # cuts, those with the least peaks first
 IN_FLIGHT = 3  # pieces whose gradients may be on their way down
