@@ -80,6 +80,26 @@ def test_the_plan_has_the_least_forecast_of_all_even_splits() -> None:
         found.append(forecast_step_s(built, replace(plan, placement=tuple(placement)), sizes, rates))
     assert forecast_step_s(built, plan, sizes, rates) <= 1.01 * min(found)
     assert plan.placement.count("host") > 0
+    again = make_plan(built, cap_bytes=330_000, rates=rates, cuts=range(16))
+    assert again.placement == plan.placement  # exchanges are drawn, and the same every time
+
+
+def test_exchanges_beat_every_even_split_where_the_host_falls_behind() -> None:
+    rates = replace(
+        _FAST, compute_s=5e-4, up_bytes_per_s=5e8, down_bytes_per_s=5e8, host_bytes_per_s=1.5e9,
+        host_params_per_s=3.6e7,
+    )  # fmt: skip
+    built, plan, sizes = _plan("auto", rates)
+    free = [at for at, where in enumerate(plan.placement) if where != "pinned"]
+    found = []
+    for count in range(len(free) + 1):
+        placement = list(plan.placement)
+        for order, index in enumerate(free):
+            chosen = (order + 1) * count // len(free) > order * count // len(free)
+            placement[index] = "device" if chosen else "host"
+        even = replace(plan, placement=tuple(placement))
+        found.append(forecast_step_s(built, even, sizes, rates))
+    assert forecast_step_s(built, plan, sizes, rates) < 0.97 * min(found)
 
 
 _BESIDE = {  # the host's rates with copies beside the optimizer: none, one way, both
@@ -105,7 +125,7 @@ def test_without_copies_beside_it_the_optimizer_has_the_rate_it_has_alone() -> N
 def test_with_the_same_copies_beside_the_optimizer_the_measured_rates_come_back(ways: str) -> None:
     rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
     lanes = [f"{way} 0" for way in ways.split()]
-    jobs = [_Job(stream, 1.0, []) for stream in (*lanes, "host", "compute")]
+    jobs = [_Job(stream, 1.0) for stream in (*lanes, "host", "compute")]
     found = dict(zip(("host", *lanes), _speeds([jobs[-2], *jobs[:-2]], rates), strict=True))
     expected = _BESIDE[ways]
     assert found["host"] == expected.params_per_s
@@ -116,14 +136,14 @@ def test_with_the_same_copies_beside_the_optimizer_the_measured_rates_come_back(
 
 def test_without_the_optimizer_copies_have_the_whole_bus() -> None:
     rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
-    jobs = [_Job(stream, 1.0, []) for stream in ("up 1", "down 0", "compute")]
+    jobs = [_Job(stream, 1.0) for stream in ("up 1", "down 0", "compute")]
     assert _speeds(jobs, rates) == [50e9, 51e9, 1.0]
 
 
 def test_an_engine_ends_its_copy_and_stays_with_a_lane_that_has_more() -> None:
     lanes = {
-        "up 0": [_Job("up 0", 1.0, [])],
-        "up 1": [_Job("up 1", 1.0, []), _Job("up 1", 1.0, [])],
+        "up 0": [_Job("up 0", 1.0)],
+        "up 1": [_Job("up 1", 1.0), _Job("up 1", 1.0)],
     }
     first, second = lanes["up 1"]
     engine = _Engine("up", lane=1)

@@ -15,11 +15,11 @@ from loadmaster.train import randomness
 from loadmaster.train.boundaries import Boundaries, boundary_bytes
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.partition import flight_bytes, unit_bytes, update_bytes
 from loadmaster.train.places import Need, need_of, places_of
 from loadmaster.train.placing import StreamedUpdate
 from loadmaster.train.profile import tree_bytes
 from loadmaster.train.setting import Ledger, Setting, StepFacts, since
+from loadmaster.train.shard_plan import flight_bytes, unit_bytes, update_bytes
 from loadmaster.train.state import TrialState
 from loadmaster.train.states import Hyper, hyper_of
 from loadmaster.train.streams import Copy, Device, Event

@@ -16,9 +16,9 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.train import randomness
-from loadmaster.train.partition import ShardPlan
 from loadmaster.train.quantum import Session
 from loadmaster.train.setting import Setting
+from loadmaster.train.shard_plan import ShardPlan
 from loadmaster.train.state import first_batch
 from loadmaster.train.streams import Device
 from loadmaster.train.trial import Trial

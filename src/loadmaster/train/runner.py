@@ -16,11 +16,12 @@ from loadmaster.core.units import format_bytes
 from loadmaster.train import first_step, randomness
 from loadmaster.train.engine import not_a_number
 from loadmaster.train.layout import Placement
-from loadmaster.train.partition import ShardPlan, make_plan
+from loadmaster.train.partition import make_plan
 from loadmaster.train.quantum import Session
 from loadmaster.train.rates import SIMULATED, TYPICAL_GPU, Rates
 from loadmaster.train.rehearsal import Rehearsal
 from loadmaster.train.setting import Setting
+from loadmaster.train.shard_plan import ShardPlan
 from loadmaster.train.state import TrialState, build, frozen_names, hold
 from loadmaster.train.streams import Device
 from loadmaster.train.trial import Trial, numbers_of

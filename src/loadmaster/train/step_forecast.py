@@ -22,7 +22,7 @@ from loadmaster.train.slots import unit_order
 from loadmaster.train.state import Built, Sizes
 
 if TYPE_CHECKING:
-    from loadmaster.train.partition import ShardPlan
+    from loadmaster.train.shard_plan import ShardPlan
 
 _AHEAD, _NEAR = 64, 8  # jobs of a stream that are looked at
 _ROUNDS = 3  # until steps follow each other alike
@@ -35,13 +35,16 @@ _FORWARD, _LAST, _BACKWARD = 1.0, 3.0, 4.0  # units of a shard's forward
 class _Job:
     stream: str
     left: float  # seconds, bytes or parameters
-    after: list["_Job"]
     rank: int = 0  # on the host: lowest first
+    num_awaited: int = 0
+    then: list["_Job"] = field(default_factory=list)
     done: bool = False
 
-    @property
-    def ready(self) -> bool:
-        return all(job.done for job in self.after)
+    def finish(self) -> None:
+        """Let those go on that waited for it."""
+        self.done = True
+        for job in self.then:
+            job.num_awaited -= 1
 
 
 @dataclass(eq=False)
@@ -52,7 +55,11 @@ class _Steps:
 
     def add(self, stream: str, work: float, after: Sequence[_Job | None], rank: int = 0) -> _Job:
         """One more job at the end of a stream."""
-        job = _Job(stream, work, [each for each in after if each is not None], rank)
+        job = _Job(stream, work, rank)
+        for before in after:
+            if before is not None:
+                before.then.append(job)
+                job.num_awaited += 1
         self.queues[stream].append(job)
         return job
 
@@ -76,7 +83,7 @@ def forecast_step_s(
         for job, each in zip(active, speed, strict=True):
             job.left -= taken * each
             if job.left <= 1e-9 * max(1.0, each):
-                job.done = True
+                job.finish()
                 waiting[job.stream].remove(job)
                 if job in ends:
                     found.append(clock)
@@ -86,10 +93,11 @@ def forecast_step_s(
 def _next(stream: str, queue: list[_Job]) -> _Job | None:
     """What a stream works on: the first; weights and updates may pass those that cannot run yet."""
     if stream == "host":
-        return min((job for job in queue[:_AHEAD] if job.ready), key=lambda job: job.rank, default=None)
+        ready = (job for job in queue[:_AHEAD] if not job.num_awaited)
+        return min(ready, key=lambda job: job.rank, default=None)
     if stream == "up 0":
-        return next((job for job in queue[:_NEAR] if job.ready), None)
-    return queue[0] if queue and queue[0].ready else None
+        return next((job for job in queue[:_NEAR] if not job.num_awaited), None)
+    return queue[0] if queue and not queue[0].num_awaited else None
 
 
 @dataclass(eq=False)
