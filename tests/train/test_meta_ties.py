@@ -1,4 +1,6 @@
-"""Builds that fill a weight and then replace it are left to themselves: resets would give other numbers."""
+"""Builds that do more than let modules reset themselves are left to themselves: resets give other numbers."""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +8,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch import nn  # noqa: E402
 
+import loadmaster.train as lt  # noqa: E402
 from loadmaster.train.meta import on_meta, reset  # noqa: E402
 
 
@@ -40,3 +43,54 @@ def test_a_chain_that_modules_fill_themselves_gets_the_numbers_of_a_plain_build(
 @pytest.mark.parametrize("build", [_tied, _other_numbers])
 def test_a_build_that_does_more_than_resets_is_left_to_itself(build) -> None:  # type: ignore[no-untyped-def]
     assert on_meta(build) is None
+
+
+def _silent_on_meta(init: str) -> nn.Module:
+    """torch's own initialisation returns at once for a tensor on meta: nothing is written, nothing is drawn."""
+    model = _chain()
+    fill = getattr(nn.init, init)
+    fill(model[1].weight, 0.5) if init == "sparse_" else fill(model[1].weight)
+    return model
+
+
+def _asks_for_the_device() -> nn.Module:
+    model = _chain()
+    if model[1].weight.device.type != "meta":
+        nn.init.zeros_(model[1].weight)
+    return model
+
+
+@pytest.mark.parametrize("init", ["trunc_normal_", "orthogonal_", "sparse_", "own"])
+def test_an_initialisation_that_does_nothing_on_meta_is_still_that_of_the_trial(
+    init: str, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return _asks_for_the_device() if init == "own" else _silent_on_meta(init)
+
+    rows = [(torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]]))]
+    trial = lt.Trial(
+        name="t",
+        build=build,
+        loss=lambda out, wanted: nn.functional.cross_entropy(out.flatten(0, 1), wanted.flatten()),
+        data=lambda: rows,
+        optim=lambda weights: torch.optim.SGD(weights, lr=0.0),  # what it began with, it ends with
+        seed=3,
+    )
+    torch.manual_seed(3)
+    plain = build().state_dict()
+    found = lt.Study(trial, dir=tmp_path, devices="cpu").fit()["t"].state_dict()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.LSTM(4, 4, 2),
+        lambda: nn.Conv2d(2, 2, 3),
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.Bilinear(2, 2, 2),
+    ],
+)
+def test_modules_that_reset_themselves_are_still_built_without_memory(module) -> None:  # type: ignore[no-untyped-def]
+    assert on_meta(lambda: nn.Sequential(nn.Linear(4, 4), module())) is not None

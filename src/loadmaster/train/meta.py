@@ -2,7 +2,9 @@
 
 A model allows it if a plain build does nothing but let each module reset itself, in the order of the module
 tree. That is not believed but seen: the writes and draws of the build are listed, then those of the resets,
-and the two lists must be the same. Then the resets under the seed give the numbers of a plain build.
+and the two lists must be the same. Then the resets under the seed give the numbers of a plain build. Whoever
+asks a tensor whether it is on meta is listed, too: some of `nn.init` (trunc_normal_, orthogonal_, sparse_)
+writes nothing there, and would not be missed.
 """
 
 import warnings
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,11 +41,26 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _Questions(TorchFunctionMode):
+    """Lists, among the writes, every look at where a tensor is: code that asks may do otherwise on meta."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__()
+        self._log = log
+        self._asking = {torch.Tensor.is_meta.__get__: "is_meta", torch.Tensor.device.__get__: "device"}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it, then go on."""
+        if func in self._asking:
+            self._log.append(self._asking[func])
+        return func(*args, **(kwargs or {}))
+
+
 def on_meta(build: Callable[[], Any]) -> nn.Module | None:
     """The model on `meta`, if `refill` can give it the numbers of a plain build; else None."""
     built, again = _Writes(), _Writes()
     try:
-        with warnings.catch_warnings(), built, torch.device("meta"):
+        with warnings.catch_warnings(), built, _Questions(built.log), torch.device("meta"):
             warnings.filterwarnings("ignore", message=".*to a meta parameter")  # a plain build will load it
             model = build()
     except Exception:  # it looks at values, or loads them: a plain build says what is wrong, if anything is
@@ -53,7 +71,7 @@ def on_meta(build: Callable[[], Any]) -> nn.Module | None:
     own = {*names, *(id(buffer) for buffer in model.buffers())}
     if not all(name in built.written for name in names) or not built.written.keys() <= own:
         return None  # a weight that nobody fills, or one that was filled and then replaced, as ties do
-    with again:
+    with again, _Questions(again.log):
         reset(model)
     same = built.log == again.log and all(name in again.written for name in names)
     return model if same else None
