@@ -46,7 +46,7 @@ def test_a_build_that_does_more_than_resets_is_left_to_itself(build) -> None:  #
 
 
 def _silent_on_meta(init: str) -> nn.Module:
-    """torch's own initialisation returns at once for a tensor on meta: nothing is written, nothing is drawn."""
+    """torch's own initialisation returns at once for a tensor on meta: it writes and draws nothing."""
     model = _chain()
     fill = getattr(nn.init, init)
     fill(model[1].weight, 0.5) if init == "sparse_" else fill(model[1].weight)

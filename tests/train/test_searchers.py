@@ -184,3 +184,33 @@ def test_bad_halvings_are_refused(bad: dict[str, Any], says: str) -> None:
 def test_a_metric_nobody_reports_is_said_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="metric 'accuracy' is not reported; there are: loss"):
         run(tmp_path, SuccessiveHalving(eta=3, metric="accuracy"))
+
+
+def _scored(name: str, accuracy: float) -> Any:
+    return trial(name, evaluate=lambda _model: {"accuracy": accuracy, "loss": 0.0}, eval_every=None)
+
+
+@pytest.mark.parametrize("searcher", [SuccessiveHalving, Asha])
+@pytest.mark.parametrize("told", ["study", "searcher"])
+def test_metric_and_mode_hold_for_the_race_and_for_the_best_whoever_was_given_them(
+    searcher: Any, told: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"metric": "accuracy", "mode": "max"}
+    entrants = [_scored(name, value) for name, value in (("low", 0.1), ("high", 0.9), ("middle", 0.5))]
+    found = Study(
+        entrants,
+        dir=tmp_path,
+        engine=Plain(),
+        searcher=searcher(eta=3, min_steps=2, **(given if told == "searcher" else {})),
+        **(given if told == "study" else {}),
+    ).fit()
+    assert found["high"].status == "done" and found["low"].status == "stopped"
+    assert found.best.name == "high"
+
+
+def test_the_best_is_chosen_by_what_the_searcher_was_told_to_compare(tmp_path: Path) -> None:
+    race = SuccessiveHalving(eta=2, min_steps=500, metric="accuracy", mode="max")  # nobody is halved
+    found = Study(
+        [_scored("low", 0.1), _scored("high", 0.9)], dir=tmp_path, engine=Plain(), searcher=race
+    ).fit()
+    assert found.best.name == "high"

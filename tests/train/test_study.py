@@ -261,6 +261,17 @@ def test_a_trial_that_changed_is_refused_by_name(tmp_path: Path) -> None:
         study(tmp_path, [trial("a", seed=2)]).fit()
 
 
+@pytest.mark.parametrize("num_batches", [8, 12])
+def test_data_of_another_length_is_refused_and_not_trained_on_from_the_middle(
+    num_batches: int, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, [trial("a")], callbacks=[Stop(7, "interrupt")]).fit()
+    with pytest.raises(InputError, match=rf"data for 20 steps and now has {2 * num_batches}"):
+        study(tmp_path, [trial("a", num_batches=num_batches)]).fit()
+    assert digest(study(tmp_path, [trial("a")]).fit()["a"].state_dict()) == plainly(trial("a"))
+
+
 def test_a_new_trial_may_join_later(tmp_path: Path) -> None:
     study(tmp_path, [trial("a")]).fit()
     result = study(tmp_path, [trial("a"), trial("b", lr=0.1)]).fit()

@@ -75,6 +75,11 @@ class Book:
                     f"trial {name!r} was started with {key} = {entry.facts.get(key)!r} and now has {value!r};"
                     " give it another name, or the study another dir"
                 )
+        if entry.num_steps != num_steps:
+            raise InputError(
+                f"trial {name!r} was started with data for {entry.num_steps} steps and now has {num_steps}; give"
+                " it another name, or the study another dir (or back what it was: as many batches, and as large)"
+            )
         return entry
 
     def apply(self, record: Record) -> None:

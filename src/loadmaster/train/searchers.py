@@ -101,8 +101,8 @@ class _Rungs:
 
     eta: int = 3
     min_steps: int | None = None  # the first rung; default: so that one trial of all is left at the end
-    metric: str | None = None
-    mode: str = "min"
+    metric: str | None = None  # where not given, what the study compares by
+    mode: str | None = None
     _entrants: dict[str, Entrant] = field(default_factory=dict, init=False, repr=False)
     _values: dict[int, dict[str, float]] = field(
         default_factory=dict, init=False, repr=False
@@ -117,8 +117,13 @@ class _Rungs:
             )
         if self.min_steps is not None and (not isinstance(self.min_steps, int) or self.min_steps < 1):
             raise InputError(f"min_steps is {self.min_steps!r}; give a whole number of steps >= 1")
-        if self.mode not in ("min", "max"):
+        if self.mode not in (None, "min", "max"):
             raise InputError(f"mode is {self.mode!r}; give 'min' or 'max'")
+
+    def compare_by(self, metric: str | None, mode: str) -> None:
+        """Take from the study what was not given: trials are halved by what the best one is chosen by."""
+        self.metric = metric if self.metric is None else self.metric
+        self.mode = mode if self.mode is None else self.mode
 
     def begin(self, entrants: Sequence[Entrant]) -> None:
         """Learn who takes part."""
@@ -158,7 +163,7 @@ class _Rungs:
             return None
         rung = rungs.index(step)
         value = value_of(metrics, self.metric)
-        worst = math.inf if math.isnan(value) else value if self.mode == "min" else -value
+        worst = math.inf if math.isnan(value) else -value if self.mode == "max" else value
         self._values.setdefault(rung, {})[trial] = worst
         return rung
 

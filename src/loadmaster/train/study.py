@@ -57,7 +57,7 @@ class Study:
         optimizer_placement: str = "auto",
         searcher: Searcher | None = None,
         metric: str | None = None,
-        mode: str = "min",
+        mode: str | None = None,
         callbacks: Sequence[Any] = (),
         checkpoint_every: int | str = "auto",
         loader_timeout: str | float | None = None,
@@ -74,12 +74,13 @@ class Study:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"two trials are named {twice!r}; names must differ, they name folders")
-        if mode not in ("min", "max"):
+        if mode not in (None, "min", "max"):
             raise InputError(f"mode is {mode!r}; give 'min' or 'max'")
         if launcher not in _LAUNCHERS:
             raise InputError(f"launcher is {launcher!r}; give one of {', '.join(_LAUNCHERS)}")
         self.dir = Path(dir)
-        self.metric, self.mode = metric, mode
+        self.metric: str | None = getattr(searcher, "metric", None) if metric is None else metric
+        self.mode: str = mode or getattr(searcher, "mode", None) or "min"
         self.callbacks = list(callbacks)
         self.launcher = launcher
         self._devices = devices
@@ -183,6 +184,8 @@ class Study:
         root.mkdir(exist_ok=True)
         # It is told everything anew from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
+        if hasattr(searcher, "compare_by"):
+            searcher.compare_by(self.metric, self.mode)
         return Coordinator(
             names=self.names,
             device_names=plan.devices,
