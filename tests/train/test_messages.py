@@ -1,10 +1,12 @@
 """What a stranger reads when something of their own is wrong: one sentence that says what, and where."""
 
+import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
@@ -93,3 +95,25 @@ def test_a_disk_that_really_takes_no_more_is_said_and_nothing_is_lost(tmp_path: 
     _, status = os.waitpid(in_child(short_of_room), 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert digest(study().fit()["a"].state_dict()) == plainly(trial("a"))
+
+
+def test_blocks_whose_shapes_do_not_fit_are_named_and_torch_prints_nothing_before(tmp_path: Path) -> None:
+    class Heard(logging.Handler):
+        records: ClassVar[list[logging.LogRecord]] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.records.append(record)
+
+    log, heard = logging.getLogger("torch._subclasses.fake_tensor"), Heard()
+    log.addHandler(heard)
+    try:
+        wrong = trial("a", build=lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(5, 3)))
+        with pytest.raises(
+            InputError, match=r"trial 'a' raised .*\(in block '1', which was given \(4, 4\)\)"
+        ):
+            lt.Study(wrong, dir=tmp_path, devices="cpu").plan()
+        assert heard.records == []
+        log.error("of others")
+        assert len(heard.records) == 1  # it is silent for as long as memory is planned, no longer
+    finally:
+        log.removeHandler(heard)

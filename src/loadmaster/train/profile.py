@@ -4,6 +4,7 @@ Of each block: the bytes autograd keeps for its backward, the bytes of its outpu
 parameter whether every use of it is a cast to the compute dtype, so that a copy in that dtype can stand in.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inputs, targets = batch
-    with as_it_was(chain.model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with as_it_was(chain.model), _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -60,6 +61,33 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
         with _bound(chain, narrow, buffers):
             sums = trial.accumulate > 1
             return replace(found, sums_grads=sums, peaks=_peaks(trial, chain, given, wanted, narrow))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What does not fit is raised and said in our words; torch would print its own traceback before."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_never)
+    try:
+        yield
+    finally:
+        log.removeFilter(_never)
+
+
+def _never(_record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextmanager
+def _named(chain: Chain, index: int, value: Any) -> Iterator[None]:
+    """An exception of a block says which one it was, and what it was given."""
+    try:
+        yield
+    except Exception as problem:
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        given = ", ".join(str(shape) for shape in shapes) or "no tensor"
+        problem.add_note(f"in block {chain.block_name[index]!r}, which was given {given}")
+        raise
 
 
 @contextmanager
@@ -139,7 +167,8 @@ def _walk(
             counter,
             watch,
         ):
-            value = call(block, value, first=index == 0)
+            with _named(chain, index, value):
+                value = call(block, value, first=index == 0)
             if index == len(chain.blocks) - 1:
                 loss = trial.loss(value, targets)
                 _check_loss(trial, loss)

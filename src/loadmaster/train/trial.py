@@ -15,7 +15,7 @@ from loadmaster.core.errors import InputError, LoadmasterError, RunError, Unknow
 Precision = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CALLABLES = ("build", "loss", "data", "optim")
-_LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).resolve().parents[1]))
+_LIBRARIES = ("site-packages", "dist-packages", "<eval_with_key>", str(Path(__file__).resolve().parents[1]))
 _OPTIONAL_CALLABLES = ("blocks", "lr_schedule", "evaluate")
 
 
@@ -128,5 +128,6 @@ def user_code(name: str) -> Iterator[None]:
         frames = traceback.extract_tb(problem.__traceback__)
         own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)]
         where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        text = " ".join(str(problem).split())[:400]
+        notes = "".join(f" ({note})" for note in getattr(problem, "__notes__", ()))
+        text = " ".join(str(problem).split())[:400] + notes
         raise InputError(f"trial {name!r} raised {type(problem).__name__}{where}: {text}") from problem
