@@ -204,7 +204,8 @@ def test_metric_and_mode_hold_for_the_race_and_for_the_best_whoever_was_given_th
         searcher=searcher(eta=3, min_steps=2, **(given if told == "searcher" else {})),
         **(given if told == "study" else {}),
     ).fit()
-    assert found["high"].status == "done" and found["low"].status == "stopped"
+    assert found["high"].status == "done"
+    assert found["low"].status == "stopped"
     assert found.best.name == "high"
 
 

@@ -77,8 +77,8 @@ class Book:
                 )
         if entry.num_steps != num_steps:
             raise InputError(
-                f"trial {name!r} was started with data for {entry.num_steps} steps and now has {num_steps}; give"
-                " it another name, or the study another dir (or back what it was: as many batches, and as large)"
+                f"trial {name!r} was started with data for {entry.num_steps} steps and now has {num_steps};"
+                " give it another name, the study another dir, or back the batches it had"
             )
         return entry
 

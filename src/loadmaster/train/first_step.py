@@ -191,7 +191,12 @@ def _run(state: TrialState, device: Device, where: torch.device, *, whole: bool)
         (loss * scale if scale != 1.0 else loss).backward()
         now, before = randomness.current(where, others=False), state.generators
         drew = not torch.equal(now.host, before.host)
-        grads = {n: p.grad.cpu() for n, p in enumerate(chain.parameters) if p.grad is not None}
+        everyone = trial.clip_norm is not None  # whom the optimizer does not have still counts in the norm
+        stepped = [
+            p if group >= 0 or everyone else None
+            for p, group in zip(chain.parameters, state.group_of, strict=True)
+        ]
+        grads = {n: p.grad.cpu() for n, p in enumerate(stepped) if p is not None and p.grad is not None}
         of = "the model itself" if whole else "its blocks in a row (its own forward cannot be used)"
         return _Numbers(float(loss.detach()), grads, tuple(written()), drew, of)
 
