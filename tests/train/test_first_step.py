@@ -291,8 +291,9 @@ def test_blocks_that_give_the_logits_of_an_answer_are_compared_with_them(right: 
 
 def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp_path: Any) -> None:
     def trials(**more: Any) -> list[lt.Trial]:
+        more["evaluate"] = lambda _predict: {"score": 1.0}
         wrong = trial(Chain, name="wrong", blocks=lambda m: [m.b, nn.Sequential(m.a, nn.Tanh()), m.c], **more)
-        return [wrong, trial(Chain, name="right")]
+        return [wrong, trial(Chain, name="right", evaluate=more["evaluate"])]
 
     result = lt.Study(trials(), dir=tmp_path, devices="cpu", memory_cap=4 * CAP).fit()
     assert result["wrong"].error_kind == "verify"
@@ -392,3 +393,21 @@ def test_on_a_gpu_what_is_right_passes_what_is_wrong_fails_and_the_numbers_stay(
     assert all(torch.equal(tensor, without[name]) for name, tensor in with_check.items())
     with pytest.raises(VerifyError, match=r"the gradient of '0.0.weight'"):
         ran(build=kept, loss=penalty)
+
+
+def test_parameters_that_the_optimizer_does_not_have_stay_as_they_are_and_are_not_compared() -> None:
+    def matrices(weights: Any) -> Any:  # Muon, for one, takes no others
+        return torch.optim.SGD([each for each in weights if each.dim() == 2], lr=0.02)
+
+    def build() -> nn.Module:
+        return nn.Sequential(*layers())
+
+    torch.manual_seed(0)
+    model = build()
+    optimizer = matrices(list(model.parameters()))
+    for x, y in data():
+        model.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    found = weights_after(trial(build, optim=lambda weights: matrices(list(weights))))
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

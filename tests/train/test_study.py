@@ -343,3 +343,24 @@ def test_the_plan_prints_and_trains_nothing(tmp_path: Path) -> None:
     assert dataclasses.is_dataclass(plan)
     assert plan.makespan_s >= plan.bound_s > 0
     assert not (tmp_path / "run").exists()
+
+
+def test_without_an_evaluation_no_column_repeats_the_loss(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from loadmaster.cli.train_table import LiveTable
+
+    mixed = [trial("plain", evaluate=None, eval_every=None), trial("scored")]
+    for name, given in (("one", mixed[:1]), ("two", mixed)):
+        console = Console(width=200)
+        own = study(tmp_path / name, given)
+        live = LiveTable(console, own.names, own.evaluated)
+        own.callbacks.append(live)
+        result = own.fit()
+        with console.capture() as seen:
+            console.print(live.trials_table())
+        line = next(text for text in seen.get().splitlines() if "plain" in text)
+        assert "loss" not in line
+        assert "eval loss" not in result.rows()[0]
+        assert ("eval loss" in result.table()) == (name == "two")
+        assert result["plain"].metrics["loss"] == result["plain"].loss

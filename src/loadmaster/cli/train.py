@@ -86,7 +86,7 @@ def _watched(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
     if not console.is_terminal:
         study.callbacks.append(Lines(console))
         return study.fit(retry_failed=retry_failed)
-    table = LiveTable(console, study.names)
+    table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)
     with table:
         return study.fit(retry_failed=retry_failed)

@@ -1,7 +1,7 @@
 """The live table of a study: trials with loss and tokens/s, devices with how busy they and their bus are."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,8 @@ class _Device:
 class _Watch:
     """Collects what callbacks tell."""
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] = (), evaluated: Collection[str] | None = None) -> None:
+        self._evaluated = evaluated  # the others report a loss of their steps, which is shown already
         self.rows = {name: _Row() for name in names}
         self.devices: dict[str, _Device] = {}
         self.began = time.perf_counter()
@@ -61,7 +62,8 @@ class _Watch:
     def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
         """A report."""
         row = self.rows.setdefault(trial, _Row())
-        row.metrics = metrics
+        if self._evaluated is None or trial in self._evaluated:
+            row.metrics = metrics
         row.status = "paused" if decision == "pause" else row.status
 
     def on_trial_end(self, trial: str, status: str, error: str) -> None:
@@ -102,8 +104,10 @@ class _Watch:
 class LiveTable(_Watch):
     """Drawn anew a few times a second while the study runs."""
 
-    def __init__(self, console: Console, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(
+        self, console: Console, names: Sequence[str], evaluated: Collection[str] | None = None
+    ) -> None:
+        super().__init__(names, evaluated)
         self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=4, transient=True)
 
     def _drawn(self) -> Group:

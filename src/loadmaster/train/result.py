@@ -43,6 +43,7 @@ class TrialResult:
     error_kind: str = ""  # exception, memory, nan, loader, verify
     durable_step: int = 0
     folder: Path | None = None  # its last committed checkpoint
+    is_evaluated: bool = True  # False: it has no `evaluate`, and its metrics are a loss of its steps
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -112,7 +113,7 @@ class Result:
                 "status": str(each.status),
                 "step": each.step,
                 "loss": each.loss,
-                **{f"eval {name}": value for name, value in each.metrics.items()},
+                **{f"eval {name}": value for name, value in each.metrics.items() if each.is_evaluated},
                 "tokens_per_s": each.num_tokens / each.seconds if each.seconds else None,
                 "seconds": each.seconds,
                 "checked": _checked(each),

@@ -98,6 +98,11 @@ class Study:
         """The trials, in the order they were given."""
         return list(self._trials)
 
+    @property
+    def evaluated(self) -> frozenset[str]:
+        """The trials with an evaluation of their own; the others report the loss of a step."""
+        return frozenset(name for name, trial in self._trials.items() if trial.evaluate is not None)
+
     def engine(self) -> Engine:
         """What trains."""
         if self._engine is None:
@@ -229,7 +234,10 @@ class Study:
 
     def _result(self, book: Book, wall_s: float, coordinator: Coordinator) -> Result:
         root = self.dir / "checkpoints"
-        rows = tuple(_trial_result(book.entries[name], root) for name in self.names)
+        rows = tuple(
+            replace(_trial_result(book.entries[name], root), is_evaluated=name in self.evaluated)
+            for name in self.names
+        )
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
 
 
