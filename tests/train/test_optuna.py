@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import loadmaster.train as lt
+from loadmaster.core.errors import InputError
 from loadmaster.train.result import Status
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
@@ -55,6 +56,37 @@ def test_an_interrupted_search_goes_on_with_the_same_trials(tmp_path: Path) -> N
     wanted = search(tmp_path / "whole", new_study())
     assert [t.name for t in result.trials] == [t.name for t in wanted.trials]
     assert all(each.state.is_finished() for each in study.trials)
+
+
+def test_a_search_that_a_storage_remembers_goes_on_in_the_trials_it_has(tmp_path: Path) -> None:
+    def stored() -> Any:
+        log = optuna.storages.journal.JournalFileBackend(str(tmp_path / "optuna.log"))
+        return optuna.create_study(
+            study_name="s",
+            storage=optuna.storages.JournalStorage(log),
+            load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(seed=3),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0),
+        )
+
+    for after in (13, 40):
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path / "run", stored(), callbacks=[Stop(after, "interrupt")])
+    result = search(tmp_path / "run", stored())
+    wanted = search(tmp_path / "whole", new_study())
+    study = stored()
+    assert [t.name for t in result.trials] == [t.name for t in wanted.trials]
+    assert len(study.trials) == 6
+    told = {"done": "COMPLETE", "stopped": "PRUNED"}
+    assert [each.state.name for each in study.trials] == [told[str(t.status)] for t in result.trials]
+    assert search(tmp_path / "run", stored()).to_json()["trials"] == result.to_json()["trials"]
+    assert len(stored().trials) == 6
+
+
+def test_a_damaged_list_of_proposals_is_said(tmp_path: Path) -> None:
+    (tmp_path / "optuna.json").write_text("[{]")
+    with pytest.raises(InputError, match=r"optuna\.json is damaged"):
+        search(tmp_path, new_study())
 
 
 def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
     result = lt.optimize(make, study=optuna.create_study(), num_trials=20, dir="runs/search")
 
 Needs the extra `train` (optuna). Parameters are asked once and kept in the folder (`optuna.json`), so that
-the same call goes on with the same trials; reports and prunings are in the journal like every other decision.
+the same call goes on with the same trials: those that Optuna's storage still has, or, where it forgets (in
+memory), new ones with the same parameters. Reports and prunings are in the journal like every other decision.
 """
 
 import json
@@ -60,8 +61,11 @@ class OptunaSearch:
         if trial in self._told:
             return Decision.CONTINUE
         value, proposal = value_of(metrics, self._metric), self._proposals[trial]
-        known = self._study._storage.get_trial(proposal._trial_id).intermediate_values
-        if step not in known:
+        known = self._study._storage.get_trial(proposal._trial_id)
+        if known.state.is_finished():  # told by an earlier call, which was killed before its journal knew
+            self._told.add(trial)
+            return Decision.STOP if known.state == optuna.trial.TrialState.PRUNED else Decision.CONTINUE
+        if step not in known.intermediate_values:
             proposal.report(value, step)
         if step >= self._num_steps[trial]:
             self._tell(trial, value)
@@ -72,7 +76,7 @@ class OptunaSearch:
 
     def _tell(self, trial: str, value: float | None, **how: Any) -> None:
         self._told.add(trial)
-        self._study.tell(self._proposals[trial], value, skip_if_finished=True, **how)
+        self._study.tell(self._proposals[trial].number, value, skip_if_finished=True, **how)
 
     def released(self) -> list[tuple[str, Decision]]:
         """Nobody waits."""
@@ -104,16 +108,14 @@ def optimize(
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "optuna.json"
-    known: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
+    known = _known(kept)
     proposals: dict[str, Any] = {}
     trials: list[Any] = []
     result: Result | None = None
     mode = "max" if study.direction == optuna.study.StudyDirection.MAXIMIZE else "min"
     while len(trials) < num_trials:
         for _ in range(min(batch or num_trials, num_trials - len(trials))):
-            if len(trials) < len(known):
-                study.enqueue_trial(known[len(trials)])
-            proposal = study.ask()
+            proposal = _proposal(study, known[len(trials)] if len(trials) < len(known) else None)
             one = make(proposal)
             if one.name in proposals:
                 raise InputError(
@@ -122,10 +124,37 @@ def optimize(
             proposals[one.name] = proposal
             trials.append(one)
             if len(trials) > len(known):
-                known.append(dict(proposal.params))
+                known.append({"number": proposal.number, "params": dict(proposal.params)})
                 write_bytes(json.dumps(known).encode(), kept)
         searcher = OptunaSearch(study, proposals, metric=metric, report_every=report_every)
         result = Study(trials, dir=folder, searcher=searcher, metric=metric, mode=mode, **options).fit()
     if result is None:
         raise InputError(f"num_trials is {num_trials}; give at least 1")
     return result
+
+
+def _known(kept: Path) -> list[dict[str, Any]]:
+    """What earlier calls asked for: number and parameters of each trial."""
+    if not kept.exists():
+        return []
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        return [{"number": each["number"], "params": dict(each["params"])} for each in found]
+    except (ValueError, TypeError, KeyError):
+        raise InputError(f"{kept} is damaged; put it back from a copy, or give another dir") from None
+
+
+def _proposal(study: Any, known: Mapping[str, Any] | None) -> Any:
+    """A new trial of Optuna's, or the one that an earlier call asked for."""
+    optuna = _optuna()
+    if known is None:
+        return study.ask()
+    for each in study.get_trials(deepcopy=False):
+        if each.number == known["number"] and json.loads(json.dumps(each.params)) == known["params"]:
+            if not each.state.is_finished():
+                return optuna.trial.Trial(study, each._trial_id)
+            ended = optuna.trial.FixedTrial(each.params, number=each.number)  # it may not be written to
+            ended._trial_id = each._trial_id
+            return ended
+    study.enqueue_trial(known["params"])
+    return study.ask()
