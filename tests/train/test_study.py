@@ -187,6 +187,24 @@ def test_a_damaged_checkpoint_falls_back_on_the_one_before(tmp_path: Path) -> No
     assert digest(result["a"].state_dict()) == plainly(trial("a"))
 
 
+@pytest.mark.parametrize("how", ["flipped", "short", "no facts", "bad facts"])
+def test_weights_of_a_damaged_checkpoint_are_an_error_and_not_other_numbers(how: str, tmp_path: Path) -> None:
+    result = study(tmp_path, [trial("a")]).fit()
+    folder = result["a"].folder
+    assert folder is not None
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[-9] ^= 1
+    path.write_bytes(data[:-4] if how == "short" else data)
+    if how == "no facts":
+        (folder / "facts.json").unlink()
+    if how == "bad facts":
+        (folder / "facts.json").write_text("{}")
+    with pytest.raises(FileError, match="damaged|cannot read|not what was"):
+        result["a"].state_dict()
+
+
 def test_with_every_checkpoint_damaged_a_trial_begins_again(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         study(tmp_path, [trial("a")], callbacks=[Stop(14, "interrupt")]).fit()

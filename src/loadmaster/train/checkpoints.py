@@ -181,8 +181,15 @@ def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
 
 
 def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a generation, frozen ones among them, as the plain model loads them."""
-    found = read_tensors(folder / MODEL)
+    """The weights of a generation, frozen ones among them, for the plain model; damage is an error."""
+    try:
+        document = msgspec.json.decode((folder / FACTS).read_bytes())
+        size, crc = (document["files"][MODEL][key] for key in ("bytes", "crc"))
+    except OSError as problem:
+        raise FileError(f"cannot read {folder / FACTS}: {problem.strerror or problem}") from None
+    except (msgspec.DecodeError, KeyError, TypeError) as problem:
+        raise FormatError(f"{folder / FACTS} is not what was written: {problem!r}") from None
+    found = read_tensors(folder / MODEL, size=size, crc=crc)
     key = _backbone_of(folder)
     return found if key is None else found | read_backbone(folder, key)
 
