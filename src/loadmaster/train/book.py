@@ -5,6 +5,7 @@ so that a study which goes on after a crash stands where the journal says, and n
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,15 @@ class Book:
     def unfinished(self, names: Sequence[str]) -> list[Entry]:
         """Trials that are not at an end."""
         return [self.entries[name] for name in names if self.entries[name].status not in ENDED]
+
+    def fall_back(self, name: str, traceback: str) -> None:
+        """The last checkpoint of a trial cannot be read: it goes on from the one before, and this is said."""
+        why = traceback.rstrip().rpartition("\n")[2].partition(": ")[2]
+        entry = self.entries[name]
+        self.note("uncommit", trial=name, generation=entry.committed[-1].generation)
+        self.rewind(name)
+        where = f"goes on from step {entry.step}" if entry.committed else "begins again"
+        warnings.warn(f"trial {name!r} {where}: {why}", RuntimeWarning, stacklevel=2)
 
     def rewind(self, name: str) -> None:
         """What was in memory is gone: a trial that is not at its end stands at its last checkpoint."""

@@ -298,11 +298,9 @@ class Coordinator:
 
     def _failed(self, event: Failed, device: int) -> None:
         name = event.trial
-        entry = self.book.entries[name]
         self.places.left(name)
         if event.kind == "checkpoint":
-            self.book.note("uncommit", trial=name, generation=entry.committed[-1].generation)
-            self.book.rewind(name)
+            self.book.fall_back(name, event.text)
             return
         if event.device_broken:
             self._lost(device, event.text)
