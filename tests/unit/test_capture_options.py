@@ -15,6 +15,7 @@ from loadmaster.core.graph import NO_GROUP, Graph, Phase  # noqa: E402
 from loadmaster.core.plan import Plan  # noqa: E402
 from loadmaster.cost.memory import weight_and_update_ops  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
+from loadmaster.graph.torch_capture.step import loss_of  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_capture_memory import captured, simulated_peak  # noqa: E402
@@ -228,3 +229,46 @@ def test_a_range_the_model_cannot_run_is_refused_with_its_own_error() -> None:
 def test_a_bad_option_is_answered_with_what_to_give(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         capture(mlp(), INPUT, **options)
+
+
+class WithTerm(nn.Module):
+    """Gives rows, and a term of the loss that only the first of its two modules has a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, rows: Any) -> Any:
+        hidden = self.first(rows)
+        return self.second(hidden), hidden.pow(2).mean()
+
+
+@pytest.mark.parametrize("path", [None, "traced", "estimated"])
+def test_a_term_of_the_loss_beside_the_outputs_is_not_the_loss(path: str | None) -> None:
+    graph = capture(WithTerm(), INPUT, optimizer=torch.optim.SGD, path=path)
+    updated = {name.removesuffix(".update") for name in names(graph, Phase.UPDATE)}
+    assert updated == dict(WithTerm().named_parameters()).keys()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_beside_the_logits_it_is_made_of_is_the_loss(first: bool) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, rows: Any) -> Any:
+            logits = self.layer(rows)
+            loss = logits.logsumexp(-1).mean()
+            return (loss, logits) if first else (logits, loss)
+
+    graph = capture(Both(), INPUT, optimizer=torch.optim.SGD)
+    assert "loss" not in graph.module, "no op but the model's own"
+
+
+def test_a_scalar_weight_that_a_model_gives_is_its_loss_only_where_all_else_hangs_on_it() -> None:
+    scale, layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(8, 4)
+    rows = layer(*INPUT)
+    assert loss_of((scale, scale * 3), None) is scale
+    assert loss_of((scale, rows), None).item() == pytest.approx((scale + rows.mean()).item())
+    assert loss_of((rows.sum(), layer.weight), None).item() == rows.sum().item()

@@ -1,5 +1,6 @@
 """Step: weights, forward, loss, backward and updates of one training step, written into a ledger."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,7 +178,11 @@ class Step:
 
 
 def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """The scalar to minimise: the user's function, the output's own loss, else the mean of all outputs."""
+    """The scalar to minimise: the user's function, the output's own loss, else the mean of all outputs.
+
+    A lone scalar is the loss only if it trains all that the outputs train: beside them it may as well be a
+    term of the loss (a router's balance, a codebook's commitment), and a plan for it alone is too small.
+    """
     if loss is not None:
         found = loss(out)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
@@ -192,10 +197,39 @@ def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tenso
         raise GraphError(
             "nothing the model gives depends on a weight that is trained; capture it with train=False"
         )
-    scalars = [leaf for leaf in floats if leaf.numel() == 1]
-    if scalars:
-        return scalars[0]
+    for leaf in floats:
+        if leaf.numel() == 1 and _trains_all(leaf, [other for other in floats if other is not leaf]):
+            return leaf
     total = floats[0].mean()
     for leaf in floats[1:]:
         total = total + leaf.mean()
     return total
+
+
+def _trains_all(scalar: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether every leaf that the others depend on is one that the scalar depends on."""
+    made = {other.grad_fn for other in others if other.grad_fn is not None}
+    bare = {id(other) for other in others if other.grad_fn is None}  # a weight that is given as it is
+    seen = _behind({scalar.grad_fn}, until=None if bare else made)
+    if made <= seen and not bare:  # mostly so, and found at once: the loss is made of the logits
+        return True
+    own = _leaves(seen) if scalar.grad_fn is not None else {id(scalar)}
+    return _leaves(_behind(made)) | bare <= own
+
+
+def _leaves(nodes: set[Any]) -> set[int]:
+    """The leaves among what nodes of autograd's graph depend on."""
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
+
+
+def _behind(roots: set[Any], until: set[Any] | None = None) -> set[Any]:
+    """The nodes that roots depend on, with them, nearest first; no further than where all `until` are."""
+    seen = roots - {None}
+    waiting, missing = deque(seen), (until or set()) - seen
+    while waiting and (missing or until is None):
+        for node, _ in waiting.popleft().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                missing.discard(node)
+                waiting.append(node)
+    return seen
