@@ -34,6 +34,33 @@ def test_random_plans_keep_the_numbers(name: str) -> None:
     assert differences(name, 2) == [""] * 2
 
 
+class CrossAttention(nn.Module):
+    """Keys and values are one tensor: torch then multiplies them at once, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.memory = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, dropout=0.1)
+
+    def forward(self, rows: Any) -> Any:
+        query, memory = self.query(rows), self.memory(rows)
+        return self.attention(query, memory, memory)[0] + self.attention(query, query, query)[0]
+
+
+def test_attention_sees_that_keys_and_values_are_one_tensor() -> None:
+    def build() -> Example:
+        torch.manual_seed(0)
+        return Example(CrossAttention(), (torch.randn(4, 12, 16),))
+
+    original = build()
+    graph = lm.capture(original.model, original.args, path="traced")
+    wanted = trained(original.model, original)
+    for seed in range(4):
+        again = build()
+        model = placed_model(again.model, graph, random_plan(graph, 3, seed), devices(3))
+        assert first_difference(wanted, trained(model, again)) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_random_plans_keep_the_numbers(name: str) -> None:

@@ -31,6 +31,7 @@ _LOOKS = {
     "untyped_storage", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_floating_point",
     "is_complex", "backward", "retain_grad",
 }  # fmt: skip
+_COMPARES = {"multi_head_attention_forward"}  # takes other kernels where `key is value`
 
 
 @dataclass(slots=True)
@@ -143,9 +144,13 @@ class _Follow(TorchFunctionMode):
         far = [place for place in tensors if self._engine.location(leaves[place], at) != at]
         for place in far:
             self._copy(leaves[place], at)
-        original = {}
+        original, made = {}, {}
         for place in reversed(far):
-            leaves[place], source = joined(leaves[place], self._copy(leaves[place], at)), leaves[place]
+            source = leaves[place]
+            key = id(source) if getattr(func, "__name__", "") in _COMPARES else place
+            if key not in made:
+                made[key] = joined(source, self._copy(source, at))
+            leaves[place] = made[key]
             original[id(leaves[place])] = source
         args, kwargs = tree_unflatten(leaves, spec)
         out = self._run(func, args, kwargs, at)
