@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,12 @@ def test_the_two_lines_of_the_readme_train_what_neither_device_holds() -> None:
     assert all(peak > 0 for peak in names["model"].peak_bytes.values()), "both are needed"
     alone = lm.plan(names["model"].placement.problem, algorithm="single_device")
     assert alone.plan is None
+
+
+def test_a_plan_on_a_device_that_its_cluster_lacks_is_refused() -> None:
+    good = planned()
+    assert good.plan is not None
+    wrong = replace(good, plan=replace(good.plan, device=good.plan.device + 6))
+    for act in (lambda: lm.place(net(), wrong), lambda: lm.verify(net(), wrong, (ROWS,))):
+        with pytest.raises(PlanError, match=r"on device [67], but only 2 devices"):
+            act()

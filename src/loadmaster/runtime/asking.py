@@ -206,6 +206,13 @@ def require_plan(placement: Placement) -> Plan:
     plan = placement.plan
     if plan is None:
         raise PlanError(f"{why_none_fits_in_short(placement)}; lm.fit says which change is the cheapest")
+    graph, cluster = placement.problem.graph, placement.problem.cluster
+    if len(plan.device) == graph.num_ops and plan.device.max(initial=0) >= cluster.num_devices:
+        op = int(plan.device.argmax())
+        raise PlanError(
+            f"the plan has {graph.op_name[op]!r} on device {plan.device[op]}, but only {cluster.num_devices}"
+            " devices, counted from 0; plan anew, or mend the file"
+        )
     for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
         if wanted:
             raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
