@@ -62,7 +62,8 @@ def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> lis
         text = " ".join(str(problem).split())[:200]
         raise InputError(
             f"optimizer {optimizer_name(optimizer)} cannot step on fake gradients: {type(problem).__name__}:"
-            f" {text}; give another, or optimizer=None to capture the gradients alone"
+            f" {text}; give one whose state is as large ('adamw', 'momentum', 'sgd'), or optimizer=None to"
+            " capture the gradients alone"
         ) from None
     finally:
         for weight, grad in zip(weights, grads, strict=True):
