@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
@@ -126,6 +127,18 @@ def test_accumulation_and_clipping_are_the_models_own() -> None:
     model, built = placed_net()
     plain = net()
     pairs = zip(clipped(model, built), clipped(plain.model, plain), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_graph_may_be_made_inside_of_a_checkpoint() -> None:
+    def gradients(model: Any, example: Example) -> list[Any]:
+        torch.manual_seed(0)
+        checkpoint(model, *example.args, use_reentrant=False).square().mean().backward()
+        return [weight.grad for weight in model.parameters()]
+
+    model, built = placed_net()
+    plain = net()
+    pairs = zip(gradients(model, built), gradients(plain.model, plain), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 
 import loadmaster as lm  # noqa: E402
-from loadmaster.core.errors import InputError, VerifyError  # noqa: E402
+from loadmaster.core.errors import InputError, LoadmasterError, VerifyError  # noqa: E402
 from loadmaster.runtime.copies import carried  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
@@ -133,3 +133,23 @@ def test_verify_of_a_plan_leaves_the_model_alone() -> None:
         lm.verify(built.model, built.args, built.args)
     with pytest.raises(InputError, match="no batch"):
         lm.verify(built.model, placement, 3)
+
+
+def test_a_batch_that_the_model_itself_cannot_run_is_said_with_its_own_error() -> None:
+    built = net()
+    placement = lm.plan(lm.problem(captured(built), "cpu#0-1MB, cpu#1-1MB"), budget="5x")
+    with pytest.raises(
+        InputError, match=r"unplaced, fails on inputs of \[6, 5\]: RuntimeError: mat1"
+    ) as told:
+        lm.verify(built.model, placement, (torch.zeros(6, 5),))
+    assert isinstance(told.value.__cause__, RuntimeError)
+    with pytest.raises(InputError, match=r"fails on no inputs: TypeError: Net\.forward"):
+        lm.verify(built.model, placement, ())
+
+
+def test_a_first_batch_that_the_model_cannot_run_is_its_own_error() -> None:
+    model, built = prepared(verify=True)
+    with pytest.raises(RuntimeError, match="mat1") as told:
+        model(torch.zeros(6, 5))
+    assert not isinstance(told.value, LoadmasterError)
+    assert model(*built.args).shape == (6, 4)

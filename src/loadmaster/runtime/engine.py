@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
@@ -132,7 +133,7 @@ class Engine:
             raise
         if self._kinds:
             mode_words = " in training" if self.root.training else " in eval mode"
-            self.say(f"a graph was made anew for {_in_words(leaves)}{mode_words}")
+            self.say(f"a graph was made anew for {in_words(leaves)}{mode_words}")
         self._kinds.add(kind)
         self._ready[exact] = made
         return made
@@ -208,8 +209,9 @@ class Engine:
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
         training = self.root.training
         try:
-            program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
-            facts = facts_of(program)
+            with saved_tensors_hooks(_as_it_is, _as_it_is):  # the user's (checkpoint) are for real tensors
+                program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
+                facts = facts_of(program)
         except Exception as problem:  # torch and the user's model may raise anything
             leave_transforms()
             raise CannotExportError(shortened(problem)) from problem
@@ -298,14 +300,18 @@ def _constant(value: Any) -> Fill:
     return lambda _: value
 
 
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _in_words(leaves: list[Any]) -> str:
+def in_words(leaves: list[Any]) -> str:
     """'inputs of [3, 16], [3, 16]'."""
     shapes = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return f"inputs of {', '.join(shapes)}"
+    return f"inputs of {', '.join(shapes)}" if shapes else "no inputs"
 
 
 class _Counted(fx.Interpreter):

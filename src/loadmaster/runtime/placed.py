@@ -30,7 +30,7 @@ from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import outputs
 from loadmaster.runtime.shortage import Replan, device_is_full, full_device, held_on, plan_that_fits
 from loadmaster.runtime.streams import PartStreams
-from loadmaster.runtime.unplaced import Loss
+from loadmaster.runtime.unplaced import BatchError, Loss
 from loadmaster.runtime.verify import Verification, verification
 
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
@@ -90,7 +90,10 @@ class Placed(nn.Module):
             )
         if self._to_verify and self.training:
             self._to_verify = False
-            found = self.verify(*args, **kwargs)
+            try:
+                found = self.verify(*args, **kwargs)
+            except BatchError as problem:  # in the user's own loop it is the model's own error
+                raise problem.__cause__ or problem from None
             if not found.ok:
                 raise VerifyError(f"the first batch, placed and unplaced: {found}")
         looks = self._finite if self.training and torch.is_grad_enabled() else None
@@ -193,7 +196,10 @@ class Placed(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """A copy would share the plan's weights."""
-        raise RunError("a placed model cannot be copied; copy the model itself and place the copy")
+        raise RunError(
+            "a placed model cannot be copied; copy the model itself before it is placed (so does"
+            " AveragedModel(model)), or copy it later and place the copy"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Only its state can be saved."""

@@ -5,14 +5,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from loadmaster.core.errors import InputError
+from loadmaster.graph.torch_capture.request import shortened
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.engine import Engine, in_words
 from loadmaster.runtime.hooks import HookEngine
 
 Loss = Callable[[Any], torch.Tensor]
 Runs = Engine | HookEngine
+
+
+class BatchError(InputError):
+    """The model itself cannot run a batch; its own error is the cause."""
 
 
 def unplaced(
@@ -32,6 +38,11 @@ def called(engine: Runs, tensors: dict[str, torch.Tensor], given: tuple[Any, Any
     before, engine.model.training = engine.model.training, engine.root.training
     try:
         return torch.func.functional_call(engine.model, tensors, given[0], given[1])
+    except Exception as problem:  # the user's model may raise anything
+        raise BatchError(
+            f"the model itself, unplaced, fails on {in_words(tree_leaves(given))}: {shortened(problem)};"
+            " verify with a batch that it can run"
+        ) from problem
     finally:
         engine.model.training = before
 
