@@ -1,8 +1,10 @@
 """What a graph cannot see: attributes, exchanged modules, hooks, inputs given twice, a second backward."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
@@ -100,6 +102,75 @@ def test_a_forward_that_counts_is_run_module_by_module() -> None:
     assert model.step == 4
     assert torch.equal(model.last, plain.last)
     assert any("its forward changes 'step'" in note for note in model.notes)
+
+
+class Chance(nn.Module):
+    """Draws from Python's or NumPy's random numbers, as layer drop and augmentation do."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.draw = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x) * self.draw()
+        return self.second(y.tanh() if self.draw() < 0.5 else y.sin())
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()])
+def test_random_numbers_that_are_not_torchs_are_drawn_at_every_call(draw: Any) -> None:
+    def losses(model: Any, example: Example) -> Any:
+        random.seed(3)
+        np.random.seed(3)
+        return trained(model, example)
+
+    one, plain = (built(lambda: Chance(draw)) for _ in range(2))
+    wanted = losses(plain.model, plain)
+    states = random.getstate(), np.random.get_state()[2]
+    model = placed(one, random_plan(captured(one), 2, 0))
+    found = model.verify(*one.args)
+    assert found.ok, found
+    assert (random.getstate(), np.random.get_state()[2]) == states, "planning draws nothing"
+    assert first_difference(wanted, losses(model, one)) == ""
+    assert any("draws from" in note for note in model.notes)
+
+
+def test_an_attribute_of_a_class_is_seen() -> None:
+    class Scaled(Net):
+        scale = 1.0
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * self.scale
+
+    one, plain = built(Scaled), built(Scaled)
+    model = placed(one, random_plan(captured(one), 2, 0))
+    model.eval(), plain.model.eval()
+    for scale in (1.0, 2.0, 1.0):
+        Scaled.scale = scale
+        assert torch.equal(model(*one.args), plain.model(*one.args))
+    assert "'Scaled.scale' of the model has changed: a graph was made anew" in model.notes
+
+
+def test_a_graph_that_is_first_made_in_inference_mode_trains_like_any_other() -> None:
+    class Regions(Net):
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                y = self.first(x)
+            with torch.enable_grad():
+                return super().forward(x) + y
+
+    one, plain = built(Regions), built(Regions)
+    model = placed(one, random_plan(captured(one), 2, 0))
+    with torch.inference_mode():
+        model(*one.args)
+    assert first_difference(trained(plain.model, plain), trained(model, one)) == ""
+
+
+def test_inference_mode_runs_by_hooks_too() -> None:
+    one, plain = built(Counting), built(Counting)
+    model = placed(one, random_plan(captured(one), 2, 0))
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(*one.args), plain.model(*one.args))
 
 
 def test_a_module_exchanged_after_the_first_call_is_another_model() -> None:

@@ -63,6 +63,7 @@ def capture(
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
     torch = _torch()
+    from loadmaster.graph.torch_capture.chance import chance_kept
     from loadmaster.graph.torch_capture.ranges import checked_ranges
     from loadmaster.graph.torch_capture.request import Request
 
@@ -83,7 +84,7 @@ def capture(
         grad_scaler=grad_scaler,
         ranges=checked_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
-    with quiet(), _uncompiled(torch):
+    with quiet(), _uncompiled(torch), chance_kept():
         request.check()
         return request.captured(path)
 

@@ -6,7 +6,7 @@ itself, and hooks on modules, need Python at every call: such a model is run mod
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,22 +14,27 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import GraphError
+from loadmaster.graph.torch_capture.chance import chance_kept
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _SIZED = (list, dict, set)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
 _PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
 
 
 def state_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
     """Every module and the values of its attributes; `ours` are no attributes of the model."""
     found: list[Any] = []
+    kinds: dict[type, None] = {}
     for module in root.modules():
+        kinds[type(module)] = None
         found.append(id(module))
         for name, value in module.__dict__.items():
             if name not in _OWN and name not in ours:
                 found.append(value if type(value) in _PLAIN else _seen(module, value))
+    found.extend(value for _, value in _of_classes(kinds))
     return tuple(found)
 
 
@@ -42,7 +47,16 @@ def named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str
             if name not in _OWN and name not in ours:
                 known = value if type(value) in _PLAIN else _seen(module, value)
                 found[f"{path}.{name}" if path else name] = known
-    return found
+    return found | dict(_of_classes(dict.fromkeys(map(type, root.modules()))))
+
+
+def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
+    """Plain values that classes of the user's own hold, by name."""
+    for kind in dict.fromkeys(behind for one in kinds for behind in one.__mro__):
+        if not kind.__module__.startswith(_NOT_THE_USERS):
+            for name, value in vars(kind).items():
+                if type(value) in _PLAIN and not name.startswith("__"):
+                    yield f"{kind.__name__}.{name}", value
 
 
 def _seen(module: nn.Module, value: Any) -> Any:
@@ -80,14 +94,17 @@ def without_hooks(root: nn.Module) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Refuse a `forward` that changes attributes of the model while it runs."""
+    """Refuse a `forward` that changes attributes of the model, or draws random numbers but torch's."""
     seen: list[str] = []
+    chance: list[str] = []
     right: Callable[..., Any] = model.forward
 
     @functools.wraps(right)
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = named_state(model, frozenset({"forward"}))
-        out = right(*args, **kwargs)
+        with chance_kept() as drawn:
+            out = right(*args, **kwargs)
+            chance.append(drawn())
         seen.extend(changed(before, named_state(model, frozenset({"forward"}))))
         return out
 
@@ -98,3 +115,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         del model.__dict__["forward"]
     if seen:
         raise GraphError(f"its forward changes {seen[0]!r}, which a graph would not do again")
+    if any(chance):
+        raise GraphError(f"its forward draws from {max(chance)}, which a graph would not do again")

@@ -209,7 +209,8 @@ class Engine:
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
         training = self.root.training
         try:
-            with saved_tensors_hooks(_as_it_is, _as_it_is):  # the user's (checkpoint) are for real tensors
+            # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
+            with saved_tensors_hooks(_as_it_is, _as_it_is), torch.inference_mode(False):
                 program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
                 facts = facts_of(program)
         except Exception as problem:  # torch and the user's model may raise anything

@@ -143,7 +143,8 @@ class _Follow(TorchFunctionMode):
             at = self._engine.location(leaves[tensors[0]], at)
         far = [place for place in tensors if self._engine.location(leaves[place], at) != at]
         for place in far:
-            self._copy(leaves[place], at)
+            if not leaves[place].is_inference():
+                self._copy(leaves[place], at)
         original, made = {}, {}
         for place in reversed(far):
             source = leaves[place]
@@ -168,6 +169,8 @@ class _Follow(TorchFunctionMode):
 
     def _copy(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         """One copy per version of a tensor and device, as long as the tensor is there."""
+        if tensor.is_inference():  # has no versions
+            return self._carried(tensor, at)
         key = id(tensor)
         if key not in self._alive:
             self._alive[key] = weakref.ref(tensor, lambda _: self._forget(key))

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.errors import InputError
+from loadmaster.graph.torch_capture.chance import chance_kept, seed_chance
 from loadmaster.graph.torch_capture.request import shortened
 from loadmaster.graph.torch_capture.step import loss_of
 from loadmaster.runtime.engine import Engine, in_words
@@ -73,8 +74,9 @@ def restored(engine: Runs, seed: int) -> Iterator[None]:
     kept = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
     devices = sorted({d.where.index or 0 for d in engine.devices if d.where.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), chance_kept():
             torch.manual_seed(seed)
+            seed_chance(seed)
             yield
     finally:
         with torch.no_grad():
