@@ -250,6 +250,29 @@ def test_a_plan_for_another_model_is_refused_with_what_differs() -> None:
         placed_model(wide, graph, plan, devices(2))
 
 
+def test_ops_may_be_called_as_weights_and_buffers_are() -> None:
+    class Normed(nn.Module):
+        """A buffer 'mean' and `x.mean()`, a weight 'add' and a sum, a module 'linear'."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8))
+            self.add, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            y = self.linear(x - self.mean)
+            return y + self.add + (y + x).mean(0)
+
+    def build() -> Example:
+        torch.manual_seed(1)
+        return Example(Normed(), (torch.randn(6, 8),))
+
+    one, plain = build(), build()
+    model = placed(one, random_plan(captured(one), 2, 3), engine="graph")
+    assert first_difference(trained(plain.model, plain), trained(model, one)) == ""
+    assert not model.notes
+
+
 def test_a_model_that_runs_other_ops_than_the_plan_is_refused() -> None:
     class Other(Net):
         def forward(self, x: Any, scale: Any = None) -> Any:

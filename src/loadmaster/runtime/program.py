@@ -8,6 +8,7 @@ What each node carries in its `meta`:  op (name), module, region (tuple of conte
 """
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ def program_of(
     flat = _Flat(exported.graph_module)
     flat.inputs(_slots(exported, fake, model))
     flat.nodes(exported.graph_module, "", ())
+    _rename(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
     num_hidden = len(spec.output_specs) - len(spec.user_outputs)
     return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec)
 
@@ -150,6 +152,20 @@ class _Flat:
             return self.graph.get_attr(name)
 
         return fx.node.map_aggregate(tree, attach)
+
+
+def _rename(graph: fx.Graph, taken: Iterable[str]) -> None:
+    """An op called as a weight is (a buffer 'mean' and `x.mean()`) has the name that capture gives it."""
+    counts = dict.fromkeys(taken, 1)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = node.meta["op"]
+        while name in counts:
+            counts[name] += 1
+            name = f"{name}.{counts[name]}"
+        counts[name] = 1
+        node.meta["op"] = name
 
 
 def _attribute(module: nn.Module, path: str) -> Any:
