@@ -230,6 +230,25 @@ def test_a_gradient_of_a_gradient_is_that_of_the_model() -> None:
         assert grad is None or torch.equal(grad, other), name
 
 
+@pytest.mark.parametrize("act", [torch.tanh, torch.relu, torch.square])
+def test_a_gradient_that_forward_itself_takes_is_that_of_the_model(act: Any) -> None:
+    class Forces(nn.Module):
+        """An energy and its slope, as force fields have them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Any) -> Any:
+            x = x.detach().requires_grad_(True)
+            energy = self.second(act(self.first(x))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0] + energy
+
+    one, plain = built(Forces), built(Forces)
+    model = placed(one, random_plan(captured(one), 2, 0))
+    assert first_difference(trained(plain.model, plain), trained(model, one)) == ""
+
+
 def test_transforms_of_torch_func_are_refused_in_words() -> None:
     _, model, example = both(Net)
     with pytest.raises(RunError, match="a placed model cannot run under torch"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
@@ -172,7 +173,14 @@ def _attribute(module: nn.Module, path: str) -> Any:
     found: Any = module
     for part in path.split("."):
         found = getattr(found, part)
-    return found
+    return _real(found)
+
+
+def _real(value: Any) -> Any:
+    """Refuse a constant that is no value: what export itself computed (a gradient taken in forward)."""
+    if isinstance(value, FakeTensor):
+        raise GraphError("its forward computes what torch.export does not follow (a gradient of its own?)")
+    return value
 
 
 def _region(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
@@ -207,7 +215,7 @@ def _slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Mo
         else:
             value = exported.constants[str(spec.target)]
             if isinstance(value, torch.Tensor):
-                value = real.get(value.untyped_storage()._cdata, value)
+                value = _real(real.get(value.untyped_storage()._cdata, value))
             slots.append(Slot("constant", str(spec.target), -1, value))
     return slots
 
