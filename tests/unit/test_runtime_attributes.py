@@ -249,6 +249,30 @@ def test_a_gradient_that_forward_itself_takes_is_that_of_the_model(act: Any) -> 
     assert first_difference(trained(plain.model, plain), trained(model, one)) == ""
 
 
+def test_an_input_that_forward_writes_into_is_the_callers_own() -> None:
+    class Counting(nn.Module):
+        """Writes into what it is given, through a view too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x)
+            with torch.no_grad():
+                x[0].add_(1)
+            return self.second(y).sum()
+
+    one, plain = built(Counting), built(Counting)
+    model = placed(one, random_plan(captured(one), 2, 0))
+    ours, theirs = torch.ones(3, WIDTH), torch.ones(3, WIDTH)
+    for _ in range(2):
+        assert torch.equal(model(ours), plain.model(theirs))
+        assert torch.equal(ours, theirs)
+    assert ours[0, 0] == 3
+    assert any("forward writes into its input" in note for note in model.notes)
+
+
 def test_transforms_of_torch_func_are_refused_in_words() -> None:
     _, model, example = both(Net)
     with pytest.raises(RunError, match="a placed model cannot run under torch"):

@@ -216,6 +216,7 @@ class Engine:
         except Exception as problem:  # torch and the user's model may raise anything
             leave_transforms()
             raise CannotExportError(shortened(problem)) from problem
+        _no_input_written(program, facts)
         self._check(program, facts)
         names = names_in_plan(program, facts, self.known)
         device, notes = assigned(program, facts, self.known, names, self.homes)
@@ -283,6 +284,13 @@ class Engine:
             else:
                 made.append(_constant(landed(slot.value, where)))
         return tuple(made)
+
+
+def _no_input_written(program: Program, facts: Facts) -> None:
+    """A graph may be given a copy of an input: what it writes there the caller would not see."""
+    for node in program.inputs:
+        if node.meta["slot"].kind == "input" and facts.changing.intersection(facts.storages[node]):
+            raise CannotExportError(f"forward writes into its input {node.meta['op']!r}")
 
 
 def _weight(model: nn.Module, name: str) -> Fill:
