@@ -40,6 +40,21 @@ class Extra(nn.Linear):
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch.compile's own import
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [
+        (lambda net: torch.compile(net), r"its model is wrapped in OptimizedModule.* before torch\.compile"),
+        (lambda net: nn.DataParallel(net), r"its model is wrapped in DataParallel.*its \.module"),
+        (lambda net: nn.Sequential(torch.compile(net)), "module '0' is wrapped in OptimizedModule"),
+    ],
+)
+def test_a_wrapped_model_is_refused_by_what_it_wraps(wrap: Any, named: str, tmp_path: Path) -> None:
+    refused(
+        named, tmp_path, build=lambda: wrap(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))), blocks=None
+    )
+
+
 def test_a_module_with_a_state_of_its_own_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     refused(
         r"trial 'a': module '1' \(Extra\) keeps a state of its own \(get_extra_state\)",

@@ -171,6 +171,8 @@ def _as_torch_runs_it(placement: "Placement") -> list[str]:
     if plan is None or problem.graph.capture in ("", "generated") or not why_not_runnable(problem, plan):
         return []
     slower = format_seconds(api.simulate(problem, in_order(plan)).step_s)
+    if placement.score_s is not None and slower == format_seconds(placement.score_s):
+        return []
     return [
         f"note: the plan puts off gradients, which torch does not: as it trains, this step takes {slower};"
         " --order captured plans for that"

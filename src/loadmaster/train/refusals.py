@@ -11,7 +11,26 @@ from loadmaster.core.errors import InputError
 from loadmaster.train.trial import Trial
 
 _OF_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+_WRAPPERS = {
+    "OptimizedModule": "the module before torch.compile",
+    "DataParallel": "its .module: trials are spread over devices by the study",
+    "DistributedDataParallel": "its .module: trials are spread over devices by the study",
+    "FullyShardedDataParallel": "the module before it is wrapped",
+    "FSDPModule": "the module before fully_shard",
+    "ScriptModule": "the module it was scripted or traced from",
+}
 _PLAIN = (int, float, bool, str, type(None))
+
+
+def check_plain(trial: Trial, model: nn.Module) -> None:
+    """A wrapper decides itself how its module runs; shards are run one by one."""
+    for name, module in model.named_modules():
+        kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), "")
+        if kind:
+            raise InputError(
+                f"trial {trial.name!r}: {f'module {name!r}' if name else 'its model'} is wrapped in {kind};"
+                f" give {_WRAPPERS[kind]}"
+            )
 
 
 def check_extra_state(trial: Trial, model: nn.Module) -> None:
