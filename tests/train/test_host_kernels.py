@@ -1,6 +1,7 @@
 """The one-pass kernel gives the framework's fused bits."""
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -103,3 +104,28 @@ def test_the_caller_may_run_where_it_could_before(monkeypatch: pytest.MonkeyPatc
     assert frozenset({max(before)}) in others, "a worker keeps to its cores"
     monkeypatch.setattr(host_kernels, "worker_cores", lambda _: np.packbits(np.ones(1024, dtype=np.uint8)))
     adam_step(slab, table, steps=[2], options=[adam], decoupled=[True], num_threads=2)  # as it was for others
+
+
+@pytest.mark.slow
+def test_the_kernel_is_compiled_before_the_first_step_is_timed() -> None:
+    """In a process of its own: here it has long been compiled."""
+    text = """
+import torch
+torch.set_num_threads(1)
+from torch import nn
+import loadmaster.train as lt
+from loadmaster.train import host_kernels
+from loadmaster.train.cpu_device import CpuDevice
+x = torch.ones(4, 16)
+def trial(fused):
+    return lt.Trial(name="t", build=lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),
+        loss=nn.functional.mse_loss, data=lambda: [(x, x)] * 3,
+        optim=lambda ps: torch.optim.AdamW(ps, fused=fused))
+for fused in (False, True):
+    device = CpuDevice(cap_bytes=1 << 20)
+    runner = lt.open_runner(trial(fused), device=device, num_threads=1, placement=["host"] * 2)
+    runner._entered(device)
+    print(len(host_kernels._kernel().signatures) if fused else host_kernels._kernel.cache_info().currsize)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0", "1"], done.stderr

@@ -81,6 +81,16 @@ def adam_step(
         numba.set_num_threads(before)
 
 
+@cache
+def prepare() -> None:
+    """Compile, which takes seconds, before a step is timed; once in a process."""
+    slab = torch.zeros(64, dtype=torch.uint8)
+    weight = slab[:16].view(torch.float32)
+    table = table_of(slab, [(0, weight[:1], weight[1:2], weight[2:3], weight[3:4], None)])
+    options = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    adam_step(slab, table, steps=[1], options=[options], decoupled=[True], num_threads=1)
+
+
 @contextmanager
 def _caller_where_it_was() -> Iterator[np.ndarray[Any, Any]]:
     """The cores for the threads (none: any); the caller, one of them meanwhile, is let go afterwards."""

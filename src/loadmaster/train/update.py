@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadmaster.train.host_kernels import adam_step, table_of
+from loadmaster.train.host_kernels import adam_step, prepare, table_of
 from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
 _WHOLE_VECTORS = 16  # elements: the end of a tensor of another size is rounded otherwise by the framework
 _MOST_FACTORS = 2
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,8 @@ class HostUpdate:
         self._num_threads = num_threads
         self._grads = host.grads
         self._tables: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
+        if type(template) in _ADAMS and any(group.get("fused") for group in template.param_groups):
+            prepare()
 
     def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         """One step of these parameters; writes their compute copies."""
@@ -153,7 +156,7 @@ class HostUpdate:
         """Whether the one-pass kernel gives what the framework's fused step would."""
         master, grad = self._host.master[position], self._grad(position)
         return (
-            type(self._template) in (torch.optim.Adam, torch.optim.AdamW)
+            type(self._template) in _ADAMS
             and bool(options.get("fused"))
             and not options.get("amsgrad")
             and not isinstance(options["lr"], torch.Tensor)
