@@ -9,6 +9,7 @@ import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.train.cpu_device import CpuDevice
 from loadmaster.train.group import Group, open_group, steps
+from loadmaster.train.shard_engine import ShardEngine
 from loadmaster.train.state import TrialState
 from tests.train.lora_trials import NUM_LAYERS, WIDTH, lora
 
@@ -236,3 +237,57 @@ def _wide() -> torch.nn.Module:
     for layer in frozen:
         layer.rest = torch.nn.Parameter(torch.ones(WIDTH * 60), requires_grad=False)
     return torch.nn.Sequential(Frozen(11, embed=True), *frozen, Frozen(11, embed=False))
+
+
+@pytest.mark.parametrize("cap", [24_000, 26_000, 28_000])
+def test_a_group_beside_another_has_room_for_a_whole_step_not_for_its_weights_alone(
+    cap: int, tmp_path: Any
+) -> None:
+    """Each cap holds one trial's step and two trials' weights: they must not stand there together."""
+    trials = [*_sweep(), lora("t3", seed=3, optim=lambda ps: torch.optim.SGD(ps, lr=1e-2))]
+    result = lt.Study(trials, dir=tmp_path, devices="cpu", memory_cap=cap).fit()
+    for trial in trials:
+        assert result[trial.name].error == ""
+        ours = result[trial.name].state_dict()
+        assert [n for n, t in lt.reference(trial).state_dict.items() if not torch.equal(t, ours[n])] == []
+
+
+def test_a_group_whose_last_member_fails_gives_its_memory_back() -> None:
+    def broken(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such loss")
+
+    device = _device()
+    group = open_group([lora("bad", loss=broken, verify=False)], device=device, cuts=EACH_BLOCK)
+    assert isinstance(_run(group)["bad"][0].error, ValueError)
+    assert device.arena.used_bytes == 0
+    assert device.tenants == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tokens_of_a_member_are_those_of_each_batch(size: int) -> None:
+    data = [(torch.ones(size, n, dtype=torch.long), torch.ones(size, n, dtype=torch.long)) for n in (2, 7, 4)]
+    group = open_group([lora("t", data=lambda: data, epochs=1)], device=_device(), cuts=EACH_BLOCK)
+    told = _run(group)["t"]
+    assert [each.num_tokens for each in told if not each.over] == [2 * size, 7 * size, 4 * size]
+    group.leave()
+
+
+def test_a_member_that_moves_to_another_device_of_this_process_joins_a_group_there(tmp_path: Any) -> None:
+    """Its adapters would else stand on the first device, where nobody counts them any more."""
+    opened: list[CpuDevice] = []
+
+    class Seen(ShardEngine):
+        def open_device(self, name: str) -> Any:
+            opened.append(super().open_device(name))
+            return opened[-1]
+
+    trials = [lora(f"t{n}", seed=n, epochs=epochs) for n, epochs in enumerate((9, 8, 7))]
+    devices = ["cpu#0", "cpu#1"]
+    engine = Seen(memory_cap_bytes=1 << 20)
+    result = lt.Study(trials, dir=tmp_path, devices=devices, launcher="inline", engine=engine).fit()
+    for trial in trials:
+        ours = result[trial.name].state_dict()
+        assert [n for n, t in lt.reference(trial).state_dict.items() if not torch.equal(t, ours[n])] == []
+    by_trial = {n: {span.device for span in result.spans if span.trial == n} for n in ("t0", "t1", "t2")}
+    assert any(len(each) == 2 for each in by_trial.values()), "somebody moved"
+    assert [(device.arena.used_bytes, device.tenants) for device in opened] == [(0, [])] * 2

@@ -107,6 +107,41 @@ def test_options_of_the_optimizer_that_changed_in_the_same_folder_are_refused_by
     study().fit()
 
 
+def _parted(parameters: Any) -> torch.optim.Optimizer:
+    some = list(parameters)
+    return torch.optim.SGD([{"params": some[:1]}, {"params": some[1:]}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"optim": lambda ps: torch.optim.Adagrad(ps, lr=0.1)}, "optim = 'SGD' and now has 'Adagrad'"),
+        ({"optim": _parted}, "optim.num_groups = 1 and now has 2"),
+        ({"lr_schedule": None}, "lr_schedule = 'MultiStepLR' and now has None"),
+        (
+            {"lr_schedule": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 6])},
+            r"lr_schedule.milestones = \[1, 5\] and now has \[1, 6\]",
+        ),
+    ],
+    ids=["optimizer", "groups", "schedule", "milestones"],
+)
+def test_another_optimizer_or_schedule_in_the_same_folder_is_refused(
+    changed: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    def study(**more: Any) -> lt.Study:
+        given: dict[str, Any] = {
+            "optim": lambda ps: torch.optim.SGD(ps, lr=0.1),
+            "lr_schedule": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 5]),
+            "max_steps": 2,
+        }
+        return lt.Study(trial("a", **(given | more)), dir=tmp_path, devices="cpu")
+
+    study().fit()
+    study().fit()
+    with pytest.raises(InputError, match=named):
+        study(**changed).fit()
+
+
 class Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Takes its time, so that workers are in the middle of something."""
 

@@ -159,7 +159,12 @@ class Group:
         self.device.tenants[:] = [each for each in self.device.tenants if each is not self]
 
     def _enter(self) -> None:
-        """Take the device's memory; who stands there longest leaves until there is room."""
+        """Take the device's memory; who stands there longest leaves until there is room for a whole step."""
+        device = self.device
+        if self._belt is None:
+            needed = self._planned(self.states).peak_bytes
+            while device.tenants and device.arena.used_bytes + needed > device.arena.cap_bytes:
+                device.tenants[0].leave()
         while self._belt is None:
             try:
                 self._stand()
@@ -233,6 +238,8 @@ class Group:
         """A member that failed in the middle of a step: its memory back, nothing of it is brought home."""
         self._members.pop(id(state)).close()
         self.states = [each for each in self.states if each is not state]
+        if not self.states:  # nobody is left to give the belt back
+            self.leave()
 
 
 class _Ride:

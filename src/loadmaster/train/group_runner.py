@@ -25,6 +25,8 @@ _MOST_AHEAD = 16  # steps: as many as a turn of the scheduler has
 class MemberRunner:
     """One trial of a group."""
 
+    is_of_device = True  # its group stands on one device: to another it goes as a state, not as it is
+
     def __init__(self, state: TrialState, group: Group, members: list["MemberRunner"]) -> None:
         self.state, self._group = state, group
         self._members = members

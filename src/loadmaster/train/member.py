@@ -14,7 +14,7 @@ from loadmaster.train.belt import Belt
 from loadmaster.train.data import moved, next_batches
 from loadmaster.train.frozen import is_frozen
 from loadmaster.train.gradients import Gradients
-from loadmaster.train.profile import tree_bytes
+from loadmaster.train.profile import num_tokens, tree_bytes
 from loadmaster.train.setting import Ledger
 from loadmaster.train.shelf import Shelf
 from loadmaster.train.state import TrialState
@@ -44,6 +44,7 @@ class Member:
         self._shared = {own: host.piece.index for own, host in zip(mine, shared, strict=True)}
         self.ledger = Ledger()
         self._told = (0, 0)
+        self.num_tokens = 0  # of this step
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
         self.grads = Gradients(state, device.torch_device)
         self._adapters: dict[int, Adapter] = {}
@@ -52,7 +53,8 @@ class Member:
         self._resident = Booked(device.arena, f"{state.trial.name} batch")
         self.tape = Tape(self.units, device, pool, name=state.trial.name) if pool is not None else None
         self.lowest = lowest_trained(state)
-        self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
+        pinned = device.torch_device.type == "cuda"
+        self._losses = torch.zeros(state.trial.accumulate, dtype=torch.float64, pin_memory=pinned)
         try:
             self._stay()
             for host in state.pieces:
@@ -74,6 +76,7 @@ class Member:
         self._moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
         self._values = [moved(batch[0], where) for batch in batches]
         self._targets = [moved(batch[1], where) for batch in batches]
+        self.num_tokens = sum(num_tokens(each) for each in self._values)
         self._resident.push(tree_bytes((self._values, self._targets)))
         self._kept: list[list[Kept]] = []
         self._slopes: list[Any] = []
@@ -81,11 +84,6 @@ class Member:
         if self.tape is not None:
             self.tape.begin()
         return True
-
-    @property
-    def num_tokens(self) -> int:
-        """Of this step."""
-        return self.state.facts.num_tokens * len(self._moments)
 
     def forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
         """F of every micro-batch; what backward needs is put on the shelf."""
@@ -146,7 +144,7 @@ class Member:
         self._values, self._targets = [], []
         if shard > 0:
             self._shelf.drop(shard)
-        copies = [Copy(box, loss.float()) for box, loss in zip(self._losses, losses, strict=False)]
+        copies = [Copy(box, loss.double()) for box, loss in zip(self._losses, losses, strict=False)]
         label = f"{self.state.trial.name} loss"
         self._landed: Event = self._device.down(copies, after=[self._device.mark()], label=label)
         self._sent = [copy.source for copy in copies]

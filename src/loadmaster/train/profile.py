@@ -29,7 +29,6 @@ class Profile:
     input_bytes: int
     flops: tuple[float, ...]  # [block] of one forward
     castable: tuple[bool, ...]  # [parameter]
-    num_tokens: int  # of one micro-batch
     sums_grads: bool = False  # several micro-batches: a sum stands beside what each gives
     peaks: BlockPeaks | None = None  # None: not to be had; a rule of thumb stands in
 
@@ -139,7 +138,6 @@ def _walk(
     outputs: list[int] = []
     flops: list[float] = []
     value = inputs
-    num_tokens = _num_tokens(inputs)
     known: dict[object, tuple[int, Any]] = {}
     for index, block in enumerate(chain.blocks):
         kind = (type_of(block), shape_of(value), index == 0, index == len(chain.blocks) - 1)
@@ -180,7 +178,7 @@ def _walk(
         dtype is not None and number in watch.cast and number not in watch.plain
         for number in range(len(parameters))
     )
-    return Profile(tuple(saved), tuple(outputs), tree_bytes(inputs), tuple(flops), castable, num_tokens)
+    return Profile(tuple(saved), tuple(outputs), tree_bytes(inputs), tuple(flops), castable)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -196,8 +194,8 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _num_tokens(inputs: Any) -> int:
-    """Positions of an integer input, else samples."""
+def num_tokens(inputs: Any) -> int:
+    """Positions of an integer input, else samples; of one micro-batch as it is, for lengths differ."""
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
             return leaf.numel() if not leaf.is_floating_point() else (leaf.shape[0] if leaf.ndim else 1)

@@ -17,7 +17,7 @@ from loadmaster.train.data import moved, next_batches
 from loadmaster.train.gradients import Gradients
 from loadmaster.train.places import Need, need_of, places_of
 from loadmaster.train.placing import StreamedUpdate
-from loadmaster.train.profile import tree_bytes
+from loadmaster.train.profile import num_tokens, tree_bytes
 from loadmaster.train.setting import Ledger, Setting, StepFacts, since
 from loadmaster.train.shard_plan import flight_bytes, unit_bytes, update_bytes
 from loadmaster.train.state import TrialState
@@ -59,7 +59,8 @@ class Session:
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
         self.grads = Gradients(state, device.torch_device)
         self._boundaries = Boundaries(device.arena, f"{state.trial.name} boundaries")
-        self._losses = torch.zeros(state.trial.accumulate, pin_memory=device.torch_device.type == "cuda")
+        pinned = device.torch_device.type == "cuda"
+        self._losses = torch.zeros(state.trial.accumulate, dtype=torch.float64, pin_memory=pinned)
         for host in state.pieces:
             device.pin(host.slab)
         self.ring = StreamedUpdate(state, device, self.ledger, self.places, num_bytes=setting.ring_bytes)
@@ -108,7 +109,7 @@ class Session:
         moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
         inputs = [moved(batch[0], self.device.torch_device) for batch in batches]
         targets = [moved(batch[1], self.device.torch_device) for batch in batches]
-        num_tokens = state.facts.num_tokens * len(batches)
+        count = sum(num_tokens(each) for each in inputs)
         scale = state.scaler.scale if trial.precision == "fp16" else 1.0
         losses = self._sweep(inputs, targets, moments, hyper, scale)
         if trial.deferred:
@@ -121,7 +122,7 @@ class Session:
         state.step += 1
         loss = sum(each / len(losses) for each in losses)
         before, self._told = self._told, replace(self.ledger)
-        return StepFacts(loss, num_tokens, since(before, self._told))
+        return StepFacts(loss, count, since(before, self._told))
 
     def _sweep(
         self, values: list[Any], targets: list[Any], moments: list[Moment], hyper: Hyper, scale: float
@@ -160,7 +161,7 @@ class Session:
 
     def _send_losses(self, losses: list[torch.Tensor]) -> Event:
         """Losses go down by themselves: reading them must not wait for the backward pass."""
-        copies = [Copy(box, loss.float()) for box, loss in zip(self._losses, losses, strict=False)]
+        copies = [Copy(box, loss.double()) for box, loss in zip(self._losses, losses, strict=False)]
         landed = self.device.down(copies, after=[self.device.mark()], label=f"{self.state.trial.name} loss")
         self.places.flies(landed, [copy.source for copy in copies])
         return landed

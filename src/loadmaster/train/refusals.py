@@ -1,6 +1,7 @@
 """What a study cannot train, or could not resume, said before anything is trained."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,18 +62,33 @@ def check_schedule(trial: Trial, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options of each param group as facts: a trial that has begun goes on with them."""
-    groups, found = optimizer.param_groups, {}
+def options_of(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Optimizer and schedule by kind and options, as facts: a trial that has begun goes on with them."""
+    groups = optimizer.param_groups
+    found: dict[str, Any] = {"optim": type(optimizer).__name__, "optim.num_groups": len(groups)}
     for at, group in enumerate(groups):
         begins = "optim" if len(groups) == 1 else f"optim[{at}]"
-        for key, value in group.items():
-            number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            number = list(number) if isinstance(number, tuple) else number
-            if isinstance(number, _PLAIN) or (
-                isinstance(number, list) and all(isinstance(each, _PLAIN) for each in number)
-            ):
-                found[f"{begins}.{key}"] = number
+        found |= _plain_of(group, begins)
+    schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
+    found["lr_schedule"] = None if schedule is None else type(schedule).__name__
+    if schedule is not None:
+        at_start = ("_", "last_epoch")  # where it stands, which moves
+        options = {k: v for k, v in schedule.state_dict().items() if not k.startswith(at_start)}
+        found |= _plain_of(options, "lr_schedule")
+    return found
+
+
+def _plain_of(options: Mapping[str, Any], begins: str) -> dict[str, Any]:
+    """Those options that are numbers and texts, or lists of them."""
+    found = {}
+    for key, value in options.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        number = list(number.elements()) if isinstance(number, Counter) else number
+        number = list(number) if isinstance(number, tuple) else number
+        if isinstance(number, _PLAIN) or (
+            isinstance(number, list) and all(isinstance(each, _PLAIN) for each in number)
+        ):
+            found[f"{begins}.{key}"] = number
     return found
 
 

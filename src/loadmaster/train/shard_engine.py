@@ -158,7 +158,7 @@ class ShardEngine:
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
-            options=options_of(trial.optim([p for p in built.chain.parameters if p.requires_grad])),
+            options=options_of(trial, trial.optim([p for p in built.chain.parameters if p.requires_grad])),
             built_on="meta" if built.empty else "cpu",
             detail=plan,
         )
@@ -200,7 +200,7 @@ class ShardEngine:
 
 def num_steps(trial: Trial, num_batches: int | None) -> int:
     """Optimizer steps of a trial; data without a length is counted once, by an iterator of its own."""
-    if num_batches is None and trial.max_steps is not None and trial.epochs == 1:
+    if num_batches is None and trial.max_steps is not None:  # it may have no end
         num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), trial.max_steps * trial.accumulate))
     elif num_batches is None:
         num_batches = sum(1 for _ in trial.data())

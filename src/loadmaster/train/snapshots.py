@@ -13,6 +13,7 @@ import torch
 from loadmaster.core.errors import RunError
 from loadmaster.train import randomness
 from loadmaster.train.loaders import has_state, saved_state
+from loadmaster.train.plain_values import told, untold
 from loadmaster.train.randomness import Generators
 from loadmaster.train.state import TrialState
 from loadmaster.train.store import HostPiece
@@ -60,7 +61,7 @@ def facts_of(state: TrialState) -> dict[str, Any]:
         for group in state.optimizer.param_groups
     ]
     if state.schedule is not None:
-        facts["schedule"] = {key: _plain(value) for key, value in state.schedule.state_dict().items()}
+        facts["schedule"] = told(state.schedule.state_dict())
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as problem:
@@ -103,7 +104,7 @@ def _put_back_counts(
     assert rng is not None, "every snapshot has it"
     state.generators, state.epoch_generators = rng, _generators(tensors, "epoch_rng")
     if state.schedule is not None:
-        state.schedule.load_state_dict({**state.schedule.state_dict(), **facts["schedule"]})
+        state.schedule.load_state_dict({**state.schedule.state_dict(), **untold(facts["schedule"])})
     for group, options in zip(state.optimizer.param_groups, facts["groups"], strict=True):
         for key, value in options.items():
             before = group[key]

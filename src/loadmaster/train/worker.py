@@ -187,8 +187,12 @@ class Worker:
         return Released(message.trial, message.fence, self.pack(self.held.pop(message.trial)))
 
     def pack(self, runner: Runner) -> Parcel:
-        """A trial's state for another worker of this process: the runner itself."""
-        return Parcel(runner)
+        """A trial's state for another worker of this process: the runner itself, where it may go anywhere."""
+        if not getattr(runner, "is_of_device", False):
+            return Parcel(runner)
+        snapshot = snapshot_of(runner)  # its tensors are its own: they outlive the runner
+        runner.close()
+        return Parcel(snapshot)
 
     def unpack(self, runner: Runner, parcel: Parcel) -> None:
         """Put what another worker packed into a fresh runner."""
