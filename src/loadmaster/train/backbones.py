@@ -9,6 +9,7 @@ A generation of a model that is mostly frozen holds what is trained, and this re
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def stored(root: Path, tensors: Mapping[str, torch.Tensor], known: dict[str, Bac
         folder.mkdir(parents=True, exist_ok=True)
         found = same_tensors(path, tensors)
         if found is None:
-            draft = folder / f"{key}.{os.getpid()}.part"
+            draft = folder / f"{key}.{os.getpid()}-{threading.get_ident()}.part"  # each device has a writer
             found = write_tensors(draft, tensors)
             os.replace(draft, path)
             sync_folder(folder)

@@ -307,6 +307,11 @@ class _Ride:
             self.errors[id(member)] = problem
             self.alive.remove(member)
 
+    def _owner(self, label: str) -> str:
+        """Whose span it is, '' = of all; a name may begin with another one."""
+        names = (f"{each.state.trial.name} " for each in self.members)
+        return max((name for name in names if label.startswith(name)), key=len, default="")
+
     def told(self, member: Member, seconds: float, up: int, loads: int, spans: Any) -> Ridden:
         key, name = id(member), member.state.trial.name
         if key in self.errors:
@@ -314,12 +319,8 @@ class _Ride:
         if key not in self.losses:
             return Ridden(member.state, over=True)
         first = member is self.members[0]  # what was done for all is told once
-        names = [f"{each.state.trial.name} " for each in self.members]
-        own = tuple(
-            span
-            for span in spans
-            if span[1].startswith(f"{name} ") or (first and not span[1].startswith(tuple(names)))
-        )
+        mine = (f"{name} ", "") if first else (f"{name} ",)
+        own = tuple(span for span in spans if self._owner(span[1]) in mine)
         moved_up, moved_down = member.moved_bytes()
         return Ridden(
             member.state,

@@ -34,7 +34,7 @@ def untold(value: Any) -> Any:
         return [untold(each) for each in value]
     if not isinstance(value, dict):
         return value
-    content = value.get(_CONTENT)
+    content: Any = value.get(_CONTENT)
     match value.get(_KIND):
         case "tensor":
             return torch.tensor(content, dtype=getattr(torch, value["dtype"]))

@@ -188,7 +188,7 @@ class ShardEngine:
 
         if not has_backbone(built.chain):
             return 0
-        found = digest(built.chain)
+        found = f"{digest(built.chain)} {trial.precision}"  # a group reads it in one dtype
         others = {each for name, each in self._backbones.items() if name != trial.name}
         self._backbones[trial.name] = found
         if found not in others:
