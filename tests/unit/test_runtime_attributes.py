@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 from loadmaster.core.errors import PlanError, RunError  # noqa: E402
+from loadmaster.runtime.program import program_of  # noqa: E402
+from loadmaster.runtime.rewrite import Regions  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -311,3 +313,24 @@ def test_threads_may_make_the_first_call_together() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(model, batches))
     assert all(torch.equal(out, plain(batch)) for out, batch in zip(found, batches, strict=True))
+
+
+def test_what_a_model_says_of_its_devices_autocast_holds_on_a_gpu() -> None:
+    class Rotary(Net):
+        def forward(self, x: Any) -> Any:
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x)
+
+    one = built(Rotary)
+    program = program_of(one.model, one.args, {}, training=True)
+    regions = {node.meta["region"] for node in program.ops}
+    assert [region[0][:2] for region in regions] == [("autocast", "cpu")], "exported on the CPU"
+    torch.set_autocast_enabled("cuda", True)  # as torch.autocast("cuda") does where there is a GPU
+    try:
+        entered = Regions()
+        entered.change(regions.pop())
+        inside = torch.is_autocast_enabled("cuda")
+        entered.close()
+        assert (inside, torch.is_autocast_enabled("cuda")) == (False, True)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
