@@ -334,3 +334,18 @@ def test_what_a_model_says_of_its_devices_autocast_holds_on_a_gpu() -> None:
         assert (inside, torch.is_autocast_enabled("cuda")) == (False, True)
     finally:
         torch.set_autocast_enabled("cuda", False)
+
+
+class Sized(Net):
+    """Goes another way with a large batch, and with one that can be cut into three."""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        y = y.tanh() if x.shape[0] > 4 else y
+        return y + 1.0 if x.shape[0] % 3 == 0 else y
+
+
+def test_a_graph_for_any_batch_is_not_run_for_one_that_goes_another_way() -> None:
+    plain, model, _ = both(Sized, torch.randn(3, WIDTH))
+    for size in (3, 2, 4, 8, 9, 6, 4, 8):
+        assert same(plain, model, torch.randn(size, WIDTH)), size

@@ -4,7 +4,9 @@ The batch is axis 0 of the first input that has one, and of all inputs as long t
 another graph: torch takes axes of length one for known.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from loadmaster.graph.torch_capture.fake import FakeModel
 from loadmaster.graph.torch_capture.ranges import size_of
 
 _SMALLEST = 2
+Fits = Callable[[int | None], bool]  # whether a graph for any batch holds for one of a size
 
 
 def batch_of(inputs: Any) -> int | None:
@@ -54,11 +57,28 @@ def free_batch(fake: FakeModel) -> Any:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def is_free(exported: torch.export.ExportedProgram, fake: FakeModel) -> bool:
-    """Whether the model left the batch free: it may have asked for its size."""
+def fitting(exported: torch.export.ExportedProgram, fake: FakeModel) -> Fits | None:
+    """Which sizes of the batch take the way the export took; None: the model knows its one size.
+
+    A model may ask whether its batch is larger than some number, and go another way: export keeps the answer.
+    """
     leaves = tree_leaves((fake.args, fake.kwargs))
     batch = batch_of((fake.args, fake.kwargs))
     names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     batched = [name for name, leaf in zip(names, leaves, strict=True) if _is_batched(leaf, batch)]
-    return bool(batched) and all(isinstance(values[name].shape[0], torch.SymInt) for name in batched)
+    sizes = [values[name].shape[0] for name in batched]
+    if not sizes or not all(isinstance(size, torch.SymInt) for size in sizes):
+        return None
+    symbols = {size.node.expr for size in sizes}
+    asked = {guard.expr for size in sizes for guard in size.node.shape_env.guards}
+    ranges = [exported.range_constraints[one] for one in symbols if one in exported.range_constraints]
+
+    @functools.lru_cache(maxsize=256)
+    def fits(batch: int | None) -> bool:
+        if not all(one.lower <= batch <= one.upper for one in ranges):
+            return False
+        given = dict.fromkeys(symbols, batch)
+        return all(str(expr.subs(given)) != "False" for expr in asked)  # what is not known is no answer
+
+    return fits

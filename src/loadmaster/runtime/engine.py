@@ -107,7 +107,9 @@ class Engine:
         """A graph that was made for such arguments, or for any batch of them."""
         spec, leaves, mode = call
         exact, free = ((spec, pattern_of(leaves, size), mode) for size in (None, batch))
-        return self._ready.get(exact) or self._ready.get(free)
+        found = self._ready.get(exact) or self._ready.get(free)
+        fits = found.program.fits if found is not None else None
+        return None if fits is not None and not fits(batch) else found
 
     def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
         """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
@@ -119,7 +121,7 @@ class Engine:
         self._look_at_attributes((*kind[:2], mode[:-1]), mode[-1])
         while len(self._ready) >= _MOST_GRAPHS:
             self._ready.pop(next(iter(self._ready)))
-        if batch is not None and kind in self._kinds:
+        if batch is not None and kind in self._kinds and kind not in self._ready:
             try:
                 self._ready[kind] = self._made(args, kwargs, any_batch=True)
                 self.say(f"a graph for any batch was made when a batch of {batch} came")

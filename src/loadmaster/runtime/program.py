@@ -24,7 +24,7 @@ from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.words import kind_of
 from loadmaster.runtime.attributes import unchanged, without_hooks
-from loadmaster.runtime.batch import free_batch, is_free
+from loadmaster.runtime.batch import Fits, fitting, free_batch
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
@@ -50,6 +50,7 @@ class Program:
     fake: FakeModel
     num_hidden: int  # outputs that are not the model's
     out_spec: TreeSpec | None
+    fits: Fits | None = None  # of a graph for any batch: the sizes that it holds for
 
     @property
     def ops(self) -> list[fx.Node]:
@@ -81,7 +82,8 @@ def program_of(
     without_hooks(fake.model)
     with quiet(), torch.enable_grad(), unchanged(fake.model):
         exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
-    if any_batch and not is_free(exported, fake):
+    fits = fitting(exported, fake) if any_batch else None
+    if any_batch and fits is None:
         raise GraphError("the model depends on the size of its batch")
     spec = exported.graph_signature
     flat = _Flat(exported.graph_module)
@@ -89,7 +91,7 @@ def program_of(
     flat.nodes(exported.graph_module, "", ())
     _rename(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
     num_hidden = len(spec.output_specs) - len(spec.user_outputs)
-    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec)
+    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits)
 
 
 class _Flat:
