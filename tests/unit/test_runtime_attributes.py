@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -349,3 +350,20 @@ def test_a_graph_for_any_batch_is_not_run_for_one_that_goes_another_way() -> Non
     plain, model, _ = both(Sized, torch.randn(3, WIDTH))
     for size in (3, 2, 4, 8, 9, 6, 4, 8):
         assert same(plain, model, torch.randn(size, WIDTH)), size
+class Configured(Net):
+    """Its factor is in a configuration, within another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(inner=SimpleNamespace(scale=1.0))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.config.inner.scale
+
+
+def test_a_value_set_in_the_configuration_is_seen() -> None:
+    plain, model, example = both(Configured)
+    for scale in (1.0, 2.0, 1.0):
+        plain.config.inner.scale = model.config.inner.scale = scale
+        assert same(plain, model, *example.args)
+    assert "'SimpleNamespace.scale' of the model has changed: a graph was made anew" in model.notes

@@ -5,7 +5,10 @@ where one has another value, or a module was exchanged, another graph is made. A
 itself, and hooks on modules, need Python at every call: such a model is run module by module.
 """
 
+import argparse
+import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +24,7 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 _SIZED = (list, dict, set)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
+_SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are called
 _PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
 
 
@@ -28,13 +32,18 @@ def state_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> tuple[Any, 
     """Every module and the values of its attributes; `ours` are no attributes of the model."""
     found: list[Any] = []
     kinds: dict[type, None] = {}
+    held: dict[int, Any] = {}
     for module in root.modules():
         kinds[type(module)] = None
         found.append(id(module))
         for name, value in module.__dict__.items():
             if name not in _OWN and name not in ours:
-                found.append(value if type(value) in _PLAIN else _seen(module, value))
+                plain = type(value) in _PLAIN
+                found.append(value if plain else _seen(module, value))
+                if not plain and id(value) not in held:
+                    held[id(value)] = value
     found.extend(value for _, value in _of_classes(kinds))
+    found.extend(value for _, value in _of_settings(held))
     return tuple(found)
 
 
@@ -57,6 +66,40 @@ def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
             for name, value in vars(kind).items():
                 if type(value) in _PLAIN and not name.startswith("__"):
                     yield f"{kind.__name__}.{name}", value
+
+
+def settings_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Plain values in the settings that modules hold, by name: a graph was made with them."""
+    held = {
+        id(value): value
+        for module in root.modules()
+        for name, value in module.__dict__.items()
+        if name not in _OWN and name not in ours and type(value) not in _PLAIN
+    }
+    return dict(_of_settings(held))
+
+
+def _of_settings(held: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Each of the settings once, also those within settings."""
+    waiting = [value for value in held.values() if _is_settings(value)]
+    known = {id(value) for value in waiting}
+    while waiting:
+        one = waiting.pop()
+        for name, value in vars(one).items():
+            if type(value) in _PLAIN:
+                yield f"{type(one).__name__}.{name}", value
+            elif id(value) not in known and _is_settings(value):
+                known.add(id(value))
+                waiting.append(value)
+
+
+def _is_settings(value: Any) -> bool:
+    """A configuration, as models have one: an object that only holds values. Others may change by the way."""
+    if isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace) or dataclasses.is_dataclass(value):
+        return True
+    return type(value).__name__.endswith(_SETTINGS)
 
 
 def _seen(module: nn.Module, value: Any) -> Any:
