@@ -367,3 +367,23 @@ def test_a_value_set_in_the_configuration_is_seen() -> None:
         plain.config.inner.scale = model.config.inner.scale = scale
         assert same(plain, model, *example.args)
     assert "'SimpleNamespace.scale' of the model has changed: a graph was made anew" in model.notes
+
+
+class Asking(Net):
+    """Other ops where no gradient is taken, as torch's own transformer layers have."""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        return y if torch.is_grad_enabled() else y.tanh()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_asks_whether_gradients_are_taken_is_answered(training: bool) -> None:
+    plain, model, example = both(Asking)
+    plain.train(training), model.train(training)
+    with torch.no_grad():  # the first graph: the plan was made of the other branch
+        assert same(plain, model, *example.args)
+    assert same(plain, model, *example.args)
+    with torch.inference_mode():
+        assert same(plain, model, *example.args)
+    assert not any("hooks" in note for note in model.notes), "both are graphs"

@@ -135,6 +135,7 @@ class Engine:
             raise
         if self._kinds:
             mode_words = " in training" if self.root.training else " in eval mode"
+            mode_words += "" if torch.is_grad_enabled() else " without gradients"
             self.say(f"a graph was made anew for {in_words(leaves)}{mode_words}")
         self._kinds.add(kind)
         self._ready[exact] = made
@@ -206,20 +207,17 @@ class Engine:
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
         )
-        return self.root.training, flags, trained, casts, state_of(self.root, self.ours)
+        grad = torch.is_grad_enabled()  # forward may ask, as torch's own transformer layers do
+        return self.root.training, grad, flags, trained, casts, state_of(self.root, self.ours)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
-        training = self.root.training
-        try:
-            # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
-            with saved_tensors_hooks(_as_it_is, _as_it_is), torch.inference_mode(False):
-                program = program_of(self.model, args, kwargs, training=training, any_batch=any_batch)
-                facts = facts_of(program)
-        except Exception as problem:  # torch and the user's model may raise anything
-            leave_transforms()
-            raise CannotExportError(shortened(problem)) from problem
+        grad = torch.is_grad_enabled()
+        program, facts = self._exported(args, kwargs, grad=grad, any_batch=any_batch)
         _no_input_written(program, facts)
-        self._check(program, facts)
+        found = differences(program, facts, self.known)
+        if found and not grad and not self._matched:  # plans are made of what runs with gradients
+            found = differences(*self._exported(args, kwargs, grad=True), self.known)
+        self._check(program, found)
         names = names_in_plan(program, facts, self.known)
         device, notes = assigned(program, facts, self.known, names, self.homes)
         self._settle(program, device)
@@ -243,9 +241,23 @@ class Engine:
             self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
         return Ready(program, facts, device, made, self._fills(program, device), parts)
 
-    def _check(self, program: Program, facts: Facts) -> None:
-        """The first graph of the plan's own mode and inputs must have the plan's ops."""
-        found = differences(program, facts, self.known)
+    def _exported(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool, any_batch: bool = False
+    ) -> tuple[Program, Facts]:
+        training = self.root.training
+        try:
+            # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
+            with saved_tensors_hooks(_as_it_is, _as_it_is), torch.inference_mode(False):
+                program = program_of(
+                    self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
+                )
+                return program, facts_of(program)
+        except Exception as problem:  # torch and the user's model may raise anything
+            leave_transforms()
+            raise CannotExportError(shortened(problem)) from problem
+
+    def _check(self, program: Program, found: list[str]) -> None:
+        """The first graph of the plan's own mode and inputs must have the plan's ops; `found` are others."""
         given = {node.meta["op"] for node in program.inputs if node.meta["slot"].kind == "input"}
         if not found:
             self._matched = True

@@ -74,13 +74,17 @@ def program_of(
     kwargs: dict[str, Any],
     *,
     training: bool,
+    grad: bool = True,
     any_batch: bool = False,
 ) -> Program:
-    """The forward pass in the present mode of the model's modules; raises what torch.export raises."""
+    """The forward pass in the present mode of the model's modules; raises what torch.export raises.
+
+    `grad` is whether gradients are taken when it runs: a forward may ask.
+    """
     fake = faked(model, args, kwargs)
     fake.model.training = training
     without_hooks(fake.model)
-    with quiet(), torch.enable_grad(), unchanged(fake.model):
+    with quiet(), torch.set_grad_enabled(grad), unchanged(fake.model):
         exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
     fits = fitting(exported, fake) if any_batch else None
     if any_batch and fits is None:
