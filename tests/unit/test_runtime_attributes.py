@@ -350,6 +350,8 @@ def test_a_graph_for_any_batch_is_not_run_for_one_that_goes_another_way() -> Non
     plain, model, _ = both(Sized, torch.randn(3, WIDTH))
     for size in (3, 2, 4, 8, 9, 6, 4, 8):
         assert same(plain, model, torch.randn(size, WIDTH)), size
+
+
 class Configured(Net):
     """Its factor is in a configuration, within another."""
 

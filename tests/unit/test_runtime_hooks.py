@@ -150,3 +150,32 @@ def test_nothing_is_left_on_the_modules() -> None:
     model = placed_model(built.model, *_traced(built.model))
     model(*built.args)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder, which packs a padded batch where no gradient is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
+
+    def forward(self, x: Any, padding: Any) -> Any:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_padding_comes_out_of_torchs_encoder_as_it_does_unplaced(engine: str) -> None:
+    def build() -> Example:
+        torch.manual_seed(0)
+        padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+        return Example(Encoder(), (torch.randn(3, 5, 16), padding))
+
+    plain, again = build(), build()
+    model = placed(again, random_plan(captured(again), 2, 0), engine=engine)
+    for padding in (plain.args[1], plain.args[1].flip(1)):  # the second one is not packed
+        with torch.no_grad():
+            found, wanted = (one.eval()(plain.args[0], padding) for one in (model, plain.model))
+        torch.testing.assert_close(found, wanted)  # other kernels: to rounding
+    assert first_difference(trained(plain.model, plain, steps=1), trained(model, again, steps=1)) == ""

@@ -21,6 +21,7 @@ from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known
 from loadmaster.runtime.copies import carried, joined, landed
 from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.packed import padding_zeroed
 
 _LOOKS = {
     "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim",
@@ -77,7 +78,7 @@ class HookEngine:
         self.settle()
         forward = type(self.model).forward
         mode = _Follow(self)
-        with self._following(mode), mode:
+        with padding_zeroed(self.model), self._following(mode), mode:
             out = forward(self.root, *args, **dict(kwargs))
         if self.output_device is None:
             return out

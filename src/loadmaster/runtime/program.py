@@ -25,6 +25,7 @@ from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.words import kind_of
 from loadmaster.runtime.attributes import unchanged, without_hooks
 from loadmaster.runtime.batch import Fits, fitting, free_batch
+from loadmaster.runtime.packed import packing_refused
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
@@ -84,7 +85,7 @@ def program_of(
     fake = faked(model, args, kwargs)
     fake.model.training = training
     without_hooks(fake.model)
-    with quiet(), torch.set_grad_enabled(grad), unchanged(fake.model):
+    with quiet(), torch.set_grad_enabled(grad), unchanged(fake.model), packing_refused(fake.model):
         exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
     fits = fitting(exported, fake) if any_batch else None
     if any_batch and fits is None:
