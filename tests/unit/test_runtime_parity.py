@@ -181,3 +181,28 @@ def test_a_plans_order_is_followed_but_random_ops_keep_theirs(seed: int) -> None
     issued = [node.meta["op"] for node, _ in nodes if node.op == "call_function"]
     captured_order = [name for name in graph.op_name if name in set(issued)]
     assert issued != captured_order, "the plan asks for another order"
+
+
+class Filled(nn.Module):
+    """Zeros that are filled row by row, as recurrent models keep their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        rows = torch.zeros_like(x)
+        for at in range(x.shape[1]):
+            rows[:, at] = y[:, at].tanh()
+        return self.second(rows * x).sum()
+
+
+def test_zeros_that_are_filled_have_a_gradient_on_other_devices() -> None:
+    def build() -> Example:
+        torch.manual_seed(2)
+        return Example(Filled(), (torch.randn(3, 4, 8),))
+
+    original, again = build(), build()
+    model = placed(again, plan_by(captured(again), lambda name: int(name.startswith("mul"))))
+    assert first_difference(trained(original.model, original), trained(model, again)) == ""

@@ -106,9 +106,13 @@ class _Run(fx.Interpreter):
         if written:
             facts.written[n] = tuple(sorted(written))
         self._seen.update(facts.storages[n])
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            facts.trained.add(n)
+        facts.trained.update(one for one in (n, *n.all_input_nodes) if _has_gradient(self.env.get(one, out)))
         return out
+
+
+def _has_gradient(value: Any) -> bool:
+    """Also asked when it is read: zeros that were filled row by row have one then."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
 
 
 def entered(context: tuple[Any, ...]) -> Any:
