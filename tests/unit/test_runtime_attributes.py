@@ -389,3 +389,16 @@ def test_a_forward_that_asks_whether_gradients_are_taken_is_answered(training: b
     with torch.inference_mode():
         assert same(plain, model, *example.args)
     assert not any("hooks" in note for note in model.notes), "both are graphs"
+
+
+class Contrasted(Pair):
+    """A loss over all pairs of a batch, as CLIP has it."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(self.left(x) @ self.right(y).T, torch.arange(len(x)))
+
+
+def test_a_batch_whose_length_is_taken_has_a_graph_for_each_size() -> None:
+    plain, model, _ = both(Contrasted, torch.randn(3, WIDTH), torch.randn(3, WIDTH))
+    for size in (3, 5, 2, 4):
+        assert same(plain, model, torch.randn(size, WIDTH), torch.randn(size, WIDTH)), size

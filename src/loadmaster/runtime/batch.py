@@ -71,6 +71,8 @@ def fitting(exported: torch.export.ExportedProgram, fake: FakeModel) -> Fits | N
     if not sizes or not all(isinstance(size, torch.SymInt) for size in sizes):
         return None
     symbols = {size.node.expr for size in sizes}
+    if any(one.is_number for one in symbols):  # `len(x)` made it one
+        return None
     asked = {guard.expr for size in sizes for guard in size.node.shape_env.guards}
     ranges = [exported.range_constraints[one] for one in symbols if one in exported.range_constraints]
 
