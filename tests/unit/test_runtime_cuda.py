@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_map  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
@@ -166,6 +167,31 @@ def test_random_plans_over_two_parts_of_a_gpu_and_the_host(name: str, seed: int)
     model = placed_model(again.model, graph, random_plan(graph, 3, seed), parse_cluster(PARTS))
     assert close(wanted, gradients(model, again)) == []
     assert min(model.peak_bytes.values()) > 0, "weights on all three, all counted"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_on_a_gpu_is_that_of_the_unplaced_model(name: str, dtype: Any) -> None:
+    """The graph is exported on a CPU: what a model asks of dtypes there must be as it is on the GPU."""
+    plain, again = without_dropout(name), without_dropout(name)
+    graph = lm.capture(again.model, again.args, again.kwargs)
+    model = placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
+    plain.model.to(GPU)
+    there = tree_map(lambda leaf: leaf.to(GPU) if isinstance(leaf, torch.Tensor) else leaf, plain.args)
+    named = tree_map(lambda leaf: leaf.to(GPU) if isinstance(leaf, torch.Tensor) else leaf, plain.kwargs)
+    loss = plain.loss or plain_loss
+    with torch.autocast("cuda", dtype=dtype):
+        wanted, found = loss(plain.model(*there, **named)), loss(model(*again.args, **again.kwargs))
+    assert wanted.dtype == found.dtype
+    assert torch.allclose(wanted, found, rtol=1e-3)
+    wanted.backward()
+    found.backward()
+    theirs = dict(plain.model.named_parameters())
+    most = max(float(weight.grad.norm()) for weight in theirs.values() if weight.grad is not None)
+    for key, weight in model.named_parameters():
+        if weight.grad is not None:
+            off = float((weight.grad - theirs[key].grad).norm())
+            assert off <= 0.02 * float(theirs[key].grad.norm()) + 1e-3 * most, key
 
 
 @pytest.mark.parametrize("late", [0, 1])
