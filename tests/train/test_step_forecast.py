@@ -1,5 +1,6 @@
 """A step on the virtual clock: at the limit where one thing binds, and what plans are chosen by."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -64,20 +65,24 @@ def test_a_step_takes_the_sum_where_nothing_runs_beside_anything() -> None:
     assert taken == pytest.approx(1.0 + loads, rel=0.02)
 
 
+def _even_splits(plan: Any) -> Iterator[Any]:
+    """None of what is not pinned on the device, one, two, ... all: spread evenly."""
+    free = [at for at, where in enumerate(plan.placement) if where != "pinned"]
+    for count in range(len(free) + 1):
+        placement = list(plan.placement)
+        for order, index in enumerate(free):
+            chosen = (order + 1) * count // len(free) > order * count // len(free)
+            placement[index] = "device" if chosen else "host"
+        yield replace(plan, placement=tuple(placement))
+
+
 def test_the_plan_has_the_least_forecast_of_all_even_splits() -> None:
     rates = replace(
         _FAST, compute_s=1e-3, up_bytes_per_s=5e8, down_bytes_per_s=5e8, host_bytes_per_s=1.5e9,
         host_params_per_s=3.6e7,
     )  # fmt: skip
     built, plan, sizes = _plan("auto", rates)
-    free = [at for at, where in enumerate(plan.placement) if where != "pinned"]
-    found = []
-    for count in range(len(free) + 1):
-        placement = list(plan.placement)
-        for order, index in enumerate(free):
-            chosen = (order + 1) * count // len(free) > order * count // len(free)
-            placement[index] = "device" if chosen else "host"
-        found.append(forecast_step_s(built, replace(plan, placement=tuple(placement)), sizes, rates))
+    found = [forecast_step_s(built, each, sizes, rates) for each in _even_splits(plan)]
     assert forecast_step_s(built, plan, sizes, rates) <= 1.01 * min(found)
     assert plan.placement.count("host") > 0
     again = make_plan(built, cap_bytes=330_000, rates=rates, cuts=range(16))
@@ -90,15 +95,7 @@ def test_exchanges_beat_every_even_split_where_the_host_falls_behind() -> None:
         host_params_per_s=3.6e7,
     )  # fmt: skip
     built, plan, sizes = _plan("auto", rates)
-    free = [at for at, where in enumerate(plan.placement) if where != "pinned"]
-    found = []
-    for count in range(len(free) + 1):
-        placement = list(plan.placement)
-        for order, index in enumerate(free):
-            chosen = (order + 1) * count // len(free) > order * count // len(free)
-            placement[index] = "device" if chosen else "host"
-        even = replace(plan, placement=tuple(placement))
-        found.append(forecast_step_s(built, even, sizes, rates))
+    found = [forecast_step_s(built, each, sizes, rates) for each in _even_splits(plan)]
     assert forecast_step_s(built, plan, sizes, rates) < 0.97 * min(found)
 
 

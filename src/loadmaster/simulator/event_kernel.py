@@ -140,6 +140,7 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
             code = heap_code[0]
             drop_first(heap_time, heap_code, heap_size)
             heap_size -= 1
+            after = EMPTY  # who follows in the lane that is free now
             if code < num_ops:  # 1
                 here, e = device[code], engine_of_op[code]
                 busy[e] = False
@@ -194,18 +195,6 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                     after = next_in_lane[m]
                     if lane_last[lane_of[m]] == m:
                         lane_last[lane_of[m]] = EMPTY
-                    while after != EMPTY:  # what takes no time lets the next one start at the same instant
-                        if move_start[after] > now:
-                            push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
-                            heap_size += 1
-                            break
-                        pending[num_pending] = after
-                        num_pending += 1
-                        if move_end[after] > now:
-                            break
-                        follower = next_in_lane[after]
-                        next_in_lane[after] = EMPTY
-                        after = follower
                 written = m >= num_moves
                 t = m - num_moves if written else move_tensor[m]
                 source = device[tensor_op[t]]
@@ -237,18 +226,19 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
                 if lane_of[m] != EMPTY and move_end[m] == now:  # it takes no time: nor does who comes after
                     after = next_in_lane[m]
                     next_in_lane[m] = EMPTY
-                    while after != EMPTY:
-                        if move_start[after] > now:
-                            push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
-                            heap_size += 1
-                            break
-                        pending[num_pending] = after
-                        num_pending += 1
-                        if move_end[after] > now:
-                            break
-                        follower = next_in_lane[after]
-                        next_in_lane[after] = EMPTY
-                        after = follower
+
+            while after != EMPTY:  # what takes no time lets the next one start at the same instant
+                if move_start[after] > now:
+                    push(heap_time, heap_code, heap_size, move_start[after], issues_end + after)
+                    heap_size += 1
+                    break
+                pending[num_pending] = after
+                num_pending += 1
+                if move_end[after] > now:
+                    break
+                follower = next_in_lane[after]
+                next_in_lane[after] = EMPTY
+                after = follower
 
             for b in range(num_to_book):  # when each move runs: after all it shares a resource with
                 t = to_book[b]
