@@ -107,6 +107,36 @@ def test_options_of_the_optimizer_that_changed_in_the_same_folder_are_refused_by
     study().fit()
 
 
+def _warmed(milestone: int, factor: float) -> Any:
+    schedulers = torch.optim.lr_scheduler
+
+    def made(optimizer: Any) -> Any:
+        parts = [schedulers.ConstantLR(optimizer, factor, 2), schedulers.ExponentialLR(optimizer, 0.9)]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[milestone])
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (_warmed(4, 0.5), r"lr_schedule.milestones = \[5\] and now has \[4\]"),
+        (_warmed(5, 0.25), r"lr_schedule\[0\].factor = 0.5 and now has 0.25"),
+    ],
+)
+def test_another_part_of_a_schedule_in_the_same_folder_is_refused(
+    other: Any, named: str, tmp_path: Path
+) -> None:
+    def study(schedule: Any) -> lt.Study:
+        one = trial("a", optim=lambda ps: torch.optim.SGD(ps, lr=0.1), lr_schedule=schedule, max_steps=2)
+        return lt.Study(one, dir=tmp_path, devices="cpu")
+
+    study(_warmed(5, 0.5)).fit()
+    study(_warmed(5, 0.5)).fit()
+    with pytest.raises(InputError, match=named):
+        study(other).fit()
+
+
 def _parted(parameters: Any) -> torch.optim.Optimizer:
     some = list(parameters)
     return torch.optim.SGD([{"params": some[:1]}, {"params": some[1:]}], lr=0.1)

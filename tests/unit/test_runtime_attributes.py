@@ -368,7 +368,7 @@ def test_a_value_set_in_the_configuration_is_seen() -> None:
     for scale in (1.0, 2.0, 1.0):
         plain.config.inner.scale = model.config.inner.scale = scale
         assert same(plain, model, *example.args)
-    assert "'SimpleNamespace.scale' of the model has changed: a graph was made anew" in model.notes
+    assert "'config.inner.scale' of the model has changed: a graph was made anew" in model.notes
 
 
 class Asking(Net):
@@ -402,3 +402,64 @@ def test_a_batch_whose_length_is_taken_has_a_graph_for_each_size() -> None:
     plain, model, _ = both(Contrasted, torch.randn(3, WIDTH), torch.randn(3, WIDTH))
     for size in (3, 5, 2, 4):
         assert same(plain, model, torch.randn(size, WIDTH), torch.randn(size, WIDTH)), size
+
+
+class Calls(Net):
+    """Counts its calls in one of two like configurations, and fills in what nobody set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = SimpleNamespace(calls=0, kind=None), SimpleNamespace(calls=0, kind=None)
+        self.counts = True
+
+    def forward(self, x: Any) -> Any:
+        self.one.kind = "set"
+        if self.counts:
+            self.one.calls += 1
+        return super().forward(x) * (1 + self.one.calls)
+
+
+def test_a_forward_that_changes_its_configuration_is_run_by_hooks() -> None:
+    plain, model, example = both(Calls)
+    for calls in (1, 2, 3):
+        assert same(plain, model, *example.args)
+        assert plain.one.calls == model.one.calls == calls
+    assert any("changes 'one.calls'" in note for note in model.notes)
+
+
+def test_what_a_forward_fills_in_once_keeps_the_graph() -> None:
+    plain, model, example = both(Calls)
+    plain.counts = model.counts = False
+    for _ in range(3):
+        assert same(plain, model, *example.args)
+    assert not any("hooks" in note for note in model.notes)
+
+
+class Inner(nn.Module):
+    """Outputs, and a number beside them that trains but the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x).tanh()
+        return self.second(y).sin(), y.square().mean()
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.inner.compile(backend="aot_eager")
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own import
+def test_a_compiled_module_has_the_loss_of_the_module() -> None:
+    """Compiled, all outputs have one node of autograd: every number would seem to train everything."""
+    one = built(Compiled)
+    model = placed(one, random_plan(captured(one), 2, 3))
+    assert model.verify(*one.args).ok

@@ -84,12 +84,12 @@ def capture(
         grad_scaler=grad_scaler,
         ranges=checked_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
-    with quiet(), _uncompiled(torch), chance_kept():
+    with quiet(), uncompiled(torch), chance_kept():
         request.check()
         return request.captured(path)
 
 
-def _uncompiled(torch: Any) -> Any:
+def uncompiled(torch: Any) -> Any:
     """What was compiled runs as it was written."""
     stance = getattr(torch.compiler, "set_stance", None)
     return stance("force_eager") if stance is not None else contextlib.nullcontext()

@@ -43,20 +43,24 @@ def state_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> tuple[Any, 
                 if not plain and id(value) not in held:
                     held[id(value)] = value
     found.extend(value for _, value in _of_classes(kinds))
-    found.extend(value for _, value in _of_settings(held))
+    found.extend(value for _, value in _of_settings([("", value) for value in held.values()]))
     return tuple(found)
 
 
 def named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The same by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {path or "the model": id(module) for path, module in root.named_modules()}
+    for name, module, value in _attributes(root, ours):
+        found[name] = value if type(value) in _PLAIN else _seen(module, value)
+    found |= dict(_of_classes(dict.fromkeys(map(type, root.modules()))))
+    return found | settings_of(root, ours)
+
+
+def _attributes(root: nn.Module, ours: frozenset[str]) -> Iterator[tuple[str, nn.Module, Any]]:
     for path, module in root.named_modules():
-        found[path or "the model"] = id(module)
         for name, value in module.__dict__.items():
             if name not in _OWN and name not in ours:
-                known = value if type(value) in _PLAIN else _seen(module, value)
-                found[f"{path}.{name}" if path else name] = known
-    return found | dict(_of_classes(dict.fromkeys(map(type, root.modules()))))
+                yield f"{path}.{name}" if path else name, module, value
 
 
 def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
@@ -70,27 +74,29 @@ def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
 
 def settings_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Plain values in the settings that modules hold, by name: a graph was made with them."""
-    held = {
-        id(value): value
-        for module in root.modules()
-        for name, value in module.__dict__.items()
-        if name not in _OWN and name not in ours and type(value) not in _PLAIN
-    }
+    held = [(name, value) for name, _, value in _attributes(root, ours) if type(value) not in _PLAIN]
     return dict(_of_settings(held))
 
 
-def _of_settings(held: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Each of the settings once, also those within settings."""
-    waiting = [value for value in held.values() if _is_settings(value)]
-    known = {id(value) for value in waiting}
+def _of_settings(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Each of the settings once, also those within settings; named by who holds them first."""
+    waiting: list[tuple[str, Any]] = []
+    known: set[int] = set()
+
+    def look_at(where: str, value: Any) -> None:
+        if id(value) not in known and _is_settings(value):
+            known.add(id(value))
+            waiting.append((where, value))
+
+    for where, value in held:
+        look_at(where, value)
     while waiting:
-        one = waiting.pop()
+        at, one = waiting.pop()
         for name, value in vars(one).items():
             if type(value) in _PLAIN:
-                yield f"{type(one).__name__}.{name}", value
-            elif id(value) not in known and _is_settings(value):
-                known.add(id(value))
-                waiting.append(value)
+                yield f"{at}.{name}", value
+            else:
+                look_at(f"{at}.{name}", value)
 
 
 def _is_settings(value: Any) -> bool:
@@ -141,14 +147,16 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     seen: list[str] = []
     chance: list[str] = []
     right: Callable[..., Any] = model.forward
+    ours = frozenset({"forward"})
 
     @functools.wraps(right)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before = named_state(model, frozenset({"forward"}))
+        before, settings = named_state(model, ours), settings_of(model, ours)
         with chance_kept() as drawn:
             out = right(*args, **kwargs)
             chance.append(drawn())
-        seen.extend(changed(before, named_state(model, frozenset({"forward"}))))
+        unset = {name for name, value in settings.items() if value is None}  # filled in once: not for a graph
+        seen.extend(name for name in changed(before, named_state(model, ours)) if name not in unset)
         return out
 
     model.__dict__["forward"] = forward

@@ -19,7 +19,7 @@ from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
-from loadmaster.runtime.attributes import changed, named_state, settings_of, state_of
+from loadmaster.runtime.attributes import changed, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.clock import Clock, Timed
 from loadmaster.runtime.copies import carried, joined, landed
@@ -144,7 +144,7 @@ class Engine:
     def _look_at_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
         """Say which have changed; where they do so again and again, no graph is made any more."""
         seen = self._states.setdefault(call, set())
-        now = named_state(self.root, self.ours) | settings_of(self.root, self.ours)
+        now = named_state(self.root, self.ours)
         different = changed(self._known_state, now) if self._known_state else []
         if state not in seen and len(seen) >= _MOST_STATES:
             name = different[0] if different else "an attribute"

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.errors import InputError
+from loadmaster.graph.capture import uncompiled
 from loadmaster.graph.torch_capture.chance import chance_kept, seed_chance
 from loadmaster.graph.torch_capture.request import shortened
 from loadmaster.graph.torch_capture.step import loss_of
@@ -38,7 +39,8 @@ def called(engine: Runs, tensors: dict[str, torch.Tensor], given: tuple[Any, Any
     """What the model itself gives on other weights, in the placed model's mode."""
     before, engine.model.training = engine.model.training, engine.root.training
     try:
-        return torch.func.functional_call(engine.model, tensors, given[0], given[1])
+        with uncompiled(torch):  # as a graph has it: which of several numbers is the loss depends on it
+            return torch.func.functional_call(engine.model, tensors, given[0], given[1])
     except Exception as problem:  # the user's model may raise anything
         raise BatchError(
             f"the model itself, unplaced, fails on {in_words(tree_leaves(given))}: {shortened(problem)};"

@@ -89,17 +89,11 @@ class CudaDevice:
 
     def up(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from host to device."""
-        sent = self._send("up", self._up[lane], copies, after, label)
-        if lane == 0:
-            self._latest["up"] = [sent, *self._latest["up"][:1]]
-        return sent
+        return self._send("up", self._up, lane, copies, after, label)
 
     def down(self, copies: list[Copy], *, after: Iterable[Event | None], label: str, lane: int = 0) -> Event:
         """Copies from device to host."""
-        sent = self._send("down", self._down[lane], copies, after, label)
-        if lane == 0:
-            self._latest["down"] = [sent, *self._latest["down"][:1]]
-        return sent
+        return self._send("down", self._down, lane, copies, after, label)
 
     def latest(self, way: str, *, back: int = 0) -> Event | None:
         """The newest copy of the first lane, or the one before it."""
@@ -172,12 +166,14 @@ class CudaDevice:
 
     def _send(
         self,
-        kind: str,
-        stream: torch.cuda.Stream,
+        way: str,
+        lanes: list[torch.cuda.Stream],
+        lane: int,
         copies: list[Copy],
         after: Iterable[Event | None],
         label: str,
     ) -> Event:
+        stream = lanes[lane]
         self._wait(stream, after)
         first = self._timed(stream) if self.tracing else None
         with torch.cuda.stream(stream):
@@ -186,8 +182,11 @@ class CudaDevice:
         event = torch.cuda.Event(enable_timing=self.tracing)
         event.record(stream)
         if first is not None:
-            self._marks.append((kind, label, first, event))
-        return CudaEvent(event)
+            self._marks.append((way, label, first, event))
+        sent = CudaEvent(event)
+        if lane == 0:
+            self._latest[way] = [sent, *self._latest[way][:1]]
+        return sent
 
     @staticmethod
     def _wait(stream: torch.cuda.Stream, events: Iterable[Event | None]) -> None:

@@ -69,12 +69,20 @@ def options_of(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     for at, group in enumerate(groups):
         begins = "optim" if len(groups) == 1 else f"optim[{at}]"
         found |= _plain_of(group, begins)
-    schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
-    found["lr_schedule"] = None if schedule is None else type(schedule).__name__
-    if schedule is not None:
-        at_start = ("_", "last_epoch")  # where it stands, which moves
-        options = {k: v for k, v in schedule.state_dict().items() if not k.startswith(at_start)}
-        found |= _plain_of(options, "lr_schedule")
+    if trial.lr_schedule is None:
+        return found | {"lr_schedule": None}
+    return found | _schedule_of(trial.lr_schedule(optimizer), "lr_schedule")
+
+
+def _schedule_of(schedule: Any, begins: str) -> dict[str, Any]:
+    """A schedule by kind and options, and those that it is made of."""
+    moves = ("_", "last_epoch")  # where it stands
+    options = {k: v for k, v in schedule.state_dict().items() if not k.startswith(moves)}
+    if hasattr(schedule, "_milestones"):  # of SequentialLR
+        options["milestones"] = schedule._milestones
+    found = {begins: type(schedule).__name__, **_plain_of(options, begins)}
+    for at, part in enumerate(getattr(schedule, "_schedulers", ())):
+        found |= _schedule_of(part, f"{begins}[{at}]")
     return found
 
 
