@@ -22,7 +22,7 @@ from loadmaster.core.errors import GraphError
 from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
-from loadmaster.graph.torch_capture.words import kind_of
+from loadmaster.graph.torch_capture.words import kind_of, unique
 from loadmaster.runtime.attributes import unchanged, without_hooks
 from loadmaster.runtime.batch import Fits, fitting, free_batch
 from loadmaster.runtime.packed import packing_refused
@@ -168,12 +168,7 @@ def _rename(graph: fx.Graph, taken: Iterable[str]) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        name = node.meta["op"]
-        while name in counts:
-            counts[name] += 1
-            name = f"{name}.{counts[name]}"
-        counts[name] = 1
-        node.meta["op"] = name
+        node.meta["op"] = unique(node.meta["op"], counts)
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
 from loadmaster.graph.torch_capture.formulas import held_weights
+from loadmaster.graph.torch_capture.words import unique
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], object]  # the storage's number first
 NO_OP = -1
@@ -97,7 +98,7 @@ class Ledger:
     def open(self, op: Op) -> int:
         """Begin an op; all that is recorded until `close` is part of it. Its name is made unique."""
         assert self.current == NO_OP, f"op {self.ops[self.current].name} is still open"
-        op.name = self._unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name)
+        op.name = unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name, self._names)
         self.ops.append(op)
         self.current = len(self.ops) - 1
         if op.mirror != NO_MIRROR and self.ops[op.mirror].phase == Phase.PARAM:  # a sum of its gradients
@@ -121,7 +122,7 @@ class Ledger:
 
     def param(self, op: Op, key: Key, num_bytes: int) -> int:
         """A weight or buffer: an op whose output is resident with it."""
-        op.name = self._unique(op.name)
+        op.name = unique(op.name, self._names)
         self.ops.append(op)  # maybe in the midst of another: nothing but an order follows from that
         index, storage, interrupted = len(self.ops) - 1, key[0], self.current
         self.current = index
@@ -281,7 +282,7 @@ class Ledger:
 
     def copied(self, op: Op) -> int:
         """An op that runs as another did."""
-        op.name = self._unique(op.name)
+        op.name = unique(op.name, self._names)
         self.ops.append(op)
         return len(self.ops) - 1
 
@@ -360,13 +361,6 @@ class Ledger:
                     Tensor(look.op, look.num_bytes, base, self._storages[look.storage].floating)
                 )
         return look.tensor
-
-    def _unique(self, name: str) -> str:
-        count = self._names.get(name, 0)
-        self._names[name] = count + 1
-        if count == 0:
-            return name
-        return self._unique(f"{name}.{count + 1}")
 
 
 def _floating(key: Key) -> bool:
