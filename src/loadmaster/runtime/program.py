@@ -22,7 +22,8 @@ from loadmaster.core.errors import GraphError
 from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
-from loadmaster.graph.torch_capture.words import kind_of, unique
+from loadmaster.graph.torch_capture.ledger import unique
+from loadmaster.graph.torch_capture.words import kind_of
 from loadmaster.runtime.attributes import unchanged, without_hooks
 from loadmaster.runtime.batch import Fits, fitting, free_batch
 from loadmaster.runtime.packed import packing_refused

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
 from loadmaster.graph.torch_capture.formulas import held_weights
-from loadmaster.graph.torch_capture.words import unique
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], object]  # the storage's number first
 NO_OP = -1
@@ -361,6 +360,15 @@ class Ledger:
                     Tensor(look.op, look.num_bytes, base, self._storages[look.storage].floating)
                 )
         return look.tensor
+
+
+def unique(name: str, counts: dict[str, int]) -> str:
+    """A name that nobody has yet, and is now taken: the second 'mean' is 'mean.2'."""
+    while counts.get(name):
+        counts[name] += 1
+        name = f"{name}.{counts[name]}"
+    counts[name] = 1
+    return name
 
 
 def _floating(key: Key) -> bool:

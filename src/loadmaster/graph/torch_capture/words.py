@@ -181,12 +181,3 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def unique(name: str, counts: dict[str, int]) -> str:
-    """A name that nobody has yet, and is now taken: the second 'mean' is 'mean.2'."""
-    while counts.get(name):
-        counts[name] += 1
-        name = f"{name}.{counts[name]}"
-    counts[name] = 1
-    return name
