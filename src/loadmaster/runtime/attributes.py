@@ -20,28 +20,47 @@ from loadmaster.core.errors import GraphError
 from loadmaster.graph.torch_capture.chance import chance_kept
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
 _SIZED = (list, dict, set)
+_BUILT_IN = frozenset((tuple, *_SIZED))  # which are no settings
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
 _SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are called
 _PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
 
 
-def state_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """The model and every module in it, once each: what `root.modules()` gives, in another order, sooner."""
+    found = [root]
+    known = {id(root)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
+
+
+def state_of(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
     """Every module and the values of its attributes; `ours` are no attributes of the model."""
     found: list[Any] = []
-    kinds: dict[type, None] = {}
+    kinds: dict[type, bool] = {}  # whether it is one of torch's own
     held: dict[int, Any] = {}
-    for module in root.modules():
-        kinds[type(module)] = None
+    passed = _OWN | ours
+    for module in modules:
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _knows_its_own(kind)
         found.append(id(module))
         for name, value in module.__dict__.items():
-            if name not in _OWN and name not in ours:
-                plain = type(value) in _PLAIN
-                found.append(value if plain else _seen(module, value))
-                if not plain and id(value) not in held:
-                    held[id(value)] = value
+            if name in passed:
+                continue
+            if type(value) in _PLAIN:
+                found.append(value)
+                continue
+            found.append(None if kinds[kind] else _seen(value))
+            if type(value) not in _BUILT_IN:
+                held.setdefault(id(value), value)
     found.extend(value for _, value in _of_classes(kinds))
     found.extend(value for _, value in _of_settings([("", value) for value in held.values()]))
     return tuple(found)
@@ -51,7 +70,8 @@ def named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str
     """The same by name."""
     found: dict[str, Any] = {path or "the model": id(module) for path, module in root.named_modules()}
     for name, module, value in _attributes(root, ours):
-        found[name] = value if type(value) in _PLAIN else _seen(module, value)
+        plain, own = type(value) in _PLAIN, _knows_its_own(type(module))
+        found[name] = value if plain else None if own else _seen(value)
     found |= dict(_of_classes(dict.fromkeys(map(type, root.modules()))))
     return found | settings_of(root, ours)
 
@@ -108,10 +128,13 @@ def _is_settings(value: Any) -> bool:
     return type(value).__name__.endswith(_SETTINGS)
 
 
-def _seen(module: nn.Module, value: Any) -> Any:
-    """What is known of an object: which it is, and how much is in it; torch's own modules know theirs."""
-    if type(module).__module__.startswith("torch.nn."):
-        return None
+def _knows_its_own(kind: type) -> bool:
+    """Modules of torch keep their objects to themselves."""
+    return kind.__module__.startswith("torch.nn.")
+
+
+def _seen(value: Any) -> Any:
+    """What is known of an object: which it is, and how much is in it."""
     return (id(value), len(value)) if type(value) in _SIZED else id(value)
 
 
@@ -124,8 +147,8 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def hooked_module(root: nn.Module) -> str:
     """The path of a module inside that has hooks of the user's own, '' = none has."""
-    for module in root.modules():
-        if module is not root and any(map(module.__dict__.get, _HOOKS)) and _has_own_hooks(module):
+    for module in modules_of(root)[1:]:
+        if any(map(module.__dict__.get, _HOOKS)) and _has_own_hooks(module):
             return next(path for path, one in root.named_modules() if one is module)
     return ""
 

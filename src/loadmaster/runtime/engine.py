@@ -19,7 +19,7 @@ from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
-from loadmaster.runtime.attributes import changed, named_state, state_of
+from loadmaster.runtime.attributes import changed, modules_of, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.clock import Clock, Timed
 from loadmaster.runtime.copies import carried, joined, landed
@@ -155,7 +155,7 @@ class Engine:
             self.say(f"{different[0]!r} of the model has changed: a graph was made anew")
         own = {name: value for name, value in vars(self.root).items() if name not in self.ours}
         vars(self.model).update(own)  # what was set on the placed model is the model's
-        modules = tuple(id(module) for module in self.root.modules() if module is not self.root)
+        modules = tuple(id(module) for module in modules_of(self.root)[1:])
         self._matched &= modules == self._modules  # an exchanged module: does the plan still hold?
         self._modules = modules
 
@@ -201,14 +201,15 @@ class Engine:
 
     def _mode(self) -> tuple[Any, ...]:
         """All that makes another graph of the same arguments."""
-        flags = tuple(module.training for module in self.model.modules() if module is not self.model)
-        trained = tuple(weight.requires_grad for weight in self.model.parameters())
+        run, asked = modules_of(self.model), modules_of(self.root)
+        flags = tuple(module.training for module in run[1:])
+        trained = tuple(w.requires_grad for one in run for w in one._parameters.values() if w is not None)
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
         )
         grad = torch.is_grad_enabled()  # forward may ask, as torch's own transformer layers do
-        return self.root.training, grad, flags, trained, casts, state_of(self.root, self.ours)
+        return self.root.training, grad, flags, trained, casts, state_of(asked, self.ours)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
         grad = torch.is_grad_enabled()
