@@ -13,14 +13,18 @@ from loadmaster.train import host_kernels
 from loadmaster.train.host_kernels import adam_step, table_of, worker_cores
 
 
+@pytest.mark.parametrize("apart", [0, 32])  # bytes: whether the copy begins with a cache line
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("factors", [(), (0.37,), (0.5, 0.37)])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_step_equals_torch_fused_and_writes_the_rounded_copy(kind: Any, factors: Any, narrow: bool) -> None:
+def test_a_step_equals_torch_fused_and_writes_the_rounded_copy(
+    kind: Any, factors: Any, narrow: bool, apart: int
+) -> None:
     size = 3 * 16384 + 4800
-    slab = torch.zeros(size * 18, dtype=torch.uint8)
+    slab = torch.zeros(size * 18 + 64, dtype=torch.uint8)
+    assert slab.data_ptr() % 64 == 0 and size % 64 == 0 and size % 512
     wide = slab[: 16 * size].view(torch.float32).view(4, size)
-    copy = slab[16 * size :].view(torch.bfloat16)
+    copy = slab[16 * size + apart :].view(torch.bfloat16)[:size]
     grad = wide[3].view(torch.bfloat16)[:size] if narrow else wide[3]
     torch.manual_seed(0)
     plain = torch.nn.Parameter(torch.randn(size))

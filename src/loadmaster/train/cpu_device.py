@@ -119,7 +119,10 @@ class CpuDevice:
         yield
         self._spans.append((kind, label, began, time.perf_counter()))
 
-    def spans(self) -> list[tuple[str, str, float, float]]:
+    def gather(self) -> None:
+        """Spans are noted with their times."""
+
+    def spans(self, *, gathered: bool = False) -> list[tuple[str, str, float, float]]:
         """What has been done since last asked."""
         taken, self._spans = self._spans, []
         return taken

@@ -62,6 +62,7 @@ class CudaDevice:
         self._down = [torch.cuda.Stream(index) for _ in range(2)]  # gradients; optimizer state
         self._latest: dict[str, list[Event]] = {"up": [], "down": []}  # of the first lane: two, newest first
         self._marks: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._gathered: list[tuple[str, str, float, float]] = []
         self._began = self._timed(self._compute)
         self._began_s = time.perf_counter()
         self._pinned: set[int] = set()
@@ -128,17 +129,24 @@ class CudaDevice:
         yield
         self._marks.append((kind, label, first, self._timed(self._compute)))
 
-    def spans(self) -> list[tuple[str, str, float, float]]:
-        """What has been done since last asked; what is still under way is told the next time."""
+    def gather(self) -> None:
+        """Read the clocks of what is done; what is still under way is read the next time."""
         if not self.tracing or not self._began.query():
-            return []
+            return
         reached = [(mark, mark[3].query()) for mark in self._marks]
-        taken = [mark for mark, done in reached if done]
         self._marks = [mark for mark, done in reached if not done]
-        return [
+        self._gathered += [
             (kind, label, *(self._began_s + self._began.elapsed_time(event) / 1e3 for event in (first, last)))
-            for kind, label, first, last in taken
+            for (kind, label, first, last), done in reached
+            if done
         ]
+
+    def spans(self, *, gathered: bool = False) -> list[tuple[str, str, float, float]]:
+        """What has been done since last asked, or was gathered since."""
+        if not gathered:
+            self.gather()
+        found, self._gathered = self._gathered, []
+        return found
 
     def release(self) -> None:
         """Give cached memory back."""

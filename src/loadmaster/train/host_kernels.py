@@ -28,6 +28,8 @@ BLOCK = 1 << 14  # elements a thread takes at a time: its five streams stay insi
 _GROUP, _SIZE, _PARAM, _MEAN, _SQUARE, _GRAD, _NARROW, _COPY = range(8)  # columns of a table
 NO_COPY = -1
 _APART = 16  # words of the counter's array: nothing else lies on its cache line
+_LINE = 32  # elements of a compute copy in a cache line
+_RUN = 16 * _LINE  # that are written at once, past the caches
 _FEW_CORES = 8  # of which none is left free
 _MASK_BYTES = 128  # of a set of cores, as the system takes it
 
@@ -72,11 +74,11 @@ def adam_step(
     numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
     try:
         wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
-        taken = np.zeros(_APART, dtype=np.int64)
+        taken, num_threads = np.zeros(_APART, dtype=np.int64), numba.get_num_threads()
+        runs = np.zeros((num_threads, _RUN), dtype=np.uint16)
+        lined = slab.data_ptr() % (2 * _LINE) == 0
         with _caller_where_it_was() as cores:
-            _kernel()(
-                wide.numpy(), half.numpy(), table, scalars, scale, taken, numba.get_num_threads(), cores
-            )
+            _kernel()(wide.numpy(), half.numpy(), table, scalars, scale, taken, runs, lined, cores)
     finally:
         numba.set_num_threads(before)
 
@@ -199,8 +201,47 @@ def _kernel() -> Any:
 
         return types.int64(taken), generate
 
+    @intrinsic  # type: ignore[untyped-decorator]
+    def put_line(_typing: Any, target: Any, at: Any, source: Any, first: Any) -> Any:
+        """A cache line of 16-bit numbers past the caches: it is not read before it is written."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            line = ir.VectorType(ir.IntType(16), _LINE).as_pointer()
+            where = []
+            for kind, array, index in ((signature.args[0], *args[:2]), (signature.args[2], *args[2:])):
+                data = context.make_array(kind)(context, builder, array).data
+                where.append(builder.bitcast(builder.gep(data, [index]), line))
+            stored = builder.store(builder.load(where[1], align=2), where[0], align=2 * _LINE)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return context.get_dummy_value()
+
+        return types.void(target, types.int64, source, types.int64), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def all_put(_typing: Any) -> Any:
+        """Lines on their way are there for whoever reads next, a bus too."""
+
+        def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            builder.fence("seq_cst")
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
     @njit(nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
-    def step_block(wide: Any, half: Any, row: Any, line: Any, scale: Any) -> None:
+    def step_lines(p: Any, m: Any, v: Any, g: Any, half: Any, at: Any, scale: Any, s: Any, run: Any) -> int:
+        """As many whole runs as there are; their copies leave by lines. Gives the elements that are done."""
+        one, two = scale
+        whole = p.shape[0] // _RUN * _RUN
+        for first in range(0, whole, _RUN):
+            pp, mm, vv, gg = p[first:], m[first:], v[first:], g[first:]
+            for i in range(_RUN):
+                run[i] = rounded(stepped(pp, mm, vv, i, widened(gg[i]) * one * two, s))
+            for i in range(0, _RUN, _LINE):
+                put_line(half, at + first + i, run, i)
+        return whole
+
+    @njit(nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+    def step_block(wide: Any, half: Any, row: Any, line: Any, scale: Any, run: Any, lined: Any) -> None:
         size = row[_SIZE]
         s = (line[0], line[1], line[2], line[3], line[4], line[5], line[6], line[7])
         one, two = scale[0] * line[8], scale[1]
@@ -210,7 +251,10 @@ def _kernel() -> Any:
         if row[_NARROW] and row[_COPY] >= 0:
             g = half[row[_GRAD] : row[_GRAD] + size]
             c = half[row[_COPY] : row[_COPY] + size]
-            for i in range(size):
+            done = 0
+            if lined and row[_COPY] % _LINE == 0:
+                done = step_lines(p, m, v, g, half, row[_COPY], (one, two), s, run)
+            for i in range(done, size):
                 c[i] = rounded(stepped(p, m, v, i, widened(g[i]) * one * two, s))
         elif row[_NARROW]:
             g = half[row[_GRAD] : row[_GRAD] + size]
@@ -230,15 +274,24 @@ def _kernel() -> Any:
 
     @njit(parallel=True, nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
     def loop(
-        wide: Any, half: Any, table: Any, scalars: Any, scale: Any, taken: Any, num_threads: Any, cores: Any
+        wide: Any,
+        half: Any,
+        table: Any,
+        scalars: Any,
+        scale: Any,
+        taken: Any,
+        runs: Any,
+        lined: Any,
+        cores: Any,
     ) -> None:
-        for _ in prange(num_threads):
+        for thread in prange(runs.shape[0]):
             if cores.shape[0] > 0:
                 keep_to(0, cores.shape[0], cores.ctypes)
             block = next_of(taken)
             while block < table.shape[0]:
                 row = table[block]
-                step_block(wide, half, row, scalars[row[_GROUP]], scale)
+                step_block(wide, half, row, scalars[row[_GROUP]], scale, runs[thread], lined)
                 block = next_of(taken)
+            all_put()
 
     return loop

@@ -147,6 +147,7 @@ class Session:
         del values
         landed = self._send_losses(losses)
         self._finish(last, hyper)
+        self.device.gather()  # compute is busy for a while
         for shard in reversed(range(last)):
             with self._unit("B", shard):
                 for number, moment in enumerate(moments):

@@ -117,7 +117,7 @@ class ShardRunner:
                 facts.ledger.up_bytes,
                 facts.ledger.down_bytes,
                 facts.ledger.loads,
-                (*device.spans(), *self._updater.spans()) if device.tracing else (),
+                (*device.spans(gathered=not last), *self._updater.spans()) if device.tracing else (),
             )
 
     def evaluate(self, device: Device) -> dict[str, float]:

@@ -92,8 +92,12 @@ class Device(Protocol):
         """Note a piece of compute for the trace."""
         ...
 
-    def spans(self) -> list[tuple[str, str, float, float]]:
-        """(stream, label, start, end) of what has been done since last asked."""
+    def gather(self) -> None:
+        """Read the clocks of what is done, which takes milliseconds: where compute has enough to do."""
+        ...
+
+    def spans(self, *, gathered: bool = False) -> list[tuple[str, str, float, float]]:
+        """(stream, label, start, end) of what has been done since last asked, or was gathered since."""
         ...
 
     def release(self) -> None:
