@@ -183,6 +183,11 @@ def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> 
         report.add(SUITE, f"... limit of {term}", seconds, "s")
     share = least.seconds / step_s
     _aim(report, "... share of the limit", share, "share", at_least=LIMIT_AIM if full else 1e-9)
+    beside = _limit(found, plan, case, at_once=True)
+    report.add(
+        SUITE, f"... limit at the rates of all at once (bound by {beside.bound_by})", beside.seconds, "s"
+    )
+    report.add(SUITE, "... share of the limit at the rates of all at once", beside.seconds / step_s, "share")
     _hidden(report, told)
     _write_spans("one", told)
     if found.peer_s is not None and full:
@@ -290,11 +295,24 @@ def _rates(found: Found, case: Case) -> Any:
     return replace(rates, compute_s=found.resident_s)
 
 
-def _limit(found: Found, plan: Any, case: Case) -> Any:
-    """The limit of a plan; compute is what the resident model takes here, where that was measured."""
+def _limit(found: Found, plan: Any, case: Case, *, at_once: bool = False) -> Any:
+    """The limit of a plan; compute is what the resident model takes here, where that was measured.
+
+    No step beats it: bus and optimizer count with what each does without the other. `at_once` takes what they
+    do while copies both ways and the optimizer run together.
+    """
     from loadmaster.train.limits import limit
 
-    return limit(plan.work, _rates(found, case))
+    rates = _rates(found, case)
+    if at_once and rates.beside is not None:
+        all_of_it = rates.beside["up down"]
+        rates = replace(
+            rates,
+            up_bytes_per_s=all_of_it.up_bytes_per_s,
+            down_bytes_per_s=all_of_it.down_bytes_per_s,
+            beside=None,
+        )
+    return limit(plan.work, rates)
 
 
 def _aim(

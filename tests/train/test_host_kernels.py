@@ -22,7 +22,8 @@ def test_a_step_equals_torch_fused_and_writes_the_rounded_copy(
 ) -> None:
     size = 3 * 16384 + 4800
     slab = torch.zeros(size * 18 + 64, dtype=torch.uint8)
-    assert slab.data_ptr() % 64 == 0 and size % 64 == 0 and size % 512
+    assert slab.data_ptr() % 64 == 0
+    assert size % 512
     wide = slab[: 16 * size].view(torch.float32).view(4, size)
     copy = slab[16 * size + apart :].view(torch.bfloat16)[:size]
     grad = wide[3].view(torch.bfloat16)[:size] if narrow else wide[3]

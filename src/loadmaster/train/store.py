@@ -45,11 +45,14 @@ class HostPiece:
     grad_places: list[Place | None]
     started: list[bool] = field(default_factory=list)  # whether the optimizer has made its state
     step: int = 0  # of the last update
+    _grads: list[torch.Tensor | None] | None = None
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
         """Gradients as they land."""
-        return [None if place is None else place.view(self.landing) for place in self.grad_places]
+        if self._grads is None:
+            self._grads = [None if place is None else place.view(self.landing) for place in self.grad_places]
+        return self._grads
 
 
 def host_piece(
