@@ -39,11 +39,11 @@ def late(device: CudaDevice, kind: str) -> None:
     """Every copy of a kind begins late, on its own stream."""
     right = device._send
 
-    def send(what: str, stream: Any, copies: Any, after: Any, label: str) -> Any:
+    def send(what: str, lanes: Any, lane: int, copies: Any, after: Any, label: str) -> Any:
         if what == kind:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(lanes[lane]):
                 torch.cuda._sleep(LATE)
-        return right(what, stream, copies, after, label)
+        return right(what, lanes, lane, copies, after, label)
 
     device._send = send  # type: ignore[method-assign]
 

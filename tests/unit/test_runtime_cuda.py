@@ -181,17 +181,21 @@ def test_autocast_on_a_gpu_is_that_of_the_unplaced_model(name: str, dtype: Any) 
     named = tree_map(lambda leaf: leaf.to(GPU) if isinstance(leaf, torch.Tensor) else leaf, plain.kwargs)
     loss = plain.loss or plain_loss
     with torch.autocast("cuda", dtype=dtype):
-        wanted, found = loss(plain.model(*there, **named)), loss(model(*again.args, **again.kwargs))
+        torch.manual_seed(3)  # attention has dropout of its own
+        wanted = loss(plain.model(*there, **named))
+        torch.manual_seed(3)
+        found = loss(model(*again.args, **again.kwargs))
     assert wanted.dtype == found.dtype
-    assert torch.allclose(wanted, found, rtol=1e-3)
+    assert torch.allclose(wanted, found, rtol=1e-3), (float(wanted), float(found), model._engine.notes)
     wanted.backward()
     found.backward()
-    theirs = dict(plain.model.named_parameters())
-    most = max(float(weight.grad.norm()) for weight in theirs.values() if weight.grad is not None)
-    for key, weight in model.named_parameters():
-        if weight.grad is not None:
-            off = float((weight.grad - theirs[key].grad).norm())
-            assert off <= 0.02 * float(theirs[key].grad.norm()) + 1e-3 * most, key
+    theirs = {key: weight for key, weight in plain.model.named_parameters() if weight.grad is not None}
+    most = max(float(weight.grad.norm()) for weight in theirs.values())
+    limits = {key: 0.02 * float(weight.grad.norm()) + 1e-3 * most for key, weight in theirs.items()}
+    ours = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    assert ours.keys() == theirs.keys()
+    off = {key: float((grad - theirs[key].grad).norm()) / limits[key] for key, grad in ours.items()}
+    assert {key: share for key, share in off.items() if share > 1} == {}, model._engine.notes
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -5,7 +5,7 @@ are counted (logical devices) the graph is interpreted node by node, else its ge
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,12 @@ from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
 from loadmaster.runtime.attributes import changed, modules_of, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
+from loadmaster.runtime.casting import exporting, is_casting
 from loadmaster.runtime.clock import Clock, Timed
-from loadmaster.runtime.copies import carried, joined, landed
+from loadmaster.runtime.copies import carried, joined
 from loadmaster.runtime.devices import RunDevice
 from loadmaster.runtime.facts import Facts, facts_of
+from loadmaster.runtime.fills import Fill, fills_of
 from loadmaster.runtime.loads import Pass, Spill
 from loadmaster.runtime.order import issue_order
 from loadmaster.runtime.parts import Parts, compiled_parts
@@ -32,7 +34,6 @@ from loadmaster.runtime.program import Program, program_of
 from loadmaster.runtime.rewrite import EDGE, Regions, Rewritten, rewritten
 from loadmaster.runtime.streams import PartStreams
 
-Fill = Callable[[list[Any]], Any]
 _MOST_GRAPHS = 16
 _MOST_STATES = 4  # of attributes: graphs of one kind of call
 
@@ -216,8 +217,8 @@ class Engine:
         program, facts = self._exported(args, kwargs, grad=grad, any_batch=any_batch)
         _no_input_written(program, facts)
         found = differences(program, facts, self.known)
-        if found and not grad and not self._matched:  # plans are made of what runs with gradients
-            found = differences(*self._exported(args, kwargs, grad=True), self.known)
+        if found and not self._matched and (is_casting() or not grad):  # plans are often made without
+            found = differences(*self._exported(args, kwargs, grad=True, casts=False), self.known)
         self._check(program, found)
         names = names_in_plan(program, facts, self.known)
         device, notes = assigned(program, facts, self.known, names, self.homes)
@@ -240,15 +241,26 @@ class Engine:
         parts = compiled_parts(made.module, backend=self.backend) if self.backend else None
         if parts is not None:
             self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
-        return Ready(program, facts, device, made, self._fills(program, device), parts)
+        return Ready(program, facts, device, made, fills_of(self.model, program, device, where), parts)
 
     def _exported(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool, any_batch: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        grad: bool,
+        any_batch: bool = False,
+        casts: bool = True,
     ) -> tuple[Program, Facts]:
         training = self.root.training
+        for_gpu = any(device.where.type == "cuda" for device in self.devices)
         try:
             # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
-            with saved_tensors_hooks(_as_it_is, _as_it_is), torch.inference_mode(False):
+            with (
+                saved_tensors_hooks(_as_it_is, _as_it_is),
+                torch.inference_mode(False),
+                exporting(for_gpu=for_gpu, casts=casts),
+            ):
                 program = program_of(
                     self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
                 )
@@ -288,40 +300,12 @@ class Engine:
                 self.accounts.move(tensors[name], device[node])
             self.forget()
 
-    def _fills(self, program: Program, device: Mapping[fx.Node, int]) -> tuple[Fill, ...]:
-        made = []
-        for node in program.inputs:
-            slot, where = node.meta["slot"], self.devices[device[node]].where
-            if slot.kind == "weight":
-                made.append(_weight(self.model, slot.name))
-            elif slot.kind == "input":
-                made.append(_leaf(slot.place, where))
-            else:
-                made.append(_constant(landed(slot.value, where)))
-        return tuple(made)
-
 
 def _no_input_written(program: Program, facts: Facts) -> None:
     """A graph may be given a copy of an input: what it writes there the caller would not see."""
     for node in program.inputs:
         if node.meta["slot"].kind == "input" and facts.changing.intersection(facts.storages[node]):
             raise CannotExportError(f"forward writes into its input {node.meta['op']!r}")
-
-
-def _weight(model: nn.Module, name: str) -> Fill:
-    """Looked up at each call: a weight may be exchanged for another."""
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    table = module._parameters if own in module._parameters else module._buffers
-    return lambda _: table[own]
-
-
-def _leaf(place: int, where: torch.device) -> Fill:
-    return lambda leaves: landed(leaves[place], where)
-
-
-def _constant(value: Any) -> Fill:
-    return lambda _: value
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

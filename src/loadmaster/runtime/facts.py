@@ -4,8 +4,7 @@ Two nodes alias where their values have a storage in common. What is written in 
 so that the hidden writes of batch norm are seen, too.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.words import written_by
+from loadmaster.runtime import casting
 from loadmaster.runtime.program import Program
 
 _WORDS_OF_CHANCE = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "poisson")
@@ -117,26 +117,6 @@ def _has_gradient(value: Any) -> bool:
 
 def entered(context: tuple[Any, ...]) -> Any:
     """A region's context, entered."""
-    made: Any = torch.set_grad_enabled(context[1]) if context[0] == "grad" else _casting(*context[1:])
+    made: Any = torch.set_grad_enabled(context[1]) if context[0] == "grad" else casting.region(*context[1:])
     made.__enter__()
     return made
-
-
-@contextmanager
-def _casting(device: str, dtype: torch.dtype | None, enabled: bool, cached: bool) -> Iterator[None]:
-    """Autocast as a region has it.
-
-    The model was exported on the CPU: what it says of `x.device.type` (rotary embeddings are computed in
-    float32 so), it says of a GPU where the op runs on one.
-    """
-    kind = "cuda"
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached):
-        try:
-            if device == "cpu":
-                torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, dtype or before[1])
-            yield
-        finally:
-            torch.set_autocast_enabled(kind, before[0])
-            torch.set_autocast_dtype(kind, before[1])

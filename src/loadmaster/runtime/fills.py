@@ -1,0 +1,44 @@
+"""Fills: what each input of a graph is filled with, looked up at every call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from loadmaster.runtime.copies import landed
+from loadmaster.runtime.program import Program
+
+Fill = Callable[[list[Any]], Any]
+
+
+def fills_of(
+    model: nn.Module, program: Program, device: Mapping[fx.Node, int], where: Sequence[torch.device]
+) -> tuple[Fill, ...]:
+    """A value for every input, of the leaves of the arguments."""
+    made = []
+    for node in program.inputs:
+        slot, there = node.meta["slot"], where[device[node]]
+        if slot.kind == "weight":
+            made.append(_weight(model, slot.name))
+        elif slot.kind == "input":
+            made.append(_leaf(slot.place, there))
+        else:
+            made.append(_constant(landed(slot.value, there)))
+    return tuple(made)
+
+
+def _weight(model: nn.Module, name: str) -> Fill:
+    """Looked up at each call: a weight may be exchanged for another."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    table = module._parameters if own in module._parameters else module._buffers
+    return lambda _: table[own]
+
+
+def _leaf(place: int, where: torch.device) -> Fill:
+    return lambda leaves: landed(leaves[place], where)
+
+
+def _constant(value: Any) -> Fill:
+    return lambda _: value

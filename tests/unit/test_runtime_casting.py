@@ -1,0 +1,117 @@
+"""Autocast: a graph is exported on the CPU, but for the device that runs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
+
+import loadmaster as lm  # noqa: E402
+from loadmaster.cluster.parse import parse_cluster  # noqa: E402
+from loadmaster.core.errors import PlanError  # noqa: E402
+from loadmaster.runtime.casting import exporting, region  # noqa: E402
+from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.runtime.program import Program, program_of  # noqa: E402
+from tests.placing import random_plan  # noqa: E402
+from tests.torch_models import example  # noqa: E402
+
+
+class Asks(torch.nn.Module):
+    """Switches autocast off where it is on, and goes back to the dtypes it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x: Any) -> Any:
+        y = self.inner(x)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                angles = y.float() @ y.float().t()
+        else:
+            angles = y @ y.t()
+        normed = self.norm(y)
+        return angles.to(y.dtype), y.to(normed.dtype)
+
+
+@contextmanager
+def gpu_autocast(dtype: Any) -> Iterator[None]:
+    """As `torch.autocast("cuda")` leaves it where there is a GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def exported(model: Any, **how: Any) -> Program:
+    with exporting(**how):
+        return program_of(model, (torch.randn(4, 8),), {}, training=True)
+
+
+def asked(program: Program) -> tuple[list[Any], list[Any]]:
+    """The dtypes of its casts, and the regions of its matrix products."""
+    casts = [node.args[1] for node in program.ops if "to.dtype" in str(node.target)]
+    products = [node.meta["region"] for node in program.ops if "matmul" in str(node.target)]
+    return casts, products
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_graph_for_a_gpu_is_what_the_model_does_under_its_autocast(dtype: Any) -> None:
+    with gpu_autocast(dtype):
+        casts, products = asked(exported(Asks(), for_gpu=True))
+        assert not torch.is_autocast_enabled("cpu")
+    assert casts[-2:] == [dtype, torch.float32], "of a linear layer, of a norm: a GPU runs that in float32"
+    assert [context[:2] + context[3:4] for (context,) in products] == [("autocast", "cpu", False)]
+
+
+def test_autocast_of_a_gpu_is_no_matter_of_a_graph_for_the_cpu() -> None:
+    with gpu_autocast(torch.bfloat16):
+        assert asked(exported(Asks(), for_gpu=False)) == ([torch.float32] * 2, [()])
+
+
+def test_without_casts_a_graph_is_that_of_a_plan_made_without_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), gpu_autocast(torch.bfloat16):
+        assert asked(exported(Asks(), for_gpu=True, casts=False)) == ([torch.float32] * 2, [()])
+
+
+def test_a_region_of_the_cpu_is_one_of_the_gpu() -> None:
+    with gpu_autocast(torch.float16):
+        with region("cpu", None, False, True):
+            assert not torch.is_autocast_enabled("cuda")
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") == torch.float16
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_plan_made_without_autocast_runs_under_it(name: str, dtype: Any) -> None:
+    """T5 has four casts more there."""
+    plain, again = example(name), example(name)
+    graph = lm.capture(again.model, again.args, again.kwargs)
+    model = placed_model(again.model, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
+    losses = []
+    for each, made in ((plain.model, plain), (model, again)):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=dtype):
+            losses.append(each(*made.args, **made.kwargs).loss)
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    theirs = dict(plain.model.named_parameters())
+    assert all(torch.equal(weight.grad, theirs[key].grad) for key, weight in model.named_parameters())
+
+
+def test_a_plan_for_another_model_is_refused_under_autocast_too() -> None:
+    x = torch.randn(4, 8)
+    planned, run = (
+        torch.nn.Sequential(torch.nn.Linear(8, 8), kind()) for kind in (torch.nn.ReLU, torch.nn.Tanh)
+    )
+    graph = lm.capture(planned, (x,))
+    model = placed_model(run, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PlanError, match="another model"):
+        model(x)
