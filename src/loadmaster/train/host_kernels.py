@@ -53,32 +53,49 @@ def table_of(
     return np.array(blocks, dtype=np.int64).reshape(-1, 8)
 
 
-def adam_step(
-    slab: torch.Tensor,
-    table: np.ndarray[Any, Any],
-    *,
-    steps: Sequence[int],
-    options: Sequence[dict[str, Any]],
-    decoupled: Sequence[bool],
-    factors: Sequence[float] = (),
-    num_threads: int,
-) -> None:
-    """One step of everything in the table, in place; steps, options and the kind of decay by group."""
+class Launch:
+    """One table, to be stepped again and again: all that stays the same from step to step is made once.
+
+    The thread that steps it is one of the workers, and keeps to their cores from then on.
+    """
+
+    def __init__(self, slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: int) -> None:
+        import numba
+
+        self._numba, self._num_threads = numba, max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS))
+        wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
+        self._given = wide.numpy(), half.numpy(), table
+        self._taken = np.zeros(_APART, dtype=np.int64)
+        self._runs = np.zeros((self._num_threads, _RUN), dtype=np.uint16)
+        self._lined = slab.data_ptr() % (2 * _LINE) == 0
+        self._cores = worker_cores(os.sched_getaffinity(0) if sys.platform == "linux" else set())
+
+    def step(
+        self,
+        *,
+        steps: Sequence[int],
+        options: Sequence[dict[str, Any]],
+        decoupled: Sequence[bool],
+        factors: Sequence[float] = (),
+    ) -> None:
+        """One step of everything in the table, in place; steps, options and the kind of decay by group."""
+        scalars = np.array(
+            [_scalars(*each) for each in zip(options, steps, decoupled, strict=True)], dtype=np.float32
+        ).reshape(-1, 9)
+        scale = np.array([*factors, 1.0, 1.0][:2], dtype=np.float32)
+        self._taken[0] = 0
+        self._numba.set_num_threads(self._num_threads)  # of this thread alone
+        _kernel()(*self._given, scalars, scale, self._taken, self._runs, self._lined, self._cores)
+
+
+def adam_step(slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: int, **how: Any) -> None:
+    """One step of a table, by a thread that is afterwards as it was."""
     import numba
 
-    scalars = np.array(
-        [_scalars(*each) for each in zip(options, steps, decoupled, strict=True)], dtype=np.float32
-    ).reshape(-1, 9)
-    scale = np.array([*factors, 1.0, 1.0][:2], dtype=np.float32)
-    before = numba.get_num_threads()
-    numba.set_num_threads(max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS)))
+    launch, before = Launch(slab, table, num_threads=num_threads), numba.get_num_threads()
     try:
-        wide, half = slab[: slab.numel() // 4 * 4].view(torch.float32), slab.view(torch.uint16)
-        taken, num_threads = np.zeros(_APART, dtype=np.int64), numba.get_num_threads()
-        runs = np.zeros((num_threads, _RUN), dtype=np.uint16)
-        lined = slab.data_ptr() % (2 * _LINE) == 0
-        with _caller_where_it_was() as cores:
-            _kernel()(wide.numpy(), half.numpy(), table, scalars, scale, taken, runs, lined, cores)
+        with _caller_where_it_was():
+            launch.step(**how)
     finally:
         numba.set_num_threads(before)
 
@@ -94,20 +111,18 @@ def prepare() -> None:
 
 
 @contextmanager
-def _caller_where_it_was() -> Iterator[np.ndarray[Any, Any]]:
-    """The cores for the threads (none: any); the caller, one of them meanwhile, is let go afterwards."""
-    if sys.platform != "linux":
-        yield np.zeros(0, dtype=np.uint8)
-        return
-    allowed = os.sched_getaffinity(0)
+def _caller_where_it_was() -> Iterator[None]:
+    """The caller, one of the workers meanwhile, is let go afterwards."""
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     try:
-        yield worker_cores(allowed)
+        yield
     finally:
-        os.sched_setaffinity(0, allowed)
+        if allowed:
+            os.sched_setaffinity(0, allowed)
 
 
 def worker_cores(allowed: set[int]) -> np.ndarray[Any, Any]:
-    """All of these cores but an eighth, as a set of bits; empty where there are few."""
+    """All of these cores but an eighth, as a set of bits; none (any may be taken) where there are few."""
     cores = sorted(allowed)
     if len(cores) < _FEW_CORES or cores[-1] >= 8 * _MASK_BYTES:
         return np.zeros(0, dtype=np.uint8)

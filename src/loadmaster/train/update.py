@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim.adam import adam
 
-from loadmaster.train.host_kernels import adam_step, prepare, table_of
+from loadmaster.train.host_kernels import Launch, prepare, table_of
 from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
@@ -111,8 +111,21 @@ def scaled(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> 
     return wide
 
 
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """Parameters that the kernel steps together, and what their next step is."""
+
+    groups: list[int]
+    launch: Launch
+    ages: list[int]  # [group] steps done
+    steps: np.ndarray[Any, Any]  # [parameter] the same, which its state's tensor looks at
+
+
 class HostUpdate:
-    """Steps of one piece on the host from its landed gradients; what can be prepared is, once."""
+    """Steps of one piece on the host from its landed gradients; what can be prepared is, once.
+
+    Python's lock is what an update and the thread that issues units both want: little is done under it.
+    """
 
     def __init__(
         self, template: torch.optim.Optimizer, host: HostPiece, groups: Sequence[int], *, num_threads: int
@@ -120,12 +133,17 @@ class HostUpdate:
         self._template, self._host, self._groups = template, host, groups
         self._num_threads = num_threads
         self._grads = host.grads
-        self._tables: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
+        self._known: tuple[Any, ...] = ()  # positions and options of the last step
+        self._ready: _Ready | None = None  # for these; None: the framework steps some of them
         if type(template) in _ADAMS and any(group.get("fused") for group in template.param_groups):
             prepare()
 
     def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         """One step of these parameters; writes their compute copies."""
+        asked = (*positions, len(factors), *(self._kind(options) for options in hyper))
+        if self._ready is not None and asked == self._known:
+            self._again(self._ready, on_host(hyper), factors)
+            return
         hyper = on_host(hyper)
         quick = [p for p in positions if self._by_kernel(p, hyper[self._groups[p]], factors)]
         ages = {
@@ -134,12 +152,12 @@ class HostUpdate:
         if any(len(age) > 1 for age in ages.values()):  # a parameter that sometimes has no gradient
             quick = []
         plain = [p for p in positions if p not in set(quick)]
-        if quick:
-            self._kernel_step(
-                quick, hyper, {group: max(age, default=0) for group, age in ages.items()}, factors
-            )
+        ready = self._prepared(quick) if quick else None
+        if ready is not None:
+            self._again(ready, hyper, factors)
         if plain:
             self._plain_step(plain, hyper, factors)
+        self._known, self._ready = asked, None if plain else ready
 
     def _plain_step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         host = self._host
@@ -159,40 +177,52 @@ class HostUpdate:
             if host.separate[position]:
                 host.compute[position].copy_(host.master[position])
 
-    def _kernel_step(
-        self, positions: list[int], hyper: Hyper, ages: dict[int, int], factors: Sequence[float]
-    ) -> None:
+    def _prepared(self, positions: list[int]) -> _Ready:
+        """For parameters of equal age in each group."""
         host = self._host
         groups = sorted({self._groups[p] for p in positions})
-        table = self._tables.get(tuple(positions))
-        if table is None:
-            table = self._tables[tuple(positions)] = table_of(
-                host.slab,
-                [
-                    (
-                        groups.index(self._groups[p]),
-                        host.master[p],
-                        host.state[p]["exp_avg"],
-                        host.state[p]["exp_avg_sq"],
-                        self._grad(p),
-                        host.compute[p] if host.separate[p] else None,
-                    )
-                    for p in positions
-                ],
-            )
-        adam_step(
+        table = table_of(
             host.slab,
-            table,
-            steps=[ages[group] + 1 for group in groups],
-            options=[hyper[group] for group in groups],
-            decoupled=[self._decoupled(hyper[group]) for group in groups],
-            factors=factors,
-            num_threads=self._num_threads,
+            [
+                (
+                    groups.index(self._groups[p]),
+                    host.master[p],
+                    host.state[p]["exp_avg"],
+                    host.state[p]["exp_avg_sq"],
+                    self._grad(p),
+                    host.compute[p] if host.separate[p] else None,
+                )
+                for p in positions
+            ],
         )
-        for position in positions:
-            age = float(ages[self._groups[position]] + 1)
-            host.small[position]["step"] = torch.tensor(age, dtype=torch.float32)
+        ages = [next(self._age(p) for p in positions if self._groups[p] == group) for group in groups]
+        steps = np.array([self._age(position) for position in positions], dtype=np.float32)
+        for at, position in enumerate(positions):
+            host.small[position]["step"] = torch.from_numpy(steps[at : at + 1]).reshape(())
             host.started[position] = True
+        return _Ready(groups, Launch(host.slab, table, num_threads=self._num_threads), ages, steps)
+
+    def _again(self, ready: _Ready, hyper: Hyper, factors: Sequence[float]) -> None:
+        options = [hyper[group] for group in ready.groups]
+        ready.ages = [age + 1 for age in ready.ages]
+        ready.launch.step(
+            steps=ready.ages,
+            options=options,
+            decoupled=[self._decoupled(each) for each in options],
+            factors=factors,
+        )
+        ready.steps += 1
+
+    @staticmethod
+    def _kind(options: dict[str, Any]) -> tuple[Any, ...]:
+        """What decides who steps a group."""
+        words = tuple(bool(options.get(name)) for name in ("fused", "foreach", "amsgrad", "differentiable"))
+        return (
+            *words,
+            options.get("fused") is None,
+            isinstance(options.get("lr"), torch.Tensor),
+            options.get("betas"),
+        )
 
     def _by_kernel(self, position: int, options: dict[str, Any], factors: Sequence[float]) -> bool:
         """Whether the one-pass kernel gives what the framework's fused step would."""
