@@ -56,10 +56,17 @@ def table_of(
 class Launch:
     """One table, to be stepped again and again: all that stays the same from step to step is made once.
 
-    The thread that steps it is one of the workers, and keeps to their cores from then on.
+    The thread that steps it is one of the workers, and keeps to their `cores` from then on.
     """
 
-    def __init__(self, slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: int) -> None:
+    def __init__(
+        self,
+        slab: torch.Tensor,
+        table: np.ndarray[Any, Any],
+        *,
+        num_threads: int,
+        cores: np.ndarray[Any, Any],
+    ) -> None:
         import numba
 
         self._numba, self._num_threads = numba, max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS))
@@ -68,7 +75,7 @@ class Launch:
         self._taken = np.zeros(_APART, dtype=np.int64)
         self._runs = np.zeros((self._num_threads, _RUN), dtype=np.uint16)
         self._lined = slab.data_ptr() % (2 * _LINE) == 0
-        self._cores = worker_cores(os.sched_getaffinity(0) if sys.platform == "linux" else set())
+        self._cores = cores
 
     def step(
         self,
@@ -92,7 +99,8 @@ def adam_step(slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: i
     """One step of a table, by a thread that is afterwards as it was."""
     import numba
 
-    launch, before = Launch(slab, table, num_threads=num_threads), numba.get_num_threads()
+    before = numba.get_num_threads()
+    launch = Launch(slab, table, num_threads=num_threads, cores=cores_beside_the_caller())
     try:
         with _caller_where_it_was():
             launch.step(**how)
@@ -119,6 +127,11 @@ def _caller_where_it_was() -> Iterator[None]:
     finally:
         if allowed:
             os.sched_setaffinity(0, allowed)
+
+
+def cores_beside_the_caller() -> np.ndarray[Any, Any]:
+    """Where workers may run, as a set of bits: of the calling thread's cores all but some."""
+    return worker_cores(os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
 
 def worker_cores(allowed: set[int]) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim.adam import adam
 
-from loadmaster.train.host_kernels import Launch, prepare, table_of
+from loadmaster.train.host_kernels import Launch, cores_beside_the_caller, prepare, table_of
 from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
@@ -131,7 +131,7 @@ class HostUpdate:
         self, template: torch.optim.Optimizer, host: HostPiece, groups: Sequence[int], *, num_threads: int
     ) -> None:
         self._template, self._host, self._groups = template, host, groups
-        self._num_threads = num_threads
+        self._num_threads, self._cores = num_threads, cores_beside_the_caller()
         self._grads = host.grads
         self._known: tuple[Any, ...] = ()  # positions and options of the last step
         self._ready: _Ready | None = None  # for these; None: the framework steps some of them
@@ -200,7 +200,8 @@ class HostUpdate:
         for at, position in enumerate(positions):
             host.small[position]["step"] = torch.from_numpy(steps[at : at + 1]).reshape(())
             host.started[position] = True
-        return _Ready(groups, Launch(host.slab, table, num_threads=self._num_threads), ages, steps)
+        launch = Launch(host.slab, table, num_threads=self._num_threads, cores=self._cores)
+        return _Ready(groups, launch, ages, steps)
 
     def _again(self, ready: _Ready, hyper: Hyper, factors: Sequence[float]) -> None:
         options = [hyper[group] for group in ready.groups]
