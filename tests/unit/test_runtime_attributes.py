@@ -184,6 +184,49 @@ def test_a_module_exchanged_after_the_first_call_is_another_model() -> None:
         model(*example.args)
 
 
+class Optional(nn.Module):
+    """A layer that may be missing."""
+
+    def __init__(self, layer: nn.Module | None) -> None:
+        super().__init__()
+        self.register_module("layer", layer)
+
+    def forward(self, x: Any) -> Any:
+        return x if self.layer is None else self.layer(x)
+
+
+class Two(nn.Module):
+    """The same layer twice, or once."""
+
+    def __init__(self, *, shared: bool = True) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = Optional(layer), Optional(layer if shared else None)
+
+    def forward(self, x: Any) -> Any:
+        return self.right(self.left(x).tanh() + 1)
+
+
+def moved(model: Any) -> None:
+    model.left.layer, model.right.layer = model.right.layer, model.left.layer
+
+
+@pytest.mark.parametrize(
+    ("shared", "change"),
+    [
+        (True, lambda model: setattr(model.left, "layer", None)),
+        (True, lambda model: setattr(model.right, "layer", None)),
+        (False, moved),
+    ],
+)
+def test_the_same_modules_in_other_places_are_another_graph(shared: bool, change: Any) -> None:
+    plain, model, example = both(lambda: Two(shared=shared))
+    model(*example.args)
+    change(plain)
+    change(model)
+    assert torch.equal(plain(*example.args), model(*example.args))
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_hooks_of_modules_are_called_with_real_tensors(early: bool) -> None:
     plain, model, example = both(Net)

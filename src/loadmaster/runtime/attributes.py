@@ -41,6 +41,11 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def inside(module: nn.Module) -> tuple[Any, ...]:
+    """Names and modules right inside of one: two models may have the same modules, in other places."""
+    return (*module._modules, *map(id, module._modules.values()))
+
+
 def state_of(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
     """Every module and the values of its attributes; `ours` are no attributes of the model."""
     found: list[Any] = []
@@ -52,6 +57,8 @@ def state_of(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -
         if kind not in kinds:
             kinds[kind] = _knows_its_own(kind)
         found.append(id(module))
+        if module._modules:
+            found.append(inside(module))
         for name, value in module.__dict__.items():
             if name in passed:
                 continue

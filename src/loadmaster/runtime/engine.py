@@ -19,7 +19,7 @@ from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
-from loadmaster.runtime.attributes import changed, modules_of, named_state, state_of
+from loadmaster.runtime.attributes import changed, inside, modules_of, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
 from loadmaster.runtime.casting import exporting, is_casting
 from loadmaster.runtime.clock import Clock, Timed
@@ -81,7 +81,7 @@ class Engine:
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
     _making: Any = field(default_factory=threading.Lock)
-    _modules: tuple[int, ...] = ()
+    _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
     _states: dict[Any, set[Any]] = field(default_factory=dict)  # [kind of call] attributes it was made with
 
@@ -156,7 +156,7 @@ class Engine:
             self.say(f"{different[0]!r} of the model has changed: a graph was made anew")
         own = {name: value for name, value in vars(self.root).items() if name not in self.ours}
         vars(self.model).update(own)  # what was set on the placed model is the model's
-        modules = tuple(id(module) for module in modules_of(self.root)[1:])
+        modules = tuple(part for module in modules_of(self.root) for part in inside(module))
         self._matched &= modules == self._modules  # an exchanged module: does the plan still hold?
         self._modules = modules
 
@@ -204,7 +204,7 @@ class Engine:
         """All that makes another graph of the same arguments."""
         run, asked = modules_of(self.model), modules_of(self.root)
         flags = tuple(module.training for module in run[1:])
-        trained = tuple(w.requires_grad for one in run for w in one._parameters.values() if w is not None)
+        trained = tuple(w if w is None else w.requires_grad for one in run for w in one._parameters.values())
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
