@@ -81,9 +81,11 @@ def put_back(state: TrialState, tensors: Mapping[str, torch.Tensor], facts: Mapp
             if host.compute[position] is not master:
                 host.compute[position].copy_(master)
             host.started[position] = facts["started"][name]
-            if host.started[position]:
-                for key, value in host.state[position].items():
+            for key, value in host.state[position].items():
+                if host.started[position]:
                     value.copy_(_found(tensors, f"optim/{name}/{key}", state))
+                else:
+                    value.zero_()  # as memory is at the beginning: an update on the host begins in it
             begins = f"small/{name}/"
             numbers = {k.removeprefix(begins): v.clone() for k, v in tensors.items() if k.startswith(begins)}
             host.small[position] = numbers | facts["small"][name]
