@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import loadmaster.train as lt
 from loadmaster.train import host_kernels
-from loadmaster.train.cpu_device import CpuDevice
 from loadmaster.train.host_kernels import adam_step, table_of, worker_cores
 
 
@@ -111,44 +109,6 @@ def test_the_caller_may_run_where_it_could_before(monkeypatch: pytest.MonkeyPatc
     assert frozenset({max(before)}) in others, "a worker keeps to its cores"
     monkeypatch.setattr(host_kernels, "worker_cores", lambda _: np.packbits(np.ones(1024, dtype=np.uint8)))
     adam_step(slab, table, steps=[2], options=[adam], decoupled=[True], num_threads=2)  # as it was for others
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are moved between cores on Linux alone")
-def test_pieces_that_one_thread_steps_have_all_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread keeps to its cores after the first: they are not divided again."""
-    asked: list[tuple[set[int], set[int]]] = []
-
-    def cores(allowed: set[int]) -> Any:
-        asked.append((allowed, os.sched_getaffinity(0)))
-        mask = np.zeros(1024, dtype=np.uint8)
-        mask[max(allowed)] = 1
-        return np.packbits(mask, bitorder="little")
-
-    before = os.sched_getaffinity(0)
-    monkeypatch.setattr(host_kernels, "worker_cores", cores)
-    x = torch.ones(4, 16)
-    trial = lt.Trial(
-        name="t",
-        build=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))),
-        loss=torch.nn.functional.mse_loss,
-        data=lambda: [(x, x)] * 3,
-        optim=lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    )
-    device = CpuDevice(cap_bytes=1 << 20)
-    runner = lt.open_runner(trial, device=device, placement=["host"] * 4, num_slots=2, depth=1)
-    assert len(list(runner.steps(device, 3))) == 3
-    runner.close()
-    assert len(asked) >= 4
-    assert all(allowed == before for allowed, _ in asked)
-    assert os.sched_getaffinity(0) == before
-    monkeypatch.undo()
-    slab = torch.zeros(64, dtype=torch.uint8)
-    wide = slab[:16].view(torch.float32)
-    table = table_of(slab, [(0, wide[:1], wide[1:2], wide[2:3], wide[3:4], None)])
-    everywhere = np.packbits(np.ones(1024, dtype=np.uint8))
-    monkeypatch.setattr(host_kernels, "worker_cores", lambda _: everywhere)
-    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-    adam_step(slab, table, steps=[1], options=[adam], decoupled=[True], num_threads=2)  # as it was for others
 
 
 @pytest.mark.slow

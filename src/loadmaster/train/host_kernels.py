@@ -56,7 +56,8 @@ def table_of(
 class Launch:
     """One table, to be stepped again and again: all that stays the same from step to step is made once.
 
-    The thread that steps it is one of the workers, and keeps to their `cores` from then on.
+    The thread that steps it is one of the workers, and keeps to their cores from then on. So the cores are
+    asked for elsewhere: each time it asked itself there would be fewer.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ def adam_step(slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: i
     """One step of a table, by a thread that is afterwards as it was."""
     import numba
 
+    launch = Launch(slab, table, num_threads=num_threads, cores=cores_here())
     before = numba.get_num_threads()
-    launch = Launch(slab, table, num_threads=num_threads, cores=cores_beside_the_caller())
     try:
         with _caller_where_it_was():
             launch.step(**how)
@@ -129,8 +130,8 @@ def _caller_where_it_was() -> Iterator[None]:
             os.sched_setaffinity(0, allowed)
 
 
-def cores_beside_the_caller() -> np.ndarray[Any, Any]:
-    """Where workers may run, as a set of bits: of the calling thread's cores all but some."""
+def cores_here() -> np.ndarray[Any, Any]:
+    """The cores for workers of who asks, which must be none of them."""
     return worker_cores(os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim.adam import adam
 
-from loadmaster.train.host_kernels import Launch, cores_beside_the_caller, prepare, table_of
+from loadmaster.train.host_kernels import Launch, cores_here, prepare, table_of
 from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
@@ -75,6 +75,7 @@ def _is_bare(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: H
         and all(entry.host.started[entry.position] for entry in entries)
         and all(
             bool(options.get("fused"))
+            and "decoupled_weight_decay" in options  # before torch 2.7 AdamW had a function of its own
             and not (options.get("amsgrad") or options.get("differentiable") or options.get("capturable"))
             and not any(isinstance(value, torch.Tensor) for value in (options["lr"], *options["betas"]))
             for options in (hyper[group] for group in {entry.group for entry in entries})
@@ -131,20 +132,31 @@ class HostUpdate:
         self, template: torch.optim.Optimizer, host: HostPiece, groups: Sequence[int], *, num_threads: int
     ) -> None:
         self._template, self._host, self._groups = template, host, groups
-        self._num_threads, self._cores = num_threads, cores_beside_the_caller()
+        self._num_threads = num_threads
+        self._cores = cores_here()  # of the thread that makes it, which steps nothing
         self._grads = host.grads
         self._known: tuple[Any, ...] = ()  # positions and options of the last step
-        self._ready: _Ready | None = None  # for these; None: the framework steps some of them
+        self._ready: _Ready | None = None  # those of these that the kernel steps, None: none
+        self._plain: list[int] = []  # those that the framework steps
         if type(template) in _ADAMS and any(group.get("fused") for group in template.param_groups):
             prepare()
 
     def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         """One step of these parameters; writes their compute copies."""
         asked = (*positions, len(factors), *(self._kind(options) for options in hyper))
-        if self._ready is not None and asked == self._known:
-            self._again(self._ready, on_host(hyper), factors)
-            return
         hyper = on_host(hyper)
+        if self._ready is None or asked != self._known:
+            self._known, self._ready = asked, None
+            self._ready, self._plain = self._divided(positions, hyper, factors)
+        if self._ready is not None:
+            self._again(self._ready, hyper, factors)
+        if self._plain:
+            self._plain_step(self._plain, hyper, factors)
+
+    def _divided(
+        self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]
+    ) -> tuple[_Ready | None, list[int]]:
+        """What the kernel steps, and what the framework does."""
         quick = [p for p in positions if self._by_kernel(p, hyper[self._groups[p]], factors)]
         ages = {
             group: {self._age(p) for p in quick if self._groups[p] == group} for group in range(len(hyper))
@@ -152,12 +164,7 @@ class HostUpdate:
         if any(len(age) > 1 for age in ages.values()):  # a parameter that sometimes has no gradient
             quick = []
         plain = [p for p in positions if p not in set(quick)]
-        ready = self._prepared(quick) if quick else None
-        if ready is not None:
-            self._again(ready, hyper, factors)
-        if plain:
-            self._plain_step(plain, hyper, factors)
-        self._known, self._ready = asked, None if plain else ready
+        return self._prepared(quick) if quick else None, plain
 
     def _plain_step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         host = self._host
@@ -217,13 +224,8 @@ class HostUpdate:
     @staticmethod
     def _kind(options: dict[str, Any]) -> tuple[Any, ...]:
         """What decides who steps a group."""
-        words = tuple(bool(options.get(name)) for name in ("fused", "foreach", "amsgrad", "differentiable"))
-        return (
-            *words,
-            options.get("fused") is None,
-            isinstance(options.get("lr"), torch.Tensor),
-            options.get("betas"),
-        )
+        words = (options.get(name, False) for name in ("fused", "foreach", "amsgrad", "differentiable"))
+        return (*words, isinstance(options.get("lr"), torch.Tensor), options.get("betas"))
 
     def _by_kernel(self, position: int, options: dict[str, Any], factors: Sequence[float]) -> bool:
         """Whether the one-pass kernel gives what the framework's fused step would."""
