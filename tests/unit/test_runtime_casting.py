@@ -115,3 +115,57 @@ def test_a_plan_for_another_model_is_refused_under_autocast_too() -> None:
     model = placed_model(run, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PlanError, match="another model"):
         model(x)
+
+
+class Branches(torch.nn.Module):
+    """Other ops under autocast, and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        y = y.sigmoid() if y.dtype == torch.float32 else y.float().tanh()
+        return self.last(y if torch.is_grad_enabled() else y + 0.5)
+
+
+class Narrow(torch.nn.Module):
+    """Runs under autocast alone; a second input is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        y = self.first(x)
+        if y.dtype != torch.bfloat16:
+            raise TypeError("16 bit or nothing")
+        return self.last(y if scale is None else y * scale)
+
+
+def under_autocast(
+    kind: Any, *args: Any, grad: bool = True, train: bool = True
+) -> tuple[Any, Any, list[str]]:
+    """What a model gives, and the same placed by a plan made under autocast; and what was noted."""
+    plain, again = kind(), kind()
+    again.load_state_dict(plain.state_dict())
+    graph = lm.capture(again, args[:1], autocast=torch.bfloat16, train=train)
+    model = placed_model(again, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
+    plain.train(train)
+    model.train(train)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grad):
+        return plain(*args), model(*args), model.notes
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_plan_made_under_autocast_runs_first_without_gradients(train: bool) -> None:
+    wanted, found, notes = under_autocast(Branches, torch.randn(4, 8), grad=False, train=train)
+    assert torch.equal(wanted, found)
+    assert not any("hooks" in note for note in notes), notes
+
+
+def test_a_model_that_runs_under_autocast_alone_has_graphs_for_other_inputs() -> None:
+    wanted, found, notes = under_autocast(Narrow, torch.randn(4, 8), torch.randn(8))
+    assert torch.equal(wanted, found)
+    assert not any("hooks" in note for note in notes), notes

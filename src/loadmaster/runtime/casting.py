@@ -25,7 +25,7 @@ def exporting(*, for_gpu: bool, casts: bool = True) -> Iterator[None]:
     """Autocast as it is, or without `casts` off; for a GPU the CPU does as that one would."""
     with ExitStack() as stack:
         if not casts:
-            stack.enter_context(torch.autocast(_CPU, enabled=False))
+            stack.enter_context(region(_CPU, None, False, torch.is_autocast_cache_enabled()))
         elif for_gpu and torch.is_autocast_enabled(_GPU):
             stack.enter_context(torch.autocast(_CPU, dtype=torch.get_autocast_dtype(_GPU)))
             stack.enter_context(Casts(_GPU))

@@ -217,8 +217,8 @@ class Engine:
         program, facts = self._exported(args, kwargs, grad=grad, any_batch=any_batch)
         _no_input_written(program, facts)
         found = differences(program, facts, self.known)
-        if found and not self._matched and (is_casting() or not grad):  # plans are often made without
-            found = differences(*self._exported(args, kwargs, grad=True, casts=False), self.known)
+        if found and not self._matched and self._is_as_planned(args, kwargs, grad=grad):
+            found = []
         self._check(program, found)
         names = names_in_plan(program, facts, self.known)
         device, notes = assigned(program, facts, self.known, names, self.homes)
@@ -242,6 +242,16 @@ class Engine:
         if parts is not None:
             self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
         return Ready(program, facts, device, made, fills_of(self.model, program, device, where), parts)
+
+    def _is_as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> bool:
+        """Whether the plan is for what runs with gradients, as most plans are, or without autocast."""
+        for casts in [True] * (not grad) + [False] * is_casting():
+            try:
+                if not differences(*self._exported(args, kwargs, grad=True, casts=casts), self.known):
+                    return True
+            except CannotExportError:  # a model may be one that runs under autocast alone
+                continue
+        return False
 
     def _exported(
         self,
