@@ -88,3 +88,40 @@ def test_state_goes_after_the_weights_and_gradients_sent_before_it() -> None:
     assert all(Asking.waits)
     runner.close()
     device.close()
+
+
+class Clocked(CpuDevice):
+    """As a GPU does, it tells only what was gathered; asked so, what was done since remains."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._gathered: list[tuple[str, str, float, float]] = []
+
+    def gather(self) -> None:
+        self._gathered += super().spans()
+
+    def spans(self, *, gathered: bool = False) -> list[tuple[str, str, float, float]]:
+        if not gathered:
+            self.gather()
+        found, self._gathered = self._gathered, []
+        return found
+
+
+def test_every_unit_is_told_once_where_the_data_ends_before_the_steps_do() -> None:
+    rows = [(torch.ones(2, 8), torch.zeros(2, 8))] * 3
+    for data in (lambda: rows, lambda: iter(rows)):  # whose length is known, or is not
+        trial = lt.Trial(
+            name="t",
+            build=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+            loss=F.mse_loss,
+            data=data,
+            optim=lambda ps: torch.optim.SGD(ps, lr=0.1),
+            verify=False,
+        )
+        device = Clocked(cap_bytes=1 << 20)
+        runner = lt.open_runner(trial, device=device, cuts=[0, 1, 2], placement=["host"] * 3)
+        spans = [span for done in runner.steps(device, 99) for span in done.spans]
+        runner.close()
+        device.close()
+        units = [label for kind, label, *_ in spans if kind == "compute"]
+        assert sorted(units) == sorted(["t F0", "t F1", "t L2", "t B1", "t B0"] * 3)

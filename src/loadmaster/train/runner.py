@@ -108,6 +108,7 @@ class ShardRunner:
             self._step_s = taken if not self._step_s else 0.7 * self._step_s + 0.3 * taken
             if facts.loss != facts.loss and self.trial.on_nan == "fail":
                 raise not_a_number(self.trial.name, facts.loss, self.step)
+            over = last or not self.state.steps_left  # or the data does not say: then it may be over
             yield StepDone(
                 self.step,
                 self.state.epoch,
@@ -117,7 +118,7 @@ class ShardRunner:
                 facts.ledger.up_bytes,
                 facts.ledger.down_bytes,
                 facts.ledger.loads,
-                (*device.spans(gathered=not last), *self._updater.spans()) if device.tracing else (),
+                (*device.spans(gathered=not over), *self._updater.spans()) if device.tracing else (),
             )
 
     def evaluate(self, device: Device) -> dict[str, float]:
