@@ -32,6 +32,16 @@ def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
     refused("trial 'a': lr_schedule gave float", tmp_path, lr_schedule=lambda optimizer: 0.5)
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_on_the_optimizers_step_are_refused(when: str, tmp_path: Path) -> None:
+    def optim(parameters: Any) -> Any:
+        made = torch.optim.AdamW(parameters, fused=True)
+        getattr(made, f"register_step_{when}_hook")(lambda *_: None)
+        return made
+
+    refused("trial 'a': its AdamW has step hooks, which would run once for each shard", tmp_path, optim=optim)
+
+
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"seen": 1}

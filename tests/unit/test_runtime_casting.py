@@ -17,6 +17,8 @@ from loadmaster.runtime.program import Program, program_of  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 
+ENTER = torch.autocast.__enter__
+
 
 class Asks(torch.nn.Module):
     """Switches autocast off where it is on, and goes back to the dtypes it found."""
@@ -68,6 +70,47 @@ def test_a_graph_for_a_gpu_is_what_the_model_does_under_its_autocast(dtype: Any)
         assert not torch.is_autocast_enabled("cpu")
     assert casts[-2:] == [dtype, torch.float32], "of a linear layer, of a norm: a GPU runs that in float32"
     assert [context[:2] + context[3:4] for (context,) in products] == [("autocast", "cpu", False)]
+
+
+class Hard(torch.nn.Module):
+    """Says 'cuda' itself, as models for GPUs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        y = self.inner(x)
+        with torch.autocast("cuda", enabled=False):
+            z = y.float() @ y.float().t()
+            exact = z.tanh().to(z.dtype)
+            with torch.autocast("cpu", enabled=False):
+                inside = z.to(torch.matmul(z, z).dtype)
+        again = self.inner(x)
+        return exact, inside, x.to(again.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_region_without_autocast_of_the_gpu_is_one_while_exported(dtype: Any) -> None:
+    with gpu_autocast(dtype):
+        casts, products = asked(exported(Hard(), for_gpu=True))
+    assert casts[-3:] == [torch.float32, torch.float32, dtype]
+    assert [[context[1] for context in one] for one in products] == [["cuda"], ["cuda", "cpu"]]
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.autocast.__enter__ is ENTER
+
+
+def test_a_failed_export_leaves_autocast_as_it_was() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            with torch.autocast("cuda", enabled=False):
+                raise ValueError("inside")
+
+    with gpu_autocast(torch.float16), pytest.raises(ValueError, match="inside"):
+        exported(Fails(), for_gpu=True)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert torch.autocast.__enter__ is ENTER
 
 
 def test_autocast_of_a_gpu_is_no_matter_of_a_graph_for_the_cpu() -> None:

@@ -24,6 +24,7 @@ from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import plan_by, random_plan  # noqa: E402
 from tests.spilling import spilled_model, spilling  # noqa: E402
 from tests.torch_models import example  # noqa: E402
+from tests.unit.test_runtime_casting import Asks, Hard  # noqa: E402
 from tests.unit.test_runtime_spill import DEEP, WEIGHT, all_of, deep  # noqa: E402
 
 pytestmark = [
@@ -196,6 +197,21 @@ def test_autocast_on_a_gpu_is_that_of_the_unplaced_model(name: str, dtype: Any) 
     assert ours.keys() == theirs.keys()
     off = {key: float((grad - theirs[key].grad).norm()) / limits[key] for key, grad in ours.items()}
     assert {key: share for key, share in off.items() if share > 1} == {}, model._engine.notes
+
+
+@pytest.mark.parametrize("kind", [Asks, Hard])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_model_asks_of_autocast_is_as_on_the_gpu(kind: Any, dtype: Any) -> None:
+    torch.manual_seed(5)
+    plain, x = kind(), torch.randn(4, 8)
+    again = copy.deepcopy(plain)
+    graph = lm.capture(again, (x,))
+    model = placed_model(again, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
+    plain.to(GPU)
+    with torch.autocast("cuda", dtype=dtype):
+        wanted, found = plain(x.to(GPU)), model(x)
+    assert [one.dtype for one in wanted] == [one.dtype for one in found]
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), model._engine.notes
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -7,6 +7,7 @@ autocast on or off for the CPU does so for the GPU when it runs.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -26,10 +27,51 @@ def exporting(*, for_gpu: bool, casts: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         if not casts:
             stack.enter_context(region(_CPU, None, False, torch.is_autocast_cache_enabled()))
-        elif for_gpu and torch.is_autocast_enabled(_GPU):
-            stack.enter_context(torch.autocast(_CPU, dtype=torch.get_autocast_dtype(_GPU)))
+        elif for_gpu:
+            stack.enter_context(_followed())
             stack.enter_context(Casts(_GPU))
         yield
+
+
+@contextmanager
+def _followed() -> Iterator[None]:
+    """The CPU's autocast is the GPU's, now and wherever a model enters one for the GPU.
+
+    A model may enter autocast anywhere, so its own way in and out is followed, for as long as this lasts.
+    """
+    kind: Any = torch.autocast
+    into, out_of = kind.__enter__, kind.__exit__
+    before: list[tuple[bool, torch.dtype]] = []
+
+    def follow() -> None:
+        before.append((torch.is_autocast_enabled(_CPU), torch.get_autocast_dtype(_CPU)))
+        _set(_CPU, torch.is_autocast_enabled(_GPU), torch.get_autocast_dtype(_GPU))
+
+    def enter(self: Any) -> Any:
+        found = into(self)
+        if self.device == _GPU:
+            follow()
+        return found
+
+    def leave(self: Any, *problem: Any) -> Any:
+        if self.device == _GPU:
+            _set(_CPU, *before.pop())
+        return out_of(self, *problem)
+
+    if torch.is_autocast_enabled(_GPU):
+        follow()
+    kind.__enter__, kind.__exit__ = enter, leave
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = into, out_of
+        if before:
+            _set(_CPU, *before[0])
+
+
+def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
 
 
 @contextmanager
@@ -39,9 +81,7 @@ def region(device: str, dtype: torch.dtype | None, enabled: bool, cached: bool) 
     with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached):
         try:
             if device == _CPU:
-                torch.set_autocast_enabled(_GPU, enabled)
-                torch.set_autocast_dtype(_GPU, dtype or before[1])
+                _set(_GPU, enabled, dtype or before[1])
             yield
         finally:
-            torch.set_autocast_enabled(_GPU, before[0])
-            torch.set_autocast_dtype(_GPU, before[1])
+            _set(_GPU, *before)

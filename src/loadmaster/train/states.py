@@ -16,6 +16,7 @@ from loadmaster.core.errors import InputError, LoadmasterError
 
 _ODD_SIZES = (2, 3, 5, 7, 11, 13)
 _WHOLE_MODEL = ("LBFGS", "SAM")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 )
@@ -134,6 +135,11 @@ def check_optimizer(optimizer: Any, *, name: str) -> None:
         raise InputError(
             f"trial {name!r}: {kind} looks at the whole model in each step and cannot go shard by shard;"
             " use an element-wise or per-tensor optimizer (SGD, AdamW, Adafactor, Muon, ...)"
+        )
+    if any(vars(optimizer).get(hooks) for hooks in _STEP_HOOKS):
+        raise InputError(
+            f"trial {name!r}: its {kind} has step hooks, which would run once for each shard, not once a step;"
+            " give a callback to the study instead"
         )
 
 
