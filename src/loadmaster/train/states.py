@@ -138,8 +138,8 @@ def check_optimizer(optimizer: Any, *, name: str) -> None:
         )
     if any(vars(optimizer).get(hooks) for hooks in _STEP_HOOKS):
         raise InputError(
-            f"trial {name!r}: its {kind} has step hooks, which would run once for each shard, not once a step;"
-            " give a callback to the study instead"
+            f"trial {name!r}: its {kind} has step hooks, which would run once for each shard, not once a"
+            " step; give a callback to the study instead"
         )
 
 
