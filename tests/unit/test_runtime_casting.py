@@ -11,9 +11,12 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import PlanError  # noqa: E402
+from loadmaster.graph.torch_capture.target import Casts  # noqa: E402
+from loadmaster.runtime import engine  # noqa: E402
 from loadmaster.runtime.casting import exporting, region  # noqa: E402
 from loadmaster.runtime.placed import placed_model  # noqa: E402
 from loadmaster.runtime.program import Program, program_of  # noqa: E402
+from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 
@@ -212,3 +215,23 @@ def test_a_model_that_runs_under_autocast_alone_has_graphs_for_other_inputs() ->
     wanted, found, notes = under_autocast(Narrow, torch.randn(4, 8), torch.randn(8))
     assert torch.equal(wanted, found)
     assert not any("hooks" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "vit"])
+def test_a_gpus_autocast_played_on_the_cpu_is_that_of_the_unplaced_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both run on the CPU with the casts of a GPU; only the placed one was exported for it."""
+    monkeypatch.setattr(engine, "exporting", lambda *, for_gpu, **how: exporting(for_gpu=True, **how))
+    plain, again = example(name), example(name)
+    graph = lm.capture(again.model, again.args, again.kwargs)
+    model = placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
+    losses = []
+    for each, made in ((plain.model, plain), (model, again)):
+        torch.manual_seed(3)
+        with gpu_autocast(torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16), Casts("cuda"):
+            losses.append((made.loss or plain_loss)(each(*made.args, **made.kwargs)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    theirs = dict(plain.model.named_parameters())
+    assert all(torch.equal(weight.grad, theirs[key].grad) for key, weight in model.named_parameters())
