@@ -99,6 +99,16 @@ def test_exchanges_beat_every_even_split_where_the_host_falls_behind() -> None:
     assert forecast_step_s(built, plan, sizes, rates) < 0.97 * min(found)
 
 
+def test_one_more_slot_is_taken_where_it_fits_and_weights_come_sooner_for_it() -> None:
+    rates = replace(_FAST, compute_s=0.05, up_bytes_per_s=4e6, down_bytes_per_s=8e6, host_params_per_s=1e6)
+    built, plan, sizes = _plan("auto", rates, cap_bytes=500_000)
+    assert plan.num_slots == 5
+    assert plan.peak_bytes <= 500_000
+    fewer = replace(plan, num_slots=4, depth=plan.depth - 1)
+    assert forecast_step_s(built, plan, sizes, rates) < 0.97 * forecast_step_s(built, fewer, sizes, rates)
+    assert _plan("auto", rates)[1].num_slots == 4, "no room for more"
+
+
 _BESIDE = {  # the host's rates with copies beside the optimizer: none, one way, both
     "": Beside(0.0, 0.0, 4.5e9),
     "up": Beside(43e9, 0.0, 3.5e9),

@@ -5,6 +5,7 @@ predicted time. What room is left holds pinned shards, from the first: their upd
 next step wants them. The rest streams; which of it is stepped on the host comes from the rates.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -102,22 +103,27 @@ class _Clock:
 
 
 def _refined(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
-    """Of even splits, with as many rings and with one more, the one with the least forecast."""
+    """Of even splits, with as many slots and rings or one more of each, the one with the least forecast.
+
+    One more slot lets weights come before state that would hold them up on the bus.
+    """
     best = clock.told(plan)
     large = _too_large(plan.layout, clock.sizes)
     free = [p.index for p in plan.layout.pieces if plan.placement[p.index] != "pinned"]
     most = len([index for index in free if index not in large])
-    more_rings = 1 if clock.share == 1 else 0  # trials in turn fill each other's gaps
-    for num_rings in range(plan.num_rings, plan.num_rings + more_rings + 1):
+    more = (0, 1) if clock.share == 1 else (0,)  # trials in turn fill each other's gaps
+    for more_slots, more_rings in itertools.product(more, more):
+        wider = replace(plan, num_slots=plan.num_slots + more_slots, depth=plan.depth + more_slots)
+        num_rings = plan.num_rings + more_rings
         wide = max(1, most // _PLACES_TRIED)
         counts = range(0, most + 1, wide) if most else ()
-        tried = {count: clock.split(plan, count, num_rings) for count in counts}
+        tried = {count: clock.split(wider, count, num_rings) for count in counts}
         fitting = {count: each for count, each in tried.items() if each.peak_bytes <= room}
         if not fitting:
             continue
         near = min(fitting, key=lambda count: fitting[count].step_s)
         for count in range(max(0, near - wide + 1), min(most, near + wide - 1) + 1):
-            each = tried.get(count) or clock.split(plan, count, num_rings)
+            each = tried.get(count) or clock.split(wider, count, num_rings)
             if each.peak_bytes <= room and each.step_s < best.step_s:
                 best = each
     return best
