@@ -55,6 +55,28 @@ def gpu_autocast(dtype: Any) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
+@contextmanager
+def as_a_gpu_casts() -> Iterator[None]:
+    """In bf16, on the CPU."""
+    with gpu_autocast(torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16), Casts("cuda"):
+        yield
+
+
+def step_alike(plain: Example, model: Any, casting: Any) -> None:
+    """Loss and gradients of the unplaced model and of the placed one are the same, to the bit."""
+    losses = []
+    for each in (plain.model, model):
+        torch.manual_seed(3)
+        with casting():
+            losses.append((plain.loss or plain_loss)(each(*plain.args, **plain.kwargs)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    theirs = {key: weight.grad for key, weight in plain.model.named_parameters() if weight.grad is not None}
+    ours = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    assert theirs.keys() == ours.keys()
+    assert [key for key, grad in ours.items() if not torch.equal(grad, theirs[key])] == []
+
+
 def exported(model: Any, **how: Any) -> Program:
     with exporting(**how):
         return program_of(model, (torch.randn(4, 8),), {}, training=True)
@@ -142,15 +164,7 @@ def test_a_plan_made_without_autocast_runs_under_it(name: str, dtype: Any) -> No
     plain, again = example(name), example(name)
     graph = lm.capture(again.model, again.args, again.kwargs)
     model = placed_model(again.model, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
-    losses = []
-    for each, made in ((plain.model, plain), (model, again)):
-        torch.manual_seed(3)
-        with torch.autocast("cpu", dtype=dtype):
-            losses.append(each(*made.args, **made.kwargs).loss)
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    theirs = dict(plain.model.named_parameters())
-    assert all(torch.equal(weight.grad, theirs[key].grad) for key, weight in model.named_parameters())
+    step_alike(plain, model, lambda: torch.autocast("cpu", dtype=dtype))
 
 
 def test_a_plan_for_another_model_is_refused_under_autocast_too() -> None:
@@ -243,16 +257,4 @@ def test_a_gpus_autocast_played_on_the_cpu_is_that_of_the_unplaced_model(
     plain, again = made(name), made(name)
     graph = lm.capture(again.model, again.args, again.kwargs)
     model = placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
-    losses = []
-    for each, given in ((plain.model, plain), (model, again)):
-        torch.manual_seed(3)
-        with gpu_autocast(torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16), Casts("cuda"):
-            losses.append((given.loss or plain_loss)(each(*given.args, **given.kwargs)))
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    theirs = dict(plain.model.named_parameters())
-    assert all(
-        torch.equal(weight.grad, theirs[key].grad)
-        for key, weight in model.named_parameters()
-        if weight.grad is not None
-    )
+    step_alike(plain, model, as_a_gpu_casts)
