@@ -1,6 +1,7 @@
 """What holds for every captured graph, by every path: against torch.export, torch's flop counter, itself."""
 
 import collections
+import math
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,40 @@ def test_flops_are_those_of_torchs_own_counter_on_the_ops_it_knows(name: str, pa
             plain_loss(e.model(*e.args, **e.kwargs)).backward()
     known = [kind not in UNCOUNTED for kind in graph.op_kind]
     assert graph.flops[known].sum() == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("target", [None, "cuda"])
+def test_keys_that_heads_share_are_counted_once_for_each_head(
+    target: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where torch's own formula, as it is in 2.11, knows nothing of them."""
+
+    def as_it_is(query: Any, key: Any, value: Any) -> int:
+        assert query[:2] == key[:2] == value[:2]
+        return 4 * math.prod(query) * int(key[2])
+
+    monkeypatch.setattr("torch.utils.flop_counter.sdpa_flop_count", as_it_is)
+    attention = Shared().to(torch.bfloat16)
+    graph = capture(attention, (torch.randn(3, 5, 32, dtype=torch.bfloat16),), target=target)
+    work = {
+        phase: sum(graph.flops[op] for op in np.flatnonzero(graph.phase == phase)
+                   if "attention" in graph.op_kind[op])
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }  # fmt: skip
+    forward = 2 * 2 * 3 * 4 * 5 * 5 * 8  # two products, batch, heads, queries, keys, width
+    assert work == {Phase.FORWARD: forward, Phase.BACKWARD: 2.5 * forward}
+
+
+class Shared(torch.nn.Module):
+    """Attention of four heads over the keys and values of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(32, width) for width in (32, 16, 16))
+
+    def forward(self, x: Any) -> Any:
+        made = [made(x).unflatten(-1, (-1, 8)).transpose(1, 2) for made in (self.query, self.key, self.value)]
+        return torch.nn.functional.scaled_dot_product_attention(*made, enable_gqa=True)
 
 
 @pytest.mark.parametrize(("name", "path"), CASES)

@@ -35,6 +35,13 @@ _SAME_FORMULA = {
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
+_ATTENTIONS = [getattr(_aten, f"_scaled_dot_product_{name}") for name in (
+    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
+)]  # fmt: skip
+_QUERY_AT = {  # key and value follow
+    **dict.fromkeys(_ATTENTIONS, 0),
+    **{getattr(_aten, f"{attention.__name__}_backward"): 1 for attention in _ATTENTIONS},
+}
 _ASK_CUDNN = {"batch_norm", "instance_norm", "layer_norm", "group_norm", "_convolution"}
 _PICKS = {  # ops that read no more of their first input than they give out
     "embedding",
@@ -133,6 +140,8 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
     if formula is None:
         return 0.0
+    if packet in _QUERY_AT:
+        args = _with_all_heads(args, _QUERY_AT[packet])
     if packet in _SAME_FORMULA:
         return float(_flash_on_cpu(formula, args, backward="backward" in kind_of(func)))
     return float(formula(*args, **kwargs, out_val=out))
@@ -142,6 +151,13 @@ def _recurrent_flops(args: Any, *, backward: bool) -> float:
     """Both products of every step: rows x (inputs + hidden) x gates; twice that backward."""
     rows = args[0].numel() // args[0].shape[-1]
     return (4.0 if backward else 2.0) * rows * (args[1].numel() + args[2].numel())
+
+
+def _with_all_heads(args: Any, at: int) -> Any:
+    """Query, key and value by their shapes, the heads that share a key counted each: not every torch does."""
+    batch, heads, *_ = args[at].shape
+    shared = [(batch, heads, *tensor.shape[2:]) for tensor in args[at + 1 : at + 3]]
+    return (*args[: at + 1], *shared, *args[at + 3 :])
 
 
 def _flash_on_cpu(formula: Any, args: Any, *, backward: bool) -> Any:
