@@ -15,6 +15,7 @@ from loadmaster.train.group import open_group, steps
 from loadmaster.train.layout import lay_out
 from tests.train.lora_trials import NUM_LAYERS, build, lora
 from tests.train.test_equality import CUTS, MODELS, OPTIMIZERS
+from tests.train.test_profile import attentive
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +95,13 @@ def test_ties_skips_accumulation_clipping_and_bf16_on_a_gpu_equal_the_plain_loop
 ) -> None:
     late(device, "up")
     equals_plain(device, trial_of(model, "adamw", **more), CUTS[5], "mixed")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_heads_that_share_keys_are_planned_and_train_as_in_the_plain_loop(
+    device: CudaDevice, precision: Any
+) -> None:
+    equals_plain(device, attentive(precision=precision, epochs=3), [0, 1, 2], "mixed")
 
 
 def plain_build() -> torch.nn.Module:

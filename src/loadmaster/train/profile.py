@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
+from loadmaster.graph.torch_capture.words import ATTENTION_FLOPS
 from loadmaster.train.blocks import Chain, call
 from loadmaster.train.live_bytes import BlockPeaks, block_peaks, shape_of, type_of
 from loadmaster.train.trial import COMPUTE_DTYPE, Trial
@@ -158,7 +159,7 @@ def _walk(
                 kept[storage._cdata] = storage.nbytes()
             return tensor
 
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
             torch.autocast(device, dtype=dtype, enabled=dtype is not None),

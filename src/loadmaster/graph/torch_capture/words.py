@@ -1,8 +1,8 @@
 """Words for what PyTorch runs: dtype, kind and signature of an op, its flops and its memory traffic.
 
 Flops are those of `torch.utils.flop_counter`, formula for formula; ops it does not know are bound by
-memory traffic and count none. The flash attention of the CPU is counted by the formula of the GPU's,
-a product by groups as one product, and a recurrent layer by its products.
+memory traffic and count none. The flash attention of the CPU is counted as the GPU's is, a product by groups
+as one product, and a recurrent layer by its products.
 """
 
 import math
@@ -29,19 +29,6 @@ _DTYPES = {
 _LONGEST = 2000
 _VIEWS = " @views="
 _aten = torch.ops.aten
-_SAME_FORMULA = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-_ATTENTIONS = [getattr(_aten, f"_scaled_dot_product_{name}") for name in (
-    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
-)]  # fmt: skip
-_QUERY_AT = {  # key and value follow
-    **dict.fromkeys(_ATTENTIONS, 0),
-    **{getattr(_aten, f"{attention.__name__}_backward"): 1 for attention in _ATTENTIONS},
-}
 _ASK_CUDNN = {"batch_norm", "instance_norm", "layer_norm", "group_norm", "_convolution"}
 _PICKS = {  # ops that read no more of their first input than they give out
     "embedding",
@@ -137,14 +124,10 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
         packet is _aten._grouped_mm or kind_of(func) == "grouped_mm_fallback"
     ):  # every row is multiplied once, whatever its group
         return 2.0 * args[0].numel() * args[1].shape[-1]
-    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
-    if formula is None:
-        return 0.0
-    if packet in _QUERY_AT:
-        args = _with_all_heads(args, _QUERY_AT[packet])
-    if packet in _SAME_FORMULA:
-        return float(_flash_on_cpu(formula, args, backward="backward" in kind_of(func)))
-    return float(formula(*args, **kwargs, out_val=out))
+    if packet in ATTENTION_FLOPS:
+        return float(ATTENTION_FLOPS[packet](*(getattr(value, "shape", value) for value in args)))
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def _recurrent_flops(args: Any, *, backward: bool) -> float:
@@ -153,18 +136,25 @@ def _recurrent_flops(args: Any, *, backward: bool) -> float:
     return (4.0 if backward else 2.0) * rows * (args[1].numel() + args[2].numel())
 
 
-def _with_all_heads(args: Any, at: int) -> Any:
-    """Query, key and value by their shapes, the heads that share a key counted each: not every torch does."""
-    batch, heads, *_ = args[at].shape
-    shared = [(batch, heads, *tensor.shape[2:]) for tensor in args[at + 1 : at + 3]]
-    return (*args[: at + 1], *shared, *args[at + 3 :])
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Two products; a key that heads share is counted for each of them."""
+    batch, heads, length, width = query
+    return int(2 * batch * heads * length * key[2] * (width + value[3]))
 
 
-def _flash_on_cpu(formula: Any, args: Any, *, backward: bool) -> Any:
-    if not backward:
-        return formula(*args[:3])
-    # grad_out, query, key, value, out, logsumexp; the GPU's backward takes what it needs of shapes alone
-    return formula(args[0], args[1], args[2], args[3], *[None] * 10)
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """The scores once more, and two products for the factors of each of the two."""
+    batch, heads, length, width = query
+    return int(2 * batch * heads * length * key[2] * (3 * width + 2 * value[3]))
+
+
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+# torch's own formulas, over shapes, but for every kernel; torch 2.11 refuses keys that heads share
+ATTENTION_FLOPS = {
+    getattr(_aten, f"_scaled_dot_product_{kernel}{way}"): formula
+    for kernel in _KERNELS
+    for way, formula in (("", _attention), ("_backward", _attention_backward))
+}
 
 
 def bytes_moved(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
