@@ -95,7 +95,7 @@ def counted_peak(example: Example, optimizer: Any = torch.optim.AdamW, *, accumu
 def profiled_peak(example: Example, optimizer: Any = torch.optim.AdamW) -> int:
     """Bytes taken from the allocator at the worst moment of a step."""
     loop = _Loop(example, optimizer)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         held = loop.step()
     del held
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]

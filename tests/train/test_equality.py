@@ -166,6 +166,38 @@ def test_tied_weights_and_skips_across_cuts_equal_the_plain_loop(
     _equals_plain(_trial(model, "momentum"), CUTS[num_shards], kind)
 
 
+class Summed(torch.optim.Optimizer):
+    """Makes its state where it is made, and nowhere else; so does Adagrad in torch 2.11."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["sum"] = torch.full_like(weight, group["start"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                total = self.state[weight]["sum"].addcmul_(weight.grad, weight.grad)
+                weight.addcdiv_(weight.grad, total.sqrt(), value=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "pinned"])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        lambda ps: Summed(ps, lr=0.05, start=0.25),
+        lambda ps: torch.optim.Adagrad(ps, lr=0.05, initial_accumulator_value=0.25),
+    ],
+    ids=["ours", "adagrad"],
+)
+def test_state_that_an_optimizers_constructor_makes_is_there_for_each_shard(optim: Any, kind: str) -> None:
+    build, data = MODELS["residual"]
+    trial = lt.Trial(name="t", build=build, loss=F.cross_entropy, data=data, optim=optim, epochs=3)
+    _equals_plain(trial, CUTS[5], kind)
+
+
 @pytest.mark.parametrize("kind", ["device", "host", "hybrid"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", list(MODELS))

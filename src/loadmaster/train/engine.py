@@ -24,6 +24,14 @@ def not_a_number(trial: str, loss: float, step: int) -> NotANumberError:
     )
 
 
+def mean_loss(losses: Sequence[float]) -> float:
+    """Of micro-batches, added as a loop adds them: `sum` rounds otherwise since Python 3.12."""
+    total = 0.0
+    for loss in losses:
+        total += loss / len(losses)
+    return total
+
+
 class StepDone(Protocol):
     """One optimizer step, as runners tell it."""
 

@@ -12,6 +12,7 @@ from loadmaster.train.adapter import Adapter
 from loadmaster.train.arena import Booked
 from loadmaster.train.belt import Belt
 from loadmaster.train.data import moved, next_batches
+from loadmaster.train.engine import mean_loss
 from loadmaster.train.frozen import is_frozen
 from loadmaster.train.gradients import Gradients
 from loadmaster.train.profile import num_tokens, tree_bytes
@@ -203,9 +204,9 @@ class Member:
             state.schedule.step()
         state.step += 1
         self._landed.wait()
-        count = len(self._moments)
+        losses = self._losses[: len(self._moments)].tolist()
         self._clear()
-        return sum(each / count for each in self._losses[:count].tolist())
+        return mean_loss(losses)
 
     @contextmanager
     def rehearsing(self, batches: list[Any]) -> Iterator[None]:
@@ -228,8 +229,7 @@ class Member:
         for index, grads in self._waiting.items():
             then(index, grads)
         self._landed.wait()
-        count = len(self._moments)
-        return float(sum(each / count for each in self._losses[:count].tolist()))
+        return mean_loss(self._losses[: len(self._moments)].tolist())
 
     def predict(self, inputs: Any, belt: Belt) -> Any:
         """The outputs for some inputs, without gradients; the belt goes as in a forward pass."""

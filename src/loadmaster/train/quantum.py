@@ -14,6 +14,7 @@ import torch
 from loadmaster.train import randomness
 from loadmaster.train.boundaries import Boundaries, boundary_bytes
 from loadmaster.train.data import moved, next_batches
+from loadmaster.train.engine import mean_loss
 from loadmaster.train.gradients import Gradients
 from loadmaster.train.places import Need, need_of, places_of
 from loadmaster.train.placing import StreamedUpdate
@@ -120,9 +121,8 @@ class Session:
         if state.schedule is not None:
             state.schedule.step()
         state.step += 1
-        loss = sum(each / len(losses) for each in losses)
         before, self._told = self._told, replace(self.ledger)
-        return StepFacts(loss, count, since(before, self._told))
+        return StepFacts(mean_loss(losses), count, since(before, self._told))
 
     def _sweep(
         self, values: list[Any], targets: list[Any], moments: list[Moment], hyper: Hyper, scale: float
@@ -243,7 +243,7 @@ class Session:
                 inputs = [moved(each[0], where) for each in batches]
                 targets = [moved(each[1], where) for each in batches]
                 losses = self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
-                return sum(each / len(losses) for each in losses)
+                return mean_loss(losses)
         finally:
             with self.device.computing():  # after a failure too
                 for buffer, before in zip(self.units.buffers, kept, strict=True):

@@ -87,12 +87,23 @@ def step_members(
             if member.group == group:
                 leaf = torch.nn.Parameter(member.param)
                 leaf.grad = member.grad
+                if not member.state and template.state:
+                    member.state.update(_constructed(template, leaf, hyper[group]))
                 part.state[leaf] = member.state
                 params.append(leaf)
         leaves.extend(params)
         part.param_groups.append({**hyper[group], "params": params})
     part.step()
     return part
+
+
+def _constructed(template: torch.optim.Optimizer, leaf: torch.Tensor, options: dict[str, Any]) -> Any:
+    """State that is made where the optimizer is (Adagrad's): one that is stepped in part never was."""
+    try:
+        made = type(template)([leaf], **{key: options[key] for key in template.defaults})
+    except TypeError:  # it is made of something else; perhaps it makes state in its first step, too
+        return {}
+    return made.state[leaf]
 
 
 def _kept_by_itself(part: Any, template: Any, given: dict[str, Any]) -> str:
