@@ -187,7 +187,9 @@ def _one(report: Report, found: Found, runner: Any, device: Any, case: Case) -> 
     report.add(
         SUITE, f"... limit at the rates of all at once (bound by {beside.bound_by})", beside.seconds, "s"
     )
-    report.add(SUITE, "... share of the limit at the rates of all at once", beside.seconds / step_s, "share")
+    share = beside.seconds / step_s
+    name = "... share of the limit at the rates of all at once"
+    _aim(report, name, share, "share", at_least=LIMIT_AIM if full else 1e-9)
     _hidden(report, told)
     _write_spans("one", told)
     if found.peer_s is not None and full:
