@@ -154,3 +154,32 @@ def test_what_a_failed_trial_took_of_the_device_is_free_for_the_others(tmp_path:
     assert result["bad"].error_kind == "memory"
     for one in given:
         assert digest(result[one.name].state_dict()) == digest(reference(one).state_dict)
+
+
+@pytest.mark.parametrize("frozen", [(10,), (4, 5, 6, 7, 8, 9), (6, 10)])
+def test_frozen_shards_after_the_last_that_is_trained_are_planned_under_every_cap(
+    tmp_path: Path, frozen: tuple[int, ...]
+) -> None:
+    def part() -> nn.Module:
+        model = build()
+        for at in frozen:
+            model[at].requires_grad_(False)
+        return model
+
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        for cap in range(8, 30, 3):
+            each = trial("frozen", build=part, kind=kind)
+            options = {"memory_cap": f"{cap}KiB", "optimizer_placement": "auto"}
+            assert study(tmp_path, [each], **options).plan().trials[0].num_steps > 0
+
+
+def test_where_state_has_no_room_on_the_device_the_host_steps_all(tmp_path: Path) -> None:
+    least = {}
+    for wish in ("device", "host", "auto"):
+        with pytest.raises(DeviceMemoryError, match="needs") as refusal:
+            study(tmp_path / wish, [trial("t")], memory_cap="1KiB", optimizer_placement=wish).plan()
+        least[wish] = float(str(refusal.value).split("needs ")[1].split(" KiB")[0])
+    assert least["auto"] == least["host"] < least["device"]
+    cap = f"{(least['host'] + least['device']) / 2}KiB"
+    found = study(tmp_path, [trial("t")], memory_cap=cap, optimizer_placement="auto").fit()
+    assert str(found["t"].status) == "done"

@@ -46,16 +46,24 @@ def make_plan(
     sizes = sizes_of(built)
     room = cap_bytes - reserve_bytes(built, cap_bytes) - more_reserve_bytes
     candidates = [list(cuts)] if cuts is not None else _candidates(built, sizes)
-    bases = []
-    for starts in candidates:
-        layout = lay_out(
+    layouts = [
+        lay_out(
             built.chain,
             starts,
             compute_dtype=COMPUTE_DTYPE[built.trial.precision],
             castable=built.facts.castable,
         )
-        bases.append(_base(built, layout, sizes, optimizer_placement, num_slots, room, share))
-    fitting = sorted((base for base in bases if base.peak_bytes <= room), key=lambda base: base.peak_bytes)
+        for starts in candidates
+    ]
+    # Rings for state take room that updates on the host do not: where there is none, the host takes all.
+    wishes = ("auto", "host") if optimizer_placement == "auto" else (optimizer_placement,)
+    for wish in wishes:
+        bases = [_base(built, layout, sizes, wish, num_slots, room, share) for layout in layouts]
+        fitting = sorted(
+            (base for base in bases if base.peak_bytes <= room), key=lambda base: base.peak_bytes
+        )
+        if fitting:
+            break
     if not fitting:
         _refuse(built, sizes, room, min(base.peak_bytes for base in bases))
     plans = []

@@ -206,6 +206,8 @@ class _Issue:
         layout, sizes, jobs = self._layout, self._sizes, self._jobs
         for piece in self._streamed(shard):
             numbers = [n for n in layout.pieces[piece].parameters if sizes.trained[n]]
+            if not numbers:  # frozen: nothing is stepped, and nothing goes down
+                continue
             if self._plan.placement[piece] == "host":
                 grads = jobs.add("down 0", sum(sizes.grad_bytes[n] for n in numbers), [unit])
                 work = sum(sizes.numel[n] for n in numbers)
