@@ -59,7 +59,9 @@ def by_trainer(model: Any, folder: Any, **more: Any) -> tuple[list[float], dict[
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}])
+@pytest.mark.parametrize(
+    "more", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}, {"bf16": True}]
+)
 def test_transformers_trainer_trains_a_placed_model_to_the_same_weights(tmp_path: Any, more: Any) -> None:
     plain, built = example("gpt2"), example("gpt2")
     model = placed(built, random_plan(captured(built), 2, 3))

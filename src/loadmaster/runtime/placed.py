@@ -261,7 +261,9 @@ def placed_model(
         made._finite.watch(model)
     # transformers and accelerate leave a model alone that has more than one entry here
     made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
-    made._engine.ours = frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed"}
+    # what accelerate puts around the placed model's forward (mixed precision) is not the model's own
+    wrapped = {"forward", "_original_forward"}
+    made._engine.ours = frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed"} | wrapped
     optimizers.watch(together=spill is None)  # the host's part of many weights at once takes much memory
     if accounts is not None:
         _count_gradients(made, model, homes, accounts)
