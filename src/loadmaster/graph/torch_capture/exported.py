@@ -27,7 +27,8 @@ def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.Expor
     """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
-    with fake.mode, quiet[0], quiet[1], unexported.refused(train=fake.model.training):
+    refused = unexported.refused(train=fake.model.training)
+    with fake.mode, quiet[0], quiet[1], refused, unexported.unnoticed():
         return torch.export.export(
             fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

@@ -4,16 +4,21 @@
     torch.autograd.Function   a gradient of the user's own: the exported graph would take autograd's
     Tensor.register_hook      a gradient changed on its way; backward hooks of modules are such functions
 
+A library may do something else because it is exported; what is known of that is kept from it (`unnoticed`).
+
 Autograd's nodes of the older, reentrant way of checkpointing say nothing of what is computed again, so where
 the backward pass is estimated the newer way is taken instead (`told_apart`); both compute the same.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
+
+from loadmaster.graph.torch_capture.positions import Positions, is_one_sequence
 
 
 class Unexported(Exception):  # noqa: N818
@@ -42,6 +47,34 @@ def told_apart() -> Iterator[None]:
         return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keeps_rng)
 
     with _instead(checkpoints, "CheckpointFunction", _applied(newer)):
+        yield
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Masks of `transformers` are made as in a step that is not exported: where none is given, there is none.
+
+    Exported, it would write causality out as a mask, which takes another kernel and rounds otherwise. A mask
+    that is given, and positions that are, are tensors without values here, and masks come of them.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if not all(hasattr(masks, name) for name in ("is_tracing", "find_packed_sequence_indices")):
+        yield
+        return
+    traces, packed, positions = masks.is_tracing, masks.find_packed_sequence_indices, Positions()
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return tensor is not None and traces(tensor)
+
+    def packed_unless_counted(position_ids: Any) -> Any:
+        value = positions.value_of(position_ids)
+        return None if value is not None and is_one_sequence(value) else packed(position_ids)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_instead(masks, "is_torchdynamo_exporting", lambda: False))
+        stack.enter_context(_instead(masks, "is_tracing", is_tracing))
+        stack.enter_context(_instead(masks, "find_packed_sequence_indices", packed_unless_counted))
+        stack.enter_context(positions)
         yield
 
 

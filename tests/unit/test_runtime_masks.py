@@ -1,0 +1,116 @@
+"""Masks of `transformers`: exported, a model attends as it does unplaced, kernel for kernel."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="placing needs the extra [torch]")
+transformers = pytest.importorskip("transformers", reason="the models are of transformers")
+from loadmaster.cluster.parse import parse_cluster  # noqa: E402
+from loadmaster.graph.capture import capture  # noqa: E402
+from loadmaster.graph.torch_capture.positions import Positions, is_one_sequence  # noqa: E402
+from loadmaster.runtime.placed import placed_model  # noqa: E402
+from tests.placing import random_plan  # noqa: E402
+
+LENGTH = 384  # where a mask that is written out rounds otherwise
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_hidden_layers=2, max_position_embeddings=512, use_cache=False, **sizes, **more
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Packs(torch.nn.Module):
+    """Gives positions that it has made itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = llama(), way
+
+    def forward(self, ids: Any) -> Any:
+        positions = torch.arange(ids.shape[1])
+        half = ids.shape[1] // 2
+        if self.way == "remainder":
+            positions = positions % half
+        elif self.way == "in place":
+            positions[half:] -= half
+        elif self.way == "joined":
+            positions = torch.cat([torch.arange(half), torch.arange(half)])
+        elif self.way == "looked at":
+            positions = torch.stack([positions, positions.flip(0)])[0] + 3
+        return self.inner(input_ids=ids, position_ids=positions.unsqueeze(0)).logits
+
+
+def gradients(model: Any, autocast: bool, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = model(*args, **kwargs)
+        loss = out.loss if hasattr(out, "loss") else out.float().pow(2).mean()
+    loss.backward()
+    return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def placed(model: Any, num_devices: int, *args: Any, **kwargs: Any) -> Any:
+    graph = capture(model, args, kwargs)
+    devices = ", ".join(f"cpu#{at}-1GB" for at in range(num_devices))
+    return placed_model(model, graph, random_plan(graph, num_devices, 1), parse_cluster(devices))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_causal_attention_without_a_mask_stays_without_one(num_devices: int, autocast: bool) -> None:
+    ids = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    wanted = gradients(llama(), autocast, input_ids=ids, labels=ids)
+    model = placed(llama(), num_devices, input_ids=ids, labels=ids)
+    found = gradients(model, autocast, input_ids=ids, labels=ids)
+    assert torch.equal(wanted[0], found[0])
+    assert [name for name in wanted[1] if not torch.equal(wanted[1][name], found[1][name])] == []
+    assert "graph engine" in model.explain()
+
+
+@pytest.mark.parametrize("way", ["remainder", "in place", "joined", "looked at"])
+def test_sequences_that_are_packed_into_one_do_not_see_each_other(way: str) -> None:
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    wanted, whole = gradients(Packs(way), False, ids), gradients(Packs("counted"), False, ids)
+    found = gradients(placed(Packs(way), 2, ids), False, ids)
+    assert torch.allclose(wanted[0], found[0], rtol=1e-6)
+    assert all(torch.allclose(wanted[1][name], found[1][name], atol=1e-7) for name in wanted[1])
+    assert torch.allclose(wanted[0], whole[0], rtol=1e-6) == (way == "looked at"), "the packing counts"
+
+
+@pytest.mark.parametrize("kind", ["positions", "mask"])
+def test_positions_and_masks_that_are_given_are_kept(kind: str) -> None:
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    plain = {"position_ids": torch.arange(16).expand(2, -1), "attention_mask": torch.ones(2, 16).long()}
+    given = {
+        "positions": {"position_ids": (torch.arange(16) % 8).expand(2, -1)},
+        "mask": {"attention_mask": torch.tensor([[0] * 5 + [1] * 11, [1] * 16])},
+    }[kind]
+    model = placed(llama(), 2, input_ids=ids, labels=ids, **{name: plain[name] for name in given})
+    wanted = gradients(llama(), False, input_ids=ids, labels=ids, **given)
+    found = gradients(model, False, input_ids=ids, labels=ids, **given)
+    assert torch.allclose(wanted[0], found[0], rtol=1e-6)
+    assert all(torch.allclose(wanted[1][name], found[1][name], atol=1e-7) for name in wanted[1])
+
+
+def test_what_is_counted_off_is_known_until_something_is_written() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), Positions() as positions:
+        counted = (torch.arange(2, 7) + 1)[None].expand(3, -1)[:, 1:].long()
+        value = positions.value_of(counted)
+        assert value is not None
+        assert is_one_sequence(value)
+        assert positions.value_of(counted * 2) is None
+        assert positions.value_of(torch.zeros(3).long() + counted[0, 0]) is None
+        other = torch.arange(4)
+        other[2:] = 0
+        assert positions.value_of(other) is None
+        assert positions.value_of(counted) is None
+    assert value.tolist() == [[4, 5, 6, 7]] * 3
+    assert not is_one_sequence(torch.tensor([[0, 1, 0, 1]]))
+    assert is_one_sequence(torch.tensor([[5]]))
