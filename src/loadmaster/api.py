@@ -157,7 +157,7 @@ def problem(
 def plan(
     problem_or_source: Problem | Source,
     devices: Devices | None = None,
-    algorithm: str | Placer = "auto",
+    algorithm: str | Placer | Plan = "auto",
     budget: Budget | float | str = 10.0,
     seed: int = 0,
     objective: Objective | str | None = None,
@@ -173,9 +173,10 @@ def plan(
 
     `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'. With `spill` 'host' (or
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
-    'captured' ops run in the graph's own order, as torch runs a training step.
+    'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
+    of an algorithm is scored as it is (`Plan.from_device_map`).
     """
-    chosen = placer(algorithm) if isinstance(algorithm, str) else algorithm
+    chosen = _chosen(algorithm)
     _require_usable(chosen, seed)
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
@@ -356,6 +357,15 @@ def _nearest(problem: Problem, start: Plan) -> Placement:
     from loadmaster.placers.search.refine import Refine
 
     return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
+
+
+def _chosen(algorithm: str | Placer | Plan) -> Placer:
+    """By its name, or as it is; a plan is its own answer."""
+    if isinstance(algorithm, Plan):
+        from loadmaster.placers.given import Given
+
+        return Given(algorithm)
+    return placer(algorithm) if isinstance(algorithm, str) else algorithm
 
 
 def _default_split(objective: Objective) -> Split:

@@ -10,7 +10,7 @@ accelerate = pytest.importorskip("accelerate", reason="the judge of device maps"
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.check import check_plan  # noqa: E402
-from loadmaster.core.errors import PlanError  # noqa: E402
+from loadmaster.core.errors import InputError, PlanError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
 from tests.placing import first_difference, trained  # noqa: E402
@@ -144,11 +144,15 @@ def test_a_plan_of_a_map_trains_with_the_models_numbers() -> None:
     question = problem("gpt2", "cpu#0-64MB, cpu#1-64MB")
     given = {"transformer.wte": "cpu#0", "transformer.wpe": "cpu#0", "transformer.h.0": "cpu#0"}
     given |= {"transformer.h.1": "cpu#1", "transformer.ln_f": "cpu#1", "lm_head": "cpu#1"}
-    from loadmaster.runtime.placed import placed_model
-
     plan = lm.Plan.from_device_map(given, question)
     assert set(plan.device.tolist()) == {0, 1}
-    model = placed_model(built.model, question.graph, plan, question.cluster)
+    with pytest.raises(InputError, match=r"lm.plan\(problem, algorithm=plan\)"):
+        lm.place(built.model, plan)
+    answer = lm.plan(question, algorithm=plan)
+    assert answer.plan is not None
+    assert answer.plan.device.tolist() == plan.device.tolist()
+    assert answer.score_s == lm.simulate(question, answer.plan).step_s
+    model = lm.place(built.model, answer)
     assert first_difference(trained(plain.model, plain, steps=2), trained(model, built, steps=2)) == ""
 
 

@@ -173,3 +173,31 @@ def test_a_plan_on_a_device_that_its_cluster_lacks_is_refused() -> None:
     for act in (lambda: lm.place(net(), wrong), lambda: lm.verify(net(), wrong, (ROWS,))):
         with pytest.raises(PlanError, match=r"on device [67], but only 2 devices"):
             act()
+
+
+def test_a_forward_that_was_put_over_the_models_own_is_refused() -> None:
+    model = net()
+    model.forward = lambda x: 2 * type(model).forward(model, x)
+    with pytest.raises(InputError, match=r"Sequential has a forward of its own.*place the model before"):
+        lm.place(model, (ROWS,), devices=DEVICES, budget="5x")
+
+
+def test_what_is_put_around_a_placed_models_forward_runs_around_its_plan() -> None:
+    model = net()
+    wanted = model(ROWS)
+    placed = lm.place(model, (ROWS,), kwargs=None, devices=DEVICES, budget="5x")
+    inner = placed.forward
+    placed.forward = lambda x: 2 * inner(x)  # type: ignore[method-assign]
+    assert torch.equal(placed(ROWS), 2 * wanted)
+    assert "graph engine" in placed.explain()
+
+
+def test_a_placed_model_that_its_own_model_calls_is_said_not_waited_for() -> None:
+    from loadmaster.core.errors import RunError
+    from loadmaster.runtime.alone import Alone
+
+    lock = Alone()
+    with lock, pytest.raises(RunError, match="called again while its graph was made"), lock:
+        pass
+    with lock:
+        pass

@@ -33,7 +33,7 @@ FIRST_STEP = "first-step"
 class Wish(TypedDict, total=False):
     """What `lm.place` may be asked beside model, plan or inputs, and devices."""
 
-    kwargs: Mapping[str, Any]  # example inputs by name, where there is no plan yet
+    kwargs: Mapping[str, Any] | None  # example inputs by name, where there is no plan yet
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
@@ -88,6 +88,12 @@ def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, see
 def require_model(model: Any) -> None:
     """Refuse what is no model, by what it is."""
     if isinstance(model, nn.Module):
+        if "forward" in vars(model):
+            raise InputError(
+                f"this {type(model).__name__} has a forward of its own, put over that of its class (by hand, or"
+                " by accelerate), and it would run in the plan's stead; place the model before, and wrap"
+                " what lm.place gives; or write a module that calls this one"
+            )
         return
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"{model.__name__} is a class; give a model of it, {model.__name__}(...)")
@@ -132,9 +138,14 @@ def placement_of(given: Any) -> Placement | None:
         return given
     if isinstance(given, torch.Tensor | tuple | list | Mapping):
         return None
+    if isinstance(given, Plan):
+        raise InputError(
+            "a bare Plan does not say of which ops; give lm.place what lm.plan(problem, algorithm=plan) makes"
+            " of it: the same plan, with its problem and its score"
+        )
     raise InputError(
-        f"{type(given).__name__} is neither a plan nor inputs; give a Placement (of a bare Plan nobody knows"
-        " the ops), its file, or example inputs as a tensor, a tuple or a dict"
+        f"{type(given).__name__} is neither a plan nor inputs; give a Placement, its file, or"
+        " example inputs as a tensor, a tuple or a dict"
     )
 
 
@@ -181,7 +192,7 @@ def _planned(
     """A plan for a model on example inputs."""
     cluster = parse_cluster(auto_shorthand() if devices == AUTO else devices)
     args, kwargs = require_batch(given)
-    kwargs |= dict(wishes.get("kwargs", {}))
+    kwargs |= dict(wishes.get("kwargs") or {})
     graph = capture(
         model,
         args,

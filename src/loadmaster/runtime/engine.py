@@ -4,7 +4,6 @@ A graph is made when it is first needed: exported, placed by the plan, put in or
 are counted (logical devices) the graph is interpreted node by node, else its generated code is run.
 """
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
 from loadmaster.runtime.accounts import NO_DEVICE, Accounts
+from loadmaster.runtime.alone import Alone
 from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
 from loadmaster.runtime.attributes import changed, inside, modules_of, named_state, state_of
 from loadmaster.runtime.batch import batch_of, pattern_of
@@ -80,7 +80,7 @@ class Engine:
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
-    _making: Any = field(default_factory=threading.Lock)
+    _making: Alone = field(default_factory=Alone)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
     _states: dict[Any, set[Any]] = field(default_factory=dict)  # [kind of call] attributes it was made with
