@@ -65,6 +65,11 @@ def test_a_wrapped_model_is_refused_by_what_it_wraps(wrap: Any, named: str, tmp_
     )
 
 
+def test_sparse_gradients_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    words = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 2))
+    refused(r"module '0' \(Embedding\) gives sparse gradients.*sparse=False", tmp_path, build=lambda: words)
+
+
 def test_a_module_with_a_state_of_its_own_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     refused(
         r"trial 'a': module '1' \(Extra\) keeps a state of its own \(get_extra_state\)",

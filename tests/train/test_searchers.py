@@ -10,7 +10,7 @@ import pytest
 from loadmaster.core.errors import InputError
 from loadmaster.train.journal import read_journal
 from loadmaster.train.result import Status
-from loadmaster.train.searchers import Asha, Decision, Entrant, Searcher, SuccessiveHalving
+from loadmaster.train.searchers import Asha, Decision, Entrant, RunAll, Searcher, SuccessiveHalving
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
@@ -215,3 +215,27 @@ def test_the_best_is_chosen_by_what_the_searcher_was_told_to_compare(tmp_path: P
         [_scored("low", 0.1), _scored("high", 0.9)], dir=tmp_path, engine=Plain(), searcher=race
     ).fit()
     assert found.best.name == "high"
+
+
+class Below(RunAll):
+    """As the documentation writes it, but for the limit."""
+
+    def __init__(self, way: Any) -> None:
+        self.way = way
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        return self.way(step)
+
+    def report(self, trial: str, step: int, metrics: Any) -> Decision:
+        return Decision.STOP if step >= 10 else Decision.CONTINUE
+
+
+def test_a_searcher_of_ones_own_is_asked_at_fixed_steps(tmp_path: Path) -> None:
+    result = run(tmp_path, Below(lambda step: (step // 5 + 1) * 5))
+    assert {(each.status, each.step) for each in result.trials} == {(Status.STOPPED, 10)}
+
+
+@pytest.mark.parametrize("way", [lambda step: step + 5, lambda step: step, lambda step: 5])
+def test_a_milestone_that_moves_is_refused(way: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Below.milestone\('.*give the next of fixed steps"):
+        run(tmp_path, Below(way))

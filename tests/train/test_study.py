@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -384,3 +385,15 @@ def test_without_an_evaluation_no_column_repeats_the_loss(tmp_path: Path) -> Non
         assert "eval loss" not in result.rows()[0]
         assert ("eval loss" in result.table()) == (name == "two")
         assert result["plain"].metrics["loss"] == result["plain"].loss
+
+
+def test_a_study_that_is_done_is_read_again_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = [trial("a")]
+    study(tmp_path, one).fit()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    assert study(tmp_path, one).fit()["a"].status == Status.DONE
+    with pytest.raises(InputError, match=r"checkpoints need .* of 100 B free"):
+        study(tmp_path, [*one, trial("b", lr=0.1)]).fit()

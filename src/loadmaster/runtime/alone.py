@@ -18,8 +18,8 @@ class Alone:
         if self._owner == threading.get_ident():
             raise RunError(
                 "the placed model was called again while its graph was made; something that calls it (a"
-                " wrapper of its forward?) is an attribute of the model: take it off, and put it around what lm.place"
-                " gave"
+                " wrapper of its forward?) is an attribute of the model: take it off, and put it"
+                " around what lm.place gave"
             )
         self._lock.acquire()
         self._owner = threading.get_ident()

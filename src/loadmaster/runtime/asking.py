@@ -90,8 +90,8 @@ def require_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         if "forward" in vars(model):
             raise InputError(
-                f"this {type(model).__name__} has a forward of its own, put over that of its class (by hand, or"
-                " by accelerate), and it would run in the plan's stead; place the model before, and wrap"
+                f"this {type(model).__name__} has a forward of its own, put over that of its class (by hand,"
+                " or by accelerate), and it would run in the plan's stead; place the model before, and wrap"
                 " what lm.place gives; or write a module that calls this one"
             )
         return

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loadmaster.train.runner import open_runner as open_runner
     from loadmaster.train.searchers import Asha as Asha
     from loadmaster.train.searchers import Decision as Decision
+    from loadmaster.train.searchers import RunAll as RunAll
     from loadmaster.train.searchers import Searcher as Searcher
     from loadmaster.train.searchers import SuccessiveHalving as SuccessiveHalving
     from loadmaster.train.study import Study as Study
@@ -29,6 +30,7 @@ _HOME = {
     "JsonlLogger": "events",
     "OptunaSearch": "optuna_search",
     "Result": "result",
+    "RunAll": "searchers",
     "Searcher": "searchers",
     "Study": "study",
     "SuccessiveHalving": "searchers",

@@ -260,12 +260,20 @@ def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str,
     return min(tried, key=lambda each: each.limit.predicted_s)
 
 
+def _two(least: int, room: int) -> str:
+    """What is needed and what there is, to the byte where they read alike."""
+    needed, there = format_bytes(least), format_bytes(room)
+    if needed == there:
+        needed, there = f"{least:,} bytes", f"{room:,}"
+    return f"{needed} of a cap of {there}"
+
+
 def _refuse(built: Built, sizes: Sizes, room: int, least: int) -> None:
     facts = built.facts
     weights = [sum(sizes.compute_bytes[s.tensor] for s in slots) for slots in built.chain.parameter_slots]
     block = max(range(len(weights)), key=lambda each: weights[each] + facts.saved_bytes[each])
     raise DeviceMemoryError(
-        f"trial {built.trial.name!r} needs {format_bytes(least)} of a cap of {format_bytes(room)} however"
+        f"trial {built.trial.name!r} needs {_two(least, room)} however"
         f" it is cut; its largest block {built.chain.block_name[block]} has"
         f" {format_bytes(weights[block])} of weights and keeps {format_bytes(facts.saved_bytes[block])} of"
         " activations; raise memory_cap, take a smaller batch (with accumulate) or give smaller blocks"

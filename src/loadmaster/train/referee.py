@@ -7,6 +7,7 @@ reports in the same order; what was decided then stands, whatever a searcher wou
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loadmaster.core.errors import InputError
 from loadmaster.train.book import ENDED, Book, Entry
 from loadmaster.train.events import Audience
 from loadmaster.train.searchers import Decision, Entrant, Searcher
@@ -57,7 +58,15 @@ class Referee:
         return self._milestone(entry, entry.step) or entry.num_steps
 
     def _milestone(self, entry: Entry, step: int) -> int | None:
-        return self._searcher.milestone(entry.name, step)
+        """The next one, the same from every step before it: a study that goes on decides as it would have."""
+        found = self._searcher.milestone(entry.name, step)
+        again = found if found is None else self._searcher.milestone(entry.name, found - 1)
+        if found is not None and (found <= step or again != found):
+            raise InputError(
+                f"{type(self._searcher).__name__}.milestone({entry.name!r}, {step}) is {found}, and after"
+                f" step {found - 1} it is {again}; give the next of fixed steps, such as (step // 5 + 1) * 5"
+            )
+        return found
 
     def next_stop(self, entry: Entry) -> int:
         """The next step at which a turn must end, because a report is due or the trial waits there."""

@@ -34,6 +34,16 @@ def check_plain(trial: Trial, model: nn.Module) -> None:
             )
 
 
+def check_dense(trial: Trial, model: nn.Module) -> None:
+    """Gradients travel as they lie in memory."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"trial {trial.name!r}: module {name or 'itself'!r} ({type(module).__name__}) gives sparse"
+                " gradients, which do not go shard by shard; make it with sparse=False"
+            )
+
+
 def check_extra_state(trial: Trial, model: nn.Module) -> None:
     """A module's own kind of state is no tensor by a name: checkpoints would not hold it."""
     for name, module in model.named_modules():

@@ -16,7 +16,7 @@ from loadmaster.train.layout import Layout, lay_out
 from loadmaster.train.loaders import LoaderError, has_state, saved_state
 from loadmaster.train.meta import hollow, on_meta, reset
 from loadmaster.train.profile import Profile, profile
-from loadmaster.train.refusals import check_extra_state, check_plain, check_schedule, valueless
+from loadmaster.train.refusals import check_dense, check_extra_state, check_plain, check_schedule, valueless
 from loadmaster.train.states import StateLayout, check_optimizer, discover, starts_at_zero
 from loadmaster.train.store import HostPiece, host_piece
 from loadmaster.train.ties import check_memory
@@ -121,6 +121,7 @@ def build(trial: Trial, *, device: torch.device) -> Built:
                 f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
             )
         check_plain(trial, model)
+        check_dense(trial, model)
         generators = randomness.current(device)
         chain = chain_of(trial, model)
         check_memory(trial.name, chain)

@@ -26,7 +26,7 @@ from loadmaster.train.crew import Crew, InlineCrew
 from loadmaster.train.engine import Engine, TrialPlan
 from loadmaster.train.events import Audience
 from loadmaster.train.folder_lock import locked
-from loadmaster.train.journal import Journal
+from loadmaster.train.journal import Journal, read_journal
 from loadmaster.train.loaders import check_source, with_timeout
 from loadmaster.train.pace import Pace
 from loadmaster.train.referee import Referee
@@ -135,8 +135,14 @@ class Study:
                 folder=self.dir,
                 memory_cap_bytes=self._memory_cap,
                 host_cap_bytes=self._host_cap,
+                ended=self._ended(),
             )
         return self._plan
+
+    def _ended(self) -> set[str]:
+        """Trials that an earlier call brought to an end."""
+        records = read_journal(self.dir / "journal").records
+        return {record["trial"] for record in records if record["kind"] == "done"}
 
     def _planned(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
         with user_code(trial.name):

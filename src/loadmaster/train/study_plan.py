@@ -1,14 +1,15 @@
 """What a study will need, checked before it starts: memory, pinned memory, disk, time. Trains nothing."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.units import format_bytes, format_seconds
-from loadmaster.train.checkpoints import KEPT
+from loadmaster.train.checkpoints import KEPT, folder_name
 from loadmaster.train.engine import TrialPlan
 from loadmaster.train.forecast import forecast
 from loadmaster.train.scheduler import Standing, lower_bound_s
@@ -111,8 +112,9 @@ def study_plan(
     folder: Path,
     memory_cap_bytes: int | None,
     host_cap_bytes: int | None,
+    ended: Collection[str] = (),
 ) -> StudyPlan:
-    """Put the plans of all trials together."""
+    """Put the plans of all trials together; those that `ended` write nothing any more."""
     standings = [
         Standing(trial=at, num_left=max(each.num_steps, 1), step_s=each.step_s, load_s=each.load_s)
         for at, each in enumerate(trials)
@@ -125,16 +127,30 @@ def study_plan(
         host_cap_bytes=host_cap_bytes if host_cap_bytes is not None else int(_HOST_SHARE * free_host_bytes()),
         lockable_bytes=lockable_bytes() if any(name.startswith("cuda") for name in devices) else None,
         disk_free_bytes=shutil.disk_usage(_existing(folder)).free,
-        disk_need_bytes=_disk_need(trials, len(devices)),
+        disk_need_bytes=_disk_need(
+            [each for each in trials if each.trial not in ended], len(devices), folder / "checkpoints"
+        ),
         makespan_s=forecast(standings, num_devices=len(devices)).makespan_s,
         bound_s=lower_bound_s(works, len(devices)),
     )
 
 
-def _disk_need(trials: Sequence[TrialPlan], num_devices: int) -> int:
-    """The generations that are kept, and one being written on every device."""
+def _disk_need(trials: Sequence[TrialPlan], num_devices: int, folder: Path) -> int:
+    """The generations that are kept, less those that are there, and one being written on every device."""
     writing = sorted((each.state_bytes for each in trials), reverse=True)[:num_devices]
-    return KEPT * sum(each.state_bytes for each in trials) + sum(writing)
+    kept = sum(
+        max(0, KEPT * each.state_bytes - _held_bytes(folder / folder_name(each.trial))) for each in trials
+    )
+    return kept + sum(writing)
+
+
+def _held_bytes(folder: Path) -> int:
+    """Of all generations; one that somebody deletes meanwhile does not count."""
+    found = 0
+    for path in folder.glob("*/*"):
+        with suppress(OSError):
+            found += path.stat().st_size
+    return found
 
 
 def _existing(folder: Path) -> Path:

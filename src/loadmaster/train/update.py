@@ -13,7 +13,7 @@ import torch
 from torch.optim.adam import adam
 
 from loadmaster.train.host_kernels import Launch, cores_here, prepare, table_of
-from loadmaster.train.states import Hyper, Member, beginning, on_host, starts_at_zero, step_members
+from loadmaster.train.states import Hyper, Member, beginning, hyper_of, on_host, starts_at_zero, step_members
 from loadmaster.train.store import HostPiece
 
 _WHOLE_VECTORS = 16  # elements: the end of a tensor of another size is rounded otherwise by the framework
@@ -138,7 +138,9 @@ class HostUpdate:
         self._known: tuple[Any, ...] = ()  # positions and options of the last step
         self._ready: _Ready | None = None  # those of these that the kernel steps, None: none
         self._plain: list[int] = []  # those that the framework steps
-        if type(template) in _ADAMS and any(group.get("fused") for group in template.param_groups):
+        hyper = on_host(hyper_of(template))
+        trained = [p for p, grad in enumerate(host.grads) if grad is not None]
+        if any(self._by_kernel(p, hyper[groups[p]], ()) for p in trained):
             prepare()
 
     def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:

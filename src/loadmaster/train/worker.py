@@ -242,6 +242,8 @@ def kind_of(problem: Exception) -> tuple[str, bool]:
         return "verify", False
     if isinstance(problem, MemoryError | DeviceMemoryError | torch.OutOfMemoryError):
         return "memory", False
+    if isinstance(problem, RuntimeError) and "DefaultCPUAllocator" in str(problem):
+        return "memory", False
     sticky = "CUDA error" in str(problem) or type(problem).__name__ == "AcceleratorError"
     return "exception", sticky
 
