@@ -88,10 +88,12 @@ def from_tree(model: nn.Module) -> tuple[Any, ...]:
     """The chain a module tree shows by itself; empty where it shows none."""
     if not is_chain(model):
         return ()
+    from loadmaster.train.containers import as_chain
+
     flat: list[Any] = []
     for child in model._modules.values():
         assert child is not None, "a chain runs it"
-        flat.extend(from_tree(child) if is_chain(child) else (child,))
+        flat.extend(from_tree(child) if is_chain(child) else as_chain(child) or (child,))
     return tuple(flat)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
+from loadmaster.train.containers import kept_whole
 from loadmaster.train.layout import Layout, Placement, lay_out
 from loadmaster.train.limits import Limit, Work, limit
 from loadmaster.train.rates import Rates
@@ -277,4 +278,14 @@ def _refuse(built: Built, sizes: Sizes, room: int, least: int) -> None:
         f" it is cut; its largest block {built.chain.block_name[block]} has"
         f" {format_bytes(weights[block])} of weights and keeps {format_bytes(facts.saved_bytes[block])} of"
         " activations; raise memory_cap, take a smaller batch (with accumulate) or give smaller blocks"
+        f"{_of_layers(built, block)}"
     )
+
+
+def _of_layers(built: Built, block: int) -> str:
+    """What to do about a container of torch.nn that a block holds unopened."""
+    whole = kept_whole([built.chain.blocks[block]])
+    if whole is None:
+        return ""
+    name = next((name for name, module in built.chain.model.named_modules() if module is whole), "")
+    return f": {name or 'in it'} ({type(whole).__name__}) is not cut, give its layers as Trial(blocks=...)"

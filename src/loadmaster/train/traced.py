@@ -4,7 +4,9 @@
     cuts                |               |        ^ before a parameter is first used, where fewest values live
 
 What crosses a cut is every value made before it and used after it, so a skip connection is one more leaf. A
-block runs the very modules and functions of the model; its parameters are the model's own.
+block runs the very modules and functions of the model; its parameters are the model's own. What no parameter
+goes into (a mask) has no gradient in the plain model, and wants none behind a cut: attention takes other
+kernels for a mask that wants one.
 
 A trace has no regions (`no_grad`, autocast), and what runs on real tensors meanwhile runs that once: such a
 forward is refused rather than trained otherwise than it is written.
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import InputError
+from loadmaster.train.containers import openable, run_open
 
 _MOST_BLOCKS = 128
 _RANDOM = re.compile(r"rand|normal|bernoulli|multinomial|poisson|dropout|exponential|uniform")
@@ -28,11 +32,12 @@ _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswit
 
 
 class _Tracer(fx.Tracer):
-    """As the framework's, or one that looks into no child at all."""
+    """As the framework's, or one that looks into no child at all; but some containers are opened."""
 
-    def __init__(self, *, closed: bool) -> None:
+    def __init__(self, *, closed: bool, opened: Sequence[nn.Module]) -> None:
         super().__init__()
         self._closed, self._modes = closed, _modes()
+        self._opened, self._depth = {id(module) for module in opened}, 0
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; a graph does not know of a region around it."""
@@ -42,7 +47,17 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Modules that stay whole."""
-        return self._closed or super().is_leaf_module(m, module_qualified_name)
+        return self._closed or self._depth > 0 or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A module; a container that is opened is its layers, each of them whole."""
+        if id(m) not in self._opened:
+            return super().call_module(m, forward, args, kwargs)
+        self._depth += 1
+        try:
+            return run_open(self, m, args, kwargs)
+        finally:
+            self._depth -= 1
 
 
 class _Untraceable(Exception):  # noqa: N818
@@ -106,9 +121,10 @@ def from_graph(model: nn.Module) -> tuple[Any, ...]:
     """Blocks cut out of the model's graph; says why where it has none."""
     was_training = model.training
     try:
-        graph, closed = _traced(model.train())
+        opened = openable(model.train())
+        graph, closed = _traced(model, opened)
         try:
-            other, _ = _traced(model.eval(), closed=closed)
+            other, _ = _traced(model.eval(), opened, closed=closed)
         except InputError:
             other = None
     finally:
@@ -124,12 +140,14 @@ def from_graph(model: nn.Module) -> tuple[Any, ...]:
     return (found[0], *(_Follower(segment) for segment in found[1:]))
 
 
-def _traced(model: nn.Module, *, closed: bool | None = None) -> tuple[fx.Graph, bool]:
+def _traced(
+    model: nn.Module, opened: Sequence[nn.Module], *, closed: bool | None = None
+) -> tuple[fx.Graph, bool]:
     problem: Exception | None = None
     for shut in (False, True) if closed is None else (closed,):
         try:
             with _Once():
-                graph = _Tracer(closed=shut).trace(model)
+                graph = _Tracer(closed=shut, opened=opened).trace(model)
         except Exception as error:  # whatever the user's forward does with a stand-in
             problem = problem or error
             continue
@@ -199,17 +217,52 @@ def _numel(model: nn.Module, node: fx.Node) -> int:
 def _segments(model: nn.Module, graph: fx.Graph, starts: Sequence[int]) -> list[fx.GraphModule]:
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
+    sloped = _sloped(model, nodes)
     found = []
     for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
         new = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in _crossing(nodes, place, first):
             copies[node] = new.placeholder(node.name)
+        for node, given in list(copies.items()):
+            if node not in sloped:
+                copies[node] = new.call_function(without_slope, (given,))
         for node in nodes[first:end]:
             copies[node] = new.node_copy(node, lambda given, known=copies: known[given])
         if end < len(nodes):
             new.output(tuple(copies[node] for node in _crossing(nodes, place, end)))
         found.append(fx.GraphModule(model, new))
+    return found
+
+
+def without_slope(value: Any) -> Any:
+    """A tensor, or several, as ones that want no gradient."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _sloped(model: nn.Module, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes that a parameter goes into, or may: whatever such a value is written into is one as well."""
+    found: set[fx.Node] = set()
+    size = -1
+    while len(found) > size:
+        size = len(found)
+        for node in nodes:
+            if _numel(model, node) or (node.target != "detach" and found.intersection(node.all_input_nodes)):
+                found.add(node)
+                if _writes(node):
+                    found.update(_before(node))
+    return found
+
+
+def _before(node: fx.Node) -> set[fx.Node]:
+    """Whatever goes into a node."""
+    found: set[fx.Node] = set()
+    ahead = list(node.all_input_nodes)
+    while ahead:
+        each = ahead.pop()
+        if each not in found:
+            found.add(each)
+            ahead.extend(each.all_input_nodes)
     return found
 
 
