@@ -131,7 +131,10 @@ class Tape:
         self._units.watching = False
 
     def _is_recordable(self, shard: int) -> bool:
-        return self._num_steps > _WARM_STEPS and not self.why_not and self._units.is_same_each_time(shard)
+        given = tree_flatten(self._inputs.get(shard + 1, ()))[0]  # what it hands on: a number would be fixed
+        tensors = all(isinstance(leaf, torch.Tensor) for leaf in given)
+        due = self._num_steps > _WARM_STEPS and not self.why_not
+        return due and tensors and self._units.is_same_each_time(shard)
 
     def _play(
         self, key: tuple[Any, ...], work: Callable[[Mapping[int, torch.Tensor]], None], bind: Bind
