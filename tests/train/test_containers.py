@@ -101,11 +101,13 @@ def _transformer(**more: Any) -> nn.Module:
     return nn.Transformer(_WIDTH, 2, 3, 2, 32, **given)
 
 
-def _trial(build: Callable[[], nn.Module], *more: Any, turned: bool = False, **given: Any) -> lt.Trial:
+def _trial(
+    build: Callable[[], nn.Module], *more: Any, turned: bool = False, width: int = 8, **given: Any
+) -> lt.Trial:
     made = torch.Generator().manual_seed(2)
     data = []
     for _ in range(3):
-        x, y = torch.randn(3, _LENGTH, 8, generator=made), torch.randint(3, (3, _LENGTH), generator=made)
+        x, y = torch.randn(3, _LENGTH, width, generator=made), torch.randint(3, (3, _LENGTH), generator=made)
         x, y = (x.transpose(0, 1), y.t()) if turned else (x, y)
         data.append(((x, *more) if more else x, y))
     return lt.Trial(
@@ -148,6 +150,7 @@ CASES: dict[str, Callable[[], lt.Trial]] = {
     "a loop of its own": lambda: _trial(
         lambda: Rows(_encoder(norm=False, dropout=0.0)), _CAUSAL.t().contiguous()
     ),
+    "the model itself": lambda: _trial(_encoder, _CAUSAL < 0, _PADDED, width=_WIDTH),
     "a row": lambda: _trial(lambda: nn.Sequential(nn.Linear(8, _WIDTH), _encoder(), nn.Linear(_WIDTH, 3))),
 }
 

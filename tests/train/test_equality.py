@@ -183,14 +183,30 @@ class Summed(torch.optim.Optimizer):
                 weight.addcdiv_(weight.grad, total.sqrt(), value=-group["lr"])
 
 
+class Noted(torch.optim.SGD):
+    """Keeps something among its state that is of no parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.state["note"] = 3
+
+
+def _first_otherwise(params: Any) -> list[dict[str, Any]]:
+    """Adagrad's constructor looks at its own start, not at a group's."""
+    first, *others = params
+    return [{"params": [first], "initial_accumulator_value": 0.5}, {"params": others}]
+
+
 @pytest.mark.parametrize("kind", ["device", "host", "pinned"])
 @pytest.mark.parametrize(
     "optim",
     [
         lambda ps: Summed(ps, lr=0.05, start=0.25),
         lambda ps: torch.optim.Adagrad(ps, lr=0.05, initial_accumulator_value=0.25),
+        lambda ps: torch.optim.Adagrad(_first_otherwise(ps), lr=0.05),
+        lambda ps: Noted(ps, lr=0.05),
     ],
-    ids=["ours", "adagrad"],
+    ids=["ours", "adagrad", "adagrad in groups", "noted"],
 )
 def test_state_that_an_optimizers_constructor_makes_is_there_for_each_shard(optim: Any, kind: str) -> None:
     build, data = MODELS["residual"]

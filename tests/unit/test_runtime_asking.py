@@ -182,6 +182,12 @@ def test_a_forward_that_was_put_over_the_models_own_is_refused() -> None:
         lm.place(model, (ROWS,), devices=DEVICES, budget="5x")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
+def test_a_compiled_model_is_refused_by_what_it_is() -> None:
+    with pytest.raises(InputError, match=r"wrapped by torch\.compile; place the module before"):
+        lm.place(torch.compile(net()), (ROWS,), devices=DEVICES, budget="5x")
+
+
 def test_what_is_put_around_a_placed_models_forward_runs_around_its_plan() -> None:
     model = net()
     wanted = model(ROWS)

@@ -114,3 +114,26 @@ def test_what_is_counted_off_is_known_until_something_is_written() -> None:
     assert value.tolist() == [[4, 5, 6, 7]] * 3
     assert not is_one_sequence(torch.tensor([[0, 1, 0, 1]]))
     assert is_one_sequence(torch.tensor([[5]]))
+
+
+def test_numbers_that_are_written_by_whatever_way_are_not_known() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def replaced(tensor: Any) -> None:
+        tensor.data = tensor.data % 4
+
+    writes = [
+        torch.nn.ReLU(inplace=True),
+        lambda tensor: torch.nn.functional.hardtanh(tensor, 0, 3, inplace=True),
+        lambda tensor: torch.ops.aten.remainder_.Scalar(tensor, 4),
+        lambda tensor: torch.ops.aten.remainder_(tensor, 4),
+        lambda tensor: torch.remainder(tensor, 4, out=tensor),
+        lambda tensor: tensor.view(2, 4).sub_(4),
+        replaced,
+    ]
+    with FakeTensorMode(), Positions() as positions:
+        for write in writes:
+            counted = torch.arange(8) - 4
+            assert positions.value_of(counted) is not None
+            write(counted)
+            assert positions.value_of(counted) is None, write

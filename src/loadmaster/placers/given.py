@@ -26,9 +26,14 @@ class Given:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Score it, in its order if it has one."""
-        broken = [v.message for v in check_plan(problem, self.plan) if v.rule in _FOREIGN]
+        broken = what_is_foreign(problem, self.plan)
         if broken:
-            raise InputError(f"that is no plan of this problem: {broken[0]}")
+            raise InputError(f"that is no plan of this problem: {broken}")
         tally = Tally(problem, run)
         tally.offer(self.plan, in_order=not is_unordered(self.plan))
         return tally.answer(algorithm="given")
+
+
+def what_is_foreign(problem: Problem, plan: Plan) -> str:
+    """Why a plan is none of this problem, '' = it is one, if perhaps one that does not fit."""
+    return next((v.message for v in check_plan(problem, plan) if v.rule in _FOREIGN), "")

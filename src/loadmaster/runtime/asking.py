@@ -88,6 +88,8 @@ def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, see
 def require_model(model: Any) -> None:
     """Refuse what is no model, by what it is."""
     if isinstance(model, nn.Module):
+        if type(model).__name__ == "OptimizedModule":
+            raise InputError("this model is wrapped by torch.compile; place the module before that")
         if "forward" in vars(model):
             raise InputError(
                 f"this {type(model).__name__} has a forward of its own, put over that of its class (by hand,"

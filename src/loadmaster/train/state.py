@@ -248,8 +248,9 @@ def hold(
         pieces.append(host)
     generators = _filled(built, pieces) if built.empty else built.generators
     optimizer = trial.optim(trained)
-    for kept in optimizer.state.values():  # made as it was, and never used: state lies beside its weights
-        kept.clear()
+    for parameter in trained:  # made as it was, and never used: state lies beside its weights
+        if parameter in optimizer.state:
+            optimizer.state[parameter].clear()
     schedule = trial.lr_schedule(optimizer) if trial.lr_schedule is not None else None
     optimizer._opt_called = (
         True  # it is stepped a shard at a time, which a schedule does not see and warns about

@@ -100,7 +100,8 @@ def step_members(
 def _constructed(template: torch.optim.Optimizer, leaf: torch.Tensor, options: dict[str, Any]) -> Any:
     """State that is made where the optimizer is (Adagrad's): one that is stepped in part never was."""
     try:
-        made = type(template)([leaf], **{key: options[key] for key in template.defaults})
+        own = {key: options[key] for key in template.defaults}  # a constructor may look at either
+        made = type(template)([{**own, "params": [leaf]}], **template.defaults)
     except TypeError:  # it is made of something else; perhaps it makes state in its first step, too
         return {}
     return made.state[leaf]

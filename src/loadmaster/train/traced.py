@@ -49,13 +49,23 @@ class _Tracer(fx.Tracer):
         """Modules that stay whole."""
         return self._closed or self._depth > 0 or super().is_leaf_module(m, module_qualified_name)
 
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """What forward is given; the model may itself be a container that is opened."""
+        forward, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        if id(self.root) not in self._opened:
+            return forward, args
+        return (lambda _, *given: self._open(self.root, given, {})), args
+
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """A module; a container that is opened is its layers, each of them whole."""
         if id(m) not in self._opened:
             return super().call_module(m, forward, args, kwargs)
+        return self._open(m, args, kwargs)
+
+    def _open(self, container: nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         try:
-            return run_open(self, m, args, kwargs)
+            return run_open(self, container, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -247,7 +257,8 @@ def _sloped(model: nn.Module, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     while len(found) > size:
         size = len(found)
         for node in nodes:
-            if _numel(model, node) or (node.target != "detach" and found.intersection(node.all_input_nodes)):
+            cut = node.op == "call_method" and node.target == "detach"
+            if _numel(model, node) or (not cut and found.intersection(node.all_input_nodes)):
                 found.add(node)
                 if _writes(node):
                     found.update(_before(node))

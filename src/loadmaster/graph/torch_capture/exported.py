@@ -6,6 +6,7 @@ Nodes inside of a region without gradients, or under autocast, are ops too ('out
 import contextlib
 import io
 import re
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.words import autocast_word, compute_dtype, kind_of, signature_of
 
 _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
+_ONE_BY_ONE = threading.RLock()  # torch.export, and what is put in place meanwhile, is for all threads
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
 
 
@@ -28,7 +30,7 @@ def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.Expor
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
     refused = unexported.refused(train=fake.model.training)
-    with fake.mode, quiet[0], quiet[1], refused, unexported.unnoticed():
+    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, unexported.unnoticed():
         return torch.export.export(
             fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

@@ -16,7 +16,8 @@ _FOLLOWED = {
     "arange", "add", "sub", "__add__", "__radd__", "__sub__", "unsqueeze", "squeeze", "expand", "view",
     "reshape", "to", "long", "int", "__getitem__", "detach", "contiguous", "clone",
 }  # fmt: skip
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod"))}
+_IN_PLACE = {"__setitem__", "__set__"}
+_IN_PLACE |= {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")}
 _IN_PLACE |= {f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift")}
 _MOST = 1 << 20
 
@@ -38,7 +39,7 @@ class Positions(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if _writes(name) or "out" in kwargs:
+        if _writes(func, name, kwargs):
             self._known.clear()  # perhaps one of these, by another name
         elif name in _FOLLOWED and isinstance(out, torch.Tensor):
             self._note(func, args, kwargs, out)
@@ -72,8 +73,13 @@ def is_one_sequence(positions: torch.Tensor) -> bool:
         return bool((positions.diff(dim=-1) == 1).all())
 
 
-def _writes(name: str) -> bool:
-    """By the names of PyTorch: `add_`, `__iadd__`, `__setitem__`."""
+def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    """By the names of PyTorch (`add_`, `__iadd__`, `__setitem__`); what is of `torch.ops` says it itself."""
+    schema = getattr(func, "_schema", None)
+    if "out" in kwargs or kwargs.get("inplace") or (schema is not None and schema.is_mutable):
+        return True
+    if hasattr(func, "overloads"):  # of which nobody knows yet
+        return True
     if name.startswith("__"):
         return name in _IN_PLACE
     return name.endswith("_")

@@ -214,9 +214,8 @@ def leave_transforms() -> None:
     """A failure inside of vmap or grad leaves torch inside of it."""
     functorch = torch._C._functorch
     if hasattr(functorch, "pop_dynamic_layer_stack_and_undo_to_depth"):
-        with contextlib.suppress(
-            RuntimeError
-        ):  # of torch 2.11: it takes all off and then finds that there is none
+        # torch 2.11 takes all off and then finds that there is none
+        with contextlib.suppress(RuntimeError):
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
 
 

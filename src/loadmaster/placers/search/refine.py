@@ -15,7 +15,6 @@ from typing import ClassVar
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, distinct, offsets
-from loadmaster.core.check import check_plan
 from loadmaster.core.errors import InputError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
@@ -24,6 +23,7 @@ from loadmaster.core.run import Run, Score
 from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally
 from loadmaster.placers.cargo import Cargo
+from loadmaster.placers.given import what_is_foreign
 from loadmaster.placers.grouping import Grouped, grouped
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.heuristic._lists import Lists, load_lists
@@ -41,7 +41,6 @@ _EVENTS_A_CALL = 2_000_000  # ops replayed before the clock is looked at
 _SHRUNK = 0.7  # groups per smaller group or op from which on they are moved first
 _MOST_OPS = 200_000  # beyond that only groups are moved
 _NEARLY = 1.01  # a start this much worse than the best plan is taken
-_FOREIGN = ("length", "device", "support", "order", "recompute")
 _SHAKEN = 4  # units moved at random when a climb has ended
 
 
@@ -98,9 +97,9 @@ class Refine:
 
 def _require_own(problem: Problem, plan: Plan) -> None:
     """Refuse a start that is no plan of this problem."""
-    broken = [v.message for v in check_plan(problem, plan) if v.rule in _FOREIGN]
+    broken = what_is_foreign(problem, plan)
     if broken:
-        raise InputError(f"refine cannot start from that plan: {broken[0]}; give a plan of this problem")
+        raise InputError(f"refine cannot start from that plan: {broken}; give a plan of this problem")
 
 
 def _levels(tally: Tally) -> list["_Search"]:
