@@ -18,7 +18,7 @@ the time). The plain `limit` is one that no step can beat: each way of the bus, 
 own, and is missed here and on two of three other machines: other H200 machines gave, the same day, 0.309 s (0.92 of that limit; 1.14 at the rates of all at once, measured there with a
 spread of 44 %), 0.329 s (0.89; 1.01) and 0.335 s (0.86; 1.03), each the median of ten steps in one run (`benchmarks/results/2026-11-16-train-*-machine.json`). What holds it
 up is the bus upwards in the backward pass, which carries weights and optimizer state and has 30 to 35 GB/s beside the rest; fewer bytes of state would help (the upper half of a master
-weight is on the device already). Four trials in turn reach their limit here and on the one other machine where they were run (0.95). Adapter trials are replayed as CUDA graphs
+weight is on the device already). Four trials in turn reach their limit here and on the one other machine where they were run (0.95); in both they are 3 % slower than one after another, so it is the limit that is reached, not 1.1x. Adapter trials are replayed as CUDA graphs
 (`replay=True`); one after another has more places for the backbone and is bound by the bus."""
 
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loadmaster.core.graph import Graph, Phase
@@ -132,6 +132,7 @@ class TestRows:
         expected[begin:end] = [device] * (end - begin)
         assert spread(_tidy(_laid(list(row), begin, end, device), len(expected))) == expected
 
+    @example(((1, 0), (2, 1), (3, 0)), 6920)  # an end slid beyond the row
     @given(rows, st.integers(0, 2**32 - 1))
     def test_a_moved_row_is_a_row(self, row, seed) -> None:  # type: ignore[no-untyped-def]
         num = row[-1][0]

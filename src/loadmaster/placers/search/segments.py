@@ -174,12 +174,13 @@ def _laid(segments: list[tuple[int, int]], begin: int, end: int, device: int) ->
 def _tidy(segments: list[tuple[int, int]], num: int) -> Row:
     """Ends that grow up to `num`, neighbours on different devices."""
     row: list[tuple[int, int]] = []
-    for end, device in segments:
+    for last, device in segments:
+        end = min(last, num)
         if end <= (row[-1][0] if row else 0):
             continue
         if row and row[-1][1] == device:
             row.pop()
-        row.append((min(end, num), device))
+        row.append((end, device))
     if not row:
         row = [(num, segments[0][1])]
     row[-1] = (num, row[-1][1])
