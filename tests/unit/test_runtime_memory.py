@@ -252,3 +252,13 @@ def test_random_plans_run_under_a_cap_just_above_their_predicted_peak() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "vit", "lstm", "resnet"])
 def test_ten_random_plans_run_under_a_cap_just_above_their_predicted_peak(name: str) -> None:
     assert over_cap(name, 10) == []
+
+
+def test_a_copy_without_the_gaps_of_its_original_has_its_axes_in_the_same_order() -> None:
+    """Heads of a joint projection: kernels of some processors add otherwise where a matrix lies turned."""
+    heads = torch.randn(3, 16, 96)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
+    made = carried(heads, torch.device("cpu"))
+    assert heads.stride() == (1536, 8, 96, 1)
+    assert made.stride() == (512, 8, 32, 1)
+    assert made.untyped_storage().nbytes() == 4 * heads.numel()
+    assert torch.equal(made, heads)

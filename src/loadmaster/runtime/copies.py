@@ -5,7 +5,8 @@
             ├────── joined ────────┼──► first reader    one edge per reader: its gradient is copied home and
             └────── joined ────────┴──► second reader   added there, in the order of the unplaced model
 
-A copy has the strides of its original, since kernels may add up in another order where strides are others.
+A copy has the strides of its original, or at least its axes in the same order in memory, since kernels may
+add up in another order where strides are others.
 """
 
 import functools
@@ -95,7 +96,7 @@ class _Twice(torch.autograd.Function):
 
 
 def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """New memory with the same strides where they leave few gaps; an expanded axis is copied once."""
+    """New memory with the same strides, or denser ones in the same order; an expanded axis is copied once."""
     if tensor.layout != torch.strided:
         return tensor.to(where, copy=True)
     narrow = tensor
@@ -117,11 +118,24 @@ def _lanes() -> Lanes:
 
 
 def room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
-    """Empty memory for a tensor's values."""
+    """Empty memory for a tensor's values, with its strides; without gaps where they are many.
+
+    The order of the axes stays: some kernels add in another order when they read a matrix the other way.
+    """
     sizes = tuple(tensor.shape)
-    if tensor.is_contiguous() or not _worth_it(tensor):
+    if tensor.is_contiguous():
         return torch.empty(sizes, dtype=tensor.dtype, device=where, pin_memory=pinned)
-    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=where, pin_memory=pinned)
+    strides = tensor.stride() if _worth_it(tensor) else _dense(tensor)
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=where, pin_memory=pinned)
+
+
+def _dense(tensor: torch.Tensor) -> list[int]:
+    """Strides without gaps, the axes in the order they have in memory."""
+    found, span = [0] * tensor.ndim, 1
+    for axis in sorted(range(tensor.ndim), key=lambda axis: (tensor.stride(axis), -axis)):
+        found[axis] = span
+        span *= max(1, tensor.shape[axis])
+    return found
 
 
 def _worth_it(tensor: torch.Tensor) -> bool:

@@ -69,9 +69,17 @@ class Lanes:
         made = room(tensor, host, True)
         lane.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(lane):
-            made.copy_(tensor, non_blocking=True)
+            made.copy_(_strided_as(tensor, made), non_blocking=True)
             done = torch.cuda.Event()
             done.record(lane)
         tensor.record_stream(lane)
         done.synchronize()
         return made
+
+
+def _strided_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """With the strides of another, so that a copy into that one is a single piece."""
+    if tensor.stride() == other.stride():
+        return tensor
+    made = torch.empty_strided(tuple(tensor.shape), other.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
