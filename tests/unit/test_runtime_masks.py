@@ -13,7 +13,10 @@ from loadmaster.runtime.placed import placed_model  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(pytest.importorskip("transformers.masking_utils"), "find_packed_sequence_indices"),
+    not hasattr(
+        pytest.importorskip("transformers.masking_utils", reason="of transformers 5"),
+        "find_packed_sequence_indices",
+    ),
     reason="masks of transformers before 5 are made elsewhere",
 )
 LENGTH = 384  # where a mask that is written out rounds otherwise

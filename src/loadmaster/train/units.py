@@ -118,7 +118,7 @@ class Units:
         share = loss / moment.num_micro_batches if moment.num_micro_batches > 1 else loss
         try:
             (share * scale if scale != 1.0 else share).backward()
-        except NotImplementedError as problem:
+        except RuntimeError as problem:
             if "meta tensor" not in str(problem):
                 raise
             raise RunError(

@@ -28,10 +28,9 @@ _BROKEN = (
     zlib.error,
     EOFError,
     KeyError,
-    NotImplementedError,  # an unknown compression
     OSError,
     OverflowError,
-    RuntimeError,  # an encrypted member
+    RuntimeError,  # an encrypted member, an unknown compression
     UnicodeDecodeError,
     ValueError,
 )
