@@ -43,9 +43,9 @@ TINY = Case(  # for a host without a GPU
 def device_of(case: Case) -> Any:
     """The GPU under the case's cap, with a trace; or the metered device where there is none."""
     import torch
+    from tests.train.metered_device import MeteredDevice
 
-    from loadmaster.train.cuda_device import CudaDevice
-    from loadmaster.train.metered_device import MeteredDevice
+    from loadmaster.shards.device.cuda_device import CudaDevice
 
     if torch.cuda.is_available():
         return CudaDevice(cap_bytes=case.cap_bytes, trace=True)
@@ -111,7 +111,7 @@ def host_gib() -> dict[str, float]:
         for line in file:
             if line.startswith(("VmHWM", "VmRSS")):
                 found[line[:5]] = int(line.split()[1]) / 2**20
-    from loadmaster.train.study_plan import free_host_bytes
+    from loadmaster.shards.device.host_bytes import free_host_bytes
 
     found["available"] = free_host_bytes() / 2**30
     return found

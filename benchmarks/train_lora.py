@@ -159,8 +159,8 @@ def trials(size: Size, count: int) -> list[Any]:
 
 def compared(size: Size, device: Any, count: int) -> dict[str, float]:
     """Seconds and bytes of a step of a group of one, then of all."""
-    from loadmaster.train.group import Group
-    from loadmaster.train.state import build
+    from loadmaster.shards.model.built_model import build
+    from loadmaster.train.backbone.group import Group
 
     began = time.perf_counter()
     group = Group(device)
@@ -213,7 +213,7 @@ def _num_recorded(group: Any) -> int:
 
 def measure(report: Report) -> None:
     """Eight trials under the cap on this machine's GPU."""
-    from loadmaster.train.cuda_device import CudaDevice
+    from loadmaster.shards.device.cuda_device import CudaDevice
 
     device = CudaDevice(cap_bytes=int(CAP_GIB * 2**30))
     torch.cuda.reset_peak_memory_stats()  # only now is there something to reset

@@ -50,7 +50,7 @@ class _Run:
         from torch import nn
 
         import loadmaster.train as lt
-        from loadmaster.train.cpu_device import CpuDevice
+        from loadmaster.shards.device.cpu_device import CpuDevice
 
         class Sleep(torch.autograd.Function):
             """Compute that takes its time: backward twice as long as forward."""

@@ -49,8 +49,8 @@ class Found:
 
 def calibrated(report: Report, found: Found) -> None:
     """Rates of the machine, the host's with duplex copies and the fused optimizer at once."""
-    from loadmaster.train.rates import calibrate
-    from loadmaster.train.runner import default_threads
+    from loadmaster.shards.plan.rates import calibrate
+    from loadmaster.train.execute.runner import default_threads
 
     rates = calibrate(num_threads=default_threads())
     found.rates = asdict(rates)
@@ -102,8 +102,8 @@ def smoke(report: Report, found: Found) -> None:
     import torch
 
     from benchmarks import train_lora
-    from loadmaster.train.cpu_device import CpuDevice
-    from loadmaster.train.cuda_device import CudaDevice
+    from loadmaster.shards.device.cpu_device import CpuDevice
+    from loadmaster.shards.device.cuda_device import CudaDevice
 
     there = torch.cuda.is_available()
     case = SMOKE if there else TINY
@@ -222,7 +222,7 @@ def _hidden(report: Report, told: list[Any]) -> None:
 def four_trials(report: Report, found: Found, case: Case = FULL) -> None:
     """Four trials in turn under the same cap, against one after another and against the limit."""
     import loadmaster.train as lt
-    from loadmaster.train.updater import HostUpdater
+    from loadmaster.shards.device.update_thread import HostUpdater
 
     device = device_of(case)
     updater, sequence = HostUpdater(), itertools.count()
@@ -286,7 +286,7 @@ def _four(
 
 
 def _rates(found: Found, case: Case) -> Any:
-    from loadmaster.train.rates import TYPICAL_GPU, Beside, Rates
+    from loadmaster.shards.plan.rates import TYPICAL_GPU, Beside, Rates
 
     rates = TYPICAL_GPU
     if found.rates is not None:
@@ -303,7 +303,7 @@ def _limit(found: Found, plan: Any, case: Case, *, at_once: bool = False) -> Any
     No step beats it: bus and optimizer count with what each does without the other. `at_once` takes what they
     do while copies both ways and the optimizer run together.
     """
-    from loadmaster.train.limits import limit
+    from loadmaster.shards.plan.step_limits import limit
 
     rates = _rates(found, case)
     if at_once and rates.beside is not None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from loadmaster.core.timeline import Timeline as Timeline
     from loadmaster.graph.capture import capture as capture
     from loadmaster.placers.registry import placer as placer
+    from loadmaster.shards.spec.trial import Trial as Trial
     from loadmaster.train.study import Study as Study
-    from loadmaster.train.trial import Trial as Trial
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _HOME = {
     "Status": "core.placement",
     "Study": "train.study",
     "Timeline": "core.timeline",
-    "Trial": "train.trial",
+    "Trial": "shards.spec.trial",
 }
 __all__ = sorted([*_HOME, "__version__"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from loadmaster.train.journal import read_journal
+from loadmaster.train.disk.journal import read_journal
 from tests.train.test_kill import Slowly, hashes, in_child
 from tests.train.test_shard_study import TRIALS, study
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from loadmaster.train.trial import Trial
+from loadmaster.shards.spec.trial import Trial
 
 WIDTH, NUM_LAYERS = 16, 6
 

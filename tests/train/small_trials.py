@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loadmaster.train.trial import Trial
+from loadmaster.shards.spec.trial import Trial
 
 
 class Rows:
@@ -69,7 +69,7 @@ def digest(state: Mapping[str, torch.Tensor]) -> str:
 
 def plainly(one: Trial) -> str:
     """The weights' hash after the loop everybody writes, with the seeds that trials use."""
-    from loadmaster.train.loaders import epoch_seed
+    from loadmaster.shards.model.loaders import epoch_seed
 
     torch.manual_seed(one.seed)
     model = one.build()

@@ -10,13 +10,14 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.train.arena import Arena, Booked
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.live_bytes import LiveBytes
-from loadmaster.train.partition import make_plan
-from loadmaster.train.places import Need, Places
-from loadmaster.train.rates import TYPICAL_GPU, Rates
-from loadmaster.train.state import build
+from loadmaster.shards.device.arena import Arena, Booked
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.shards.model.built_model import build
+from loadmaster.shards.model.live_bytes import LiveBytes
+from loadmaster.shards.plan.partition import make_plan
+from loadmaster.shards.plan.rates import TYPICAL_GPU, Rates
+from loadmaster.shards.plan.slot_needs import Need
+from loadmaster.train.execute.device_slots import Places
 
 
 def _arena(cap_bytes: int) -> Arena:

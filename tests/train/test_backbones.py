@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import loadmaster.train as lt
-from loadmaster.train.backbones import FOLDER
+from loadmaster.train.disk.backbone_files import FOLDER
 from tests.train.lora_trials import build, lora
 from tests.train.small_trials import digest
 from tests.train.test_study import Stop

@@ -9,8 +9,8 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
-from loadmaster.train.blocks import chain_of
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.shards.model.blocks import chain_of
 
 
 class UNet(nn.Module):
@@ -188,7 +188,7 @@ def _usual() -> nn.Module:
 def test_a_build_without_memory_gives_the_numbers_of_a_plain_one_or_is_not_taken(
     build: Any, empty: bool, precision: Any
 ) -> None:
-    from loadmaster.train import state
+    from loadmaster.train.execute import trial_state as state
 
     made = torch.Generator().manual_seed(1)
     data = [(torch.randn(6, 8, generator=made), torch.randint(4, (6,), generator=made))] * 3

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
-from loadmaster.train import checkpoints
-from loadmaster.train.checkpoints import FACTS, MODEL, STATE, Saved, Snapshot, load, save, sweep
-from loadmaster.train.journal import DiskFullError
-from loadmaster.train.tensor_files import read_tensors
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.disk.checkpoints import FACTS, MODEL, STATE, Saved, Snapshot, load, save, sweep
+from loadmaster.train.disk.journal import DiskFullError
+from loadmaster.train.disk.tensor_files import read_tensors
 
 
 def snapshot(step: int = 3) -> Snapshot:

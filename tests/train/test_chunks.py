@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.chunks import chunk_places, chunks, divided, ring_size
-from loadmaster.train.state import build, hold
+from loadmaster.shards.model.built_model import build
+from loadmaster.shards.plan.ring_chunks import chunk_places, chunks, divided, ring_size
+from loadmaster.train.execute.trial_state import hold
 
 
 def _pieces() -> list[Any]:

@@ -11,11 +11,11 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.train import state
-from loadmaster.train.blocks import chain_of
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.partition import make_plan
-from loadmaster.train.runner import default_rates
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.plan.partition import make_plan
+from loadmaster.train.execute import trial_state as state
+from loadmaster.train.execute.runner import default_rates
 
 _LAYERS, _WIDTH, _LENGTH = 5, 16, 6
 _CAUSAL = nn.Transformer.generate_square_subsequent_mask(_LENGTH)

@@ -9,9 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.blocks import chain_of
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.layout import lay_out
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.plan.layout import lay_out
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),

@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
 from loadmaster.core.errors import RunError, VerifyError  # noqa: E402
-from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+from loadmaster.shards.device.cpu_device import CpuDevice  # noqa: E402
 from tests.train.small_trials import Rows  # noqa: E402
 from tests.train.test_silence import CAP, WIDTH, data, layers, mse, sgd  # noqa: E402
 
@@ -241,7 +241,7 @@ def test_the_numbers_are_those_without_the_check_and_nothing_is_left_of_it(more:
 def test_a_model_too_large_for_the_memory_that_is_free_is_not_checked_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("loadmaster.train.first_step.free_host_bytes", lambda: 4000)
+    monkeypatch.setattr("loadmaster.train.execute.first_step.free_host_bytes", lambda: 4000)
     runner, device = opened(trial(lambda: nn.Sequential(*layers())))
     list(runner.steps(device, 1))
     assert runner.verified.startswith("not checked: a plain step takes")
@@ -314,7 +314,7 @@ def test_a_study_fails_that_trial_alone_records_both_and_trains_it_when_told(tmp
 
 
 def test_a_member_of_a_group_that_would_be_trained_otherwise_fails_alone() -> None:
-    from loadmaster.train.group import open_group, steps
+    from loadmaster.train.backbone.group import open_group, steps
     from tests.train.lora_trials import NUM_LAYERS, lora
     from tests.train.lora_trials import build as made
     from tests.train.lora_trials import loss as usual
@@ -355,7 +355,7 @@ def test_a_member_of_a_group_that_would_be_trained_otherwise_fails_alone() -> No
 def test_on_a_gpu_what_is_right_passes_what_is_wrong_fails_and_the_numbers_stay(
     precision: str, cap_bytes: int
 ) -> None:
-    from loadmaster.train.cuda_device import CudaDevice
+    from loadmaster.shards.device.cuda_device import CudaDevice
 
     def build() -> nn.Module:
         parts = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Dropout(0.1)) for _ in range(24)]

@@ -7,10 +7,10 @@ import torch
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError, InputError
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.group import Group, open_group, steps
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.train.backbone.group import Group, open_group, steps
+from loadmaster.train.execute.trial_state import TrialState
 from loadmaster.train.shard_engine import ShardEngine
-from loadmaster.train.state import TrialState
 from tests.train.lora_trials import NUM_LAYERS, WIDTH, lora, tokens
 
 SHARD_BYTES = WIDTH * WIDTH * 4
@@ -173,8 +173,8 @@ def test_a_study_puts_adapter_trials_on_one_backbone_and_each_ends_with_its_own_
 
 
 def test_a_member_whose_steps_were_done_ahead_is_seen_where_its_study_thinks_it_is() -> None:
-    from loadmaster.train.group_runner import Groups
-    from loadmaster.train.state import build
+    from loadmaster.shards.model.built_model import build
+    from loadmaster.train.backbone.group_runner import Groups
 
     device = _device()
     groups = Groups()

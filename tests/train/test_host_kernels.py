@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from loadmaster.train import host_kernels
-from loadmaster.train.host_kernels import adam_step, table_of, worker_cores
+from loadmaster.shards.device import host_kernels
+from loadmaster.shards.device.host_kernels import adam_step, table_of, worker_cores
 
 
 @pytest.mark.parametrize("apart", [0, 32])  # bytes: whether the copy begins with a cache line
@@ -119,8 +119,8 @@ import torch
 torch.set_num_threads(1)
 from torch import nn
 import loadmaster.train as lt
-from loadmaster.train import host_kernels
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device import host_kernels
+from loadmaster.shards.device.cpu_device import CpuDevice
 x = torch.ones(4, 16)
 def trial(fused):
     return lt.Trial(name="t", build=lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),

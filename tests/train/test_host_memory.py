@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadmaster.train.store import host_memory
-from loadmaster.train.study_plan import _free_of_container_bytes
+from loadmaster.shards.device.host_bytes import _free_of_container_bytes
+from loadmaster.shards.plan.host_store import host_memory
 
 _PROGRAM = '''
 import json, gc, sys
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 torch.set_num_threads(1)
 import loadmaster.train as lt
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device.cpu_device import CpuDevice
 
 PLAIN = {plain}
 
@@ -127,7 +127,7 @@ def test_a_fork_has_the_memory_of_a_cpu_run_and_not_that_of_a_gpu(for_gpu: bool)
     text = f"""
 import os, torch
 torch.set_num_threads(1)
-from loadmaster.train.store import host_memory
+from loadmaster.shards.plan.host_store import host_memory
 memory = host_memory(1 << 16, for_gpu={for_gpu})
 memory.fill_(3)
 child = os.fork()

@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from loadmaster.train.host_kernels import adam_step, table_of
-from loadmaster.train.host_rates import make_pieces, rates_beside
+from loadmaster.shards.device.host_kernels import adam_step, table_of
+from loadmaster.shards.plan.host_rates import make_pieces, rates_beside
 
 _NUM_PARAMS = 64 * 1024
 

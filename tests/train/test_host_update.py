@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train import host_kernels, update
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device import host_kernels, update
+from loadmaster.shards.device.cpu_device import CpuDevice
 
 WIDTH = 16
 

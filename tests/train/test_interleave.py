@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.updater import HostUpdater
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.shards.device.update_thread import HostUpdater
 
 WIDTH, SHARDS = 16, 12
 

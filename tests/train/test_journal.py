@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadmaster.train.journal import DURABLE, DiskFullError, Journal, JournalError, read_journal
+from loadmaster.train.disk.journal import DURABLE, DiskFullError, Journal, JournalError, read_journal
 
 
 def written(path: Path, num: int = 6) -> bytes:

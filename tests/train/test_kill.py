@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from loadmaster.train.journal import read_journal
-from loadmaster.train.searchers import SuccessiveHalving
+from loadmaster.train.coordination.searchers import SuccessiveHalving
+from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial

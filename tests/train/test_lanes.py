@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.cpu_device import CpuDevice, HostEvent
-from loadmaster.train.streams import Copy
+from loadmaster.shards.device.cpu_device import CpuDevice, HostEvent
+from loadmaster.shards.device.streams import Copy
 
 
 def test_gradients_land_while_stepped_state_waits_for_its_update() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.train.arena import Arena
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device.arena import Arena
+from loadmaster.shards.device.cpu_device import CpuDevice
 
 WIDTH, SHARDS = 64, 12
 WEIGHT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.loaders import Feed, LoaderError, check_source, with_timeout
+from loadmaster.shards.model.loaders import Feed, LoaderError, check_source, with_timeout
 
 
 class Stateful:

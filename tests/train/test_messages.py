@@ -10,7 +10,7 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
-from loadmaster.train.result import Status
+from loadmaster.train.coordination.result import Status
 from tests.train.small_trials import trial
 
 
@@ -76,7 +76,7 @@ def test_a_disk_that_really_takes_no_more_is_said_and_nothing_is_lost(tmp_path: 
     import resource
     import signal
 
-    from loadmaster.train.journal import DiskFullError
+    from loadmaster.train.disk.journal import DiskFullError
     from tests.train.plain_engine import Plain
     from tests.train.small_trials import digest, plainly
     from tests.train.test_kill import in_child

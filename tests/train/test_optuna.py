@@ -7,7 +7,7 @@ import pytest
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
-from loadmaster.train.result import Status
+from loadmaster.train.coordination.result import Status
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 from tests.train.test_study import Stop

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="training needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
-from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+from loadmaster.shards.device.cpu_device import CpuDevice  # noqa: E402
 from tests.train.lora_trials import lora  # noqa: E402
 
 WIDTH = 16
@@ -113,7 +113,7 @@ def test_counted_draws_are_those_of_the_reference(more: dict[str, Any]) -> None:
 
 
 def test_trials_of_a_group_have_draws_of_their_own() -> None:
-    from loadmaster.train.group import open_group, steps
+    from loadmaster.train.backbone.group import open_group, steps
 
     class Jumpy(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.blocks import chain_of
-from loadmaster.train.profile import profile
+from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model.profile import profile
 
 BATCH, LENGTH, WIDTH, HEADS, SHARED = 3, 5, 32, 4, 2
 

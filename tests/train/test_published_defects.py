@@ -14,7 +14,7 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError, InputError
-from loadmaster.train.cpu_device import CpuDevice
+from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.train.shard_engine import ShardEngine
 
 WIDTH = 32
@@ -285,8 +285,8 @@ def test_r26_devices_are_found_not_assumed() -> None:
 
 
 def test_r28_a_rate_is_the_middle_of_five_or_more_after_a_warm_up() -> None:
-    from loadmaster.train.host_rates import idle, make_pieces, rates_beside
-    from loadmaster.train.rates import Rates
+    from loadmaster.shards.plan.host_rates import idle, make_pieces, rates_beside
+    from loadmaster.shards.plan.rates import Rates
 
     found = rates_beside(make_pieces(1, 4096), idle, num_threads=1)
     assert len(found) >= 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadmaster.train.result import Status
+from loadmaster.train.coordination.result import Status
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
@@ -56,7 +56,7 @@ def test_two_actors_train_to_the_weights_of_the_plain_loop(cluster: None, tmp_pa
 
 
 def test_an_actor_that_is_killed_is_replaced_and_its_trial_goes_on(cluster: None, tmp_path: Path) -> None:
-    from loadmaster.train.coordinator import Coordinator
+    from loadmaster.train.coordination.coordinator import Coordinator
 
     trials = [trial("a"), trial("b", lr=0.1)]
     seen: list[Coordinator] = []

@@ -226,7 +226,7 @@ def test_workers_of_a_killed_study_do_not_hold_its_folder(tmp_path: Path) -> Non
 
 
 def test_a_folder_is_still_for_one_at_a_time(tmp_path: Path) -> None:
-    from loadmaster.train.folder_lock import locked
+    from loadmaster.train.disk.folder_lock import locked
 
     with locked(tmp_path):
         with pytest.raises(FileError, match="in use"), locked(tmp_path):

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import loadmaster.train as lt
-from loadmaster.train.forecast import forecast
-from loadmaster.train.pace import Pace
-from loadmaster.train.result import Status
-from loadmaster.train.scheduler import Standing
+from loadmaster.train.coordination.pace import Pace
+from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.scheduler import Standing
+from loadmaster.train.coordination.study_forecast import forecast
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import Rows, digest, plainly, trial
@@ -90,7 +90,7 @@ def test_r18_not_one_batch_more_is_drawn_than_trained(tmp_path: Path) -> None:
 
 
 def test_r19_remaining_time_is_right_at_the_border_of_an_epoch(tmp_path: Path) -> None:
-    from loadmaster.train.coordinator import Coordinator
+    from loadmaster.train.coordination.coordinator import Coordinator
 
     seen: list[tuple[int, int]] = []
     holder: list[Coordinator] = []

@@ -9,8 +9,8 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.metered_device import MeteredDevice
+from loadmaster.shards.device.cpu_device import CpuDevice
+from tests.train.metered_device import MeteredDevice
 
 WIDTH, ROWS = 64, 32
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loadmaster.train.forecast import Forecast, forecast
-from loadmaster.train.scheduler import Standing, choose, lower_bound_s, quantum
+from loadmaster.train.coordination.scheduler import Standing, choose, lower_bound_s, quantum
+from loadmaster.train.coordination.study_forecast import Forecast, forecast
 
 Instance = list[list[list[float]]]  # [trial][minibatch][unit] seconds
 

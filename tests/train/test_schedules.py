@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from loadmaster.train.disk.json_values import told, untold
 from loadmaster.train.plain_loop import reference
-from loadmaster.train.plain_values import told, untold
 from loadmaster.train.shard_engine import num_steps
 from loadmaster.train.study import Study
 from tests.train.small_trials import trial

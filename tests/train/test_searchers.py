@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.journal import read_journal
-from loadmaster.train.result import Status
-from loadmaster.train.searchers import Asha, Decision, Entrant, RunAll, Searcher, SuccessiveHalving
+from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.searchers import (
+    Asha,
+    Decision,
+    Entrant,
+    RunAll,
+    Searcher,
+    SuccessiveHalving,
+)
+from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import DeviceMemoryError
+from loadmaster.shards.spec.trial import Trial
+from loadmaster.train.coordination.searchers import SuccessiveHalving
 from loadmaster.train.plain_loop import reference
-from loadmaster.train.searchers import SuccessiveHalving
 from loadmaster.train.study import Study
-from loadmaster.train.trial import Trial
 from tests.train.small_trials import Rows, digest, score
 from tests.train.test_study import Stop
 

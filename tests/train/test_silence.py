@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
 from loadmaster.core.errors import InputError, RunError  # noqa: E402
-from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+from loadmaster.shards.device.cpu_device import CpuDevice  # noqa: E402
 
 WIDTH = 16
 CAP = 13_000  # less than three layers of that width take, with what they need to run

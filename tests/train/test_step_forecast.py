@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.train.limits import limit
-from loadmaster.train.partition import make_plan
-from loadmaster.train.rates import Beside, Rates
-from loadmaster.train.state import build, sizes_of
-from loadmaster.train.step_forecast import _Engine, _Job, _speeds, forecast_step_s
+from loadmaster.shards.model.built_model import build
+from loadmaster.shards.plan.partition import make_plan
+from loadmaster.shards.plan.rates import Beside, Rates
+from loadmaster.shards.plan.sizes import sizes_of
+from loadmaster.shards.plan.step_forecast import _Engine, _Job, _speeds, forecast_step_s
+from loadmaster.shards.plan.step_limits import limit
 
 _FAST = Rates(
     device="cuda", flops_per_s=1e18, up_bytes_per_s=1e18, down_bytes_per_s=1e18, host_bytes_per_s=1e18,

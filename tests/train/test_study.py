@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from loadmaster.core.errors import FileError, InputError, LoadmasterError, RunError
-from loadmaster.train.events import CsvLogger, JsonlLogger
-from loadmaster.train.folder_lock import locked
-from loadmaster.train.journal import DiskFullError, read_journal
-from loadmaster.train.result import Status
+from loadmaster.train.coordination.callbacks import CsvLogger, JsonlLogger
+from loadmaster.train.coordination.result import Status
+from loadmaster.train.disk.folder_lock import locked
+from loadmaster.train.disk.journal import DiskFullError, read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import Rows, build, digest, plainly, trial
@@ -222,7 +222,7 @@ def test_a_full_disk_is_said_and_the_next_call_goes_on(
 ) -> None:
     import errno
 
-    from loadmaster.train import checkpoints
+    from loadmaster.train.disk import checkpoints
 
     write, calls = checkpoints.write_tensors, [0]
 

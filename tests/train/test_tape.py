@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import loadmaster.train as lt
-from loadmaster.train import group as groups
-from loadmaster.train.belt import Belt
-from loadmaster.train.cpu_device import CpuDevice
-from loadmaster.train.group import Group, open_group, steps
-from loadmaster.train.member import Member
-from loadmaster.train.tape import Tape
+from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.train.backbone import group as groups
+from loadmaster.train.backbone.cuda_graphs import Tape
+from loadmaster.train.backbone.group import Group, open_group, steps
+from loadmaster.train.backbone.group_member_executor import Member
+from loadmaster.train.backbone.weight_stream import Belt
 from tests.train.lora_trials import NUM_LAYERS, build, lora
 
 EACH_BLOCK = list(range(NUM_LAYERS + 2))

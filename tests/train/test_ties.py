@@ -9,7 +9,7 @@ from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
 from loadmaster.core.errors import InputError  # noqa: E402
-from loadmaster.train.cpu_device import CpuDevice  # noqa: E402
+from loadmaster.shards.device.cpu_device import CpuDevice  # noqa: E402
 from tests.train.small_trials import trial  # noqa: E402
 from tests.train.test_silence import WIDTH, equal, layers, sharded  # noqa: E402
 
@@ -120,7 +120,7 @@ def test_attributes_that_forward_sets_are_those_of_a_plain_loop() -> None:
 
 
 def test_a_group_refuses_one_model_given_twice() -> None:
-    from loadmaster.train.group import open_group
+    from loadmaster.train.backbone.group import open_group
     from tests.train.lora_trials import lora
 
     model = lora("x").build()

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import loadmaster.train as lt
-from loadmaster.train.blocks import chain_of
-from loadmaster.train.cuda_device import CudaDevice
-from loadmaster.train.group import open_group, steps
-from loadmaster.train.layout import lay_out
+from loadmaster.shards.device.cuda_device import CudaDevice
+from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.plan.layout import lay_out
+from loadmaster.train.backbone.group import open_group, steps
 from tests.train.lora_trials import NUM_LAYERS, build, lora
 from tests.train.test_equality import CUTS, MODELS, OPTIMIZERS
 from tests.train.test_profile import attentive

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from loadmaster.core.errors import InputError
-from loadmaster.train import workers
-from loadmaster.train.journal import read_journal
-from loadmaster.train.result import Status
+from loadmaster.train.coordination import process_workers as workers
+from loadmaster.train.coordination.messages import Lost, Release, Released, Stepped, Task, Turned
+from loadmaster.train.coordination.process_workers import FolderParcel, ProcessCrew, by_value
+from loadmaster.train.coordination.result import Status
+from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
-from loadmaster.train.tasks import Lost, Release, Released, Stepped, Task, Turned
-from loadmaster.train.workers import FolderParcel, ProcessCrew, by_value
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 
@@ -123,7 +123,7 @@ def test_a_trial_moves_between_processes_at_a_step_boundary_bit_for_bit(tmp_path
         crew.send(1, Task(trial="a", fence=3, num_steps=99, parcel=released.parcel, generation=1))
         device, turned = drained(crew, Turned)
         assert (device, turned.step, turned.finished) == (1, 20, True)
-        from loadmaster.train.checkpoints import load
+        from loadmaster.train.disk.checkpoints import load
 
         assert digest(load(tmp_path, turned.saved).model) == plainly(one)
         os.kill(crew.process_ids[0], signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_a_trial_moves_between_processes_at_a_step_boundary_bit_for_bit(tmp_path
 
 
 def test_events_under_an_old_fencing_number_change_nothing(tmp_path: Path) -> None:
-    from loadmaster.train.coordinator import Coordinator
+    from loadmaster.train.coordination.coordinator import Coordinator
 
     seen: list[Coordinator] = []
 

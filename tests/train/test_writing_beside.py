@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from loadmaster.train import checkpoints
-from loadmaster.train.checkpoints import Snapshot
-from loadmaster.train.journal import DiskFullError, read_journal
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.disk.background_writer import copied, copy_bytes
+from loadmaster.train.disk.checkpoints import Snapshot
+from loadmaster.train.disk.journal import DiskFullError, read_journal
 from loadmaster.train.study import Study
-from loadmaster.train.writer import copied, copy_bytes
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 

@@ -34,7 +34,7 @@ def command(
     """
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.io import require_writable
-    from loadmaster.train.result import Status
+    from loadmaster.train.coordination.result import Status
 
     if trace is not None:
         require_writable(trace)

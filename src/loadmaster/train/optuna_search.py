@@ -15,8 +15,8 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.io import write_bytes
-from loadmaster.train.result import Result
-from loadmaster.train.searchers import Decision, Entrant, value_of
+from loadmaster.train.coordination.result import Result
+from loadmaster.train.coordination.searchers import Decision, Entrant, value_of
 from loadmaster.train.study import Study
 
 

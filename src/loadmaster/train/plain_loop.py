@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from loadmaster.train import randomness
-from loadmaster.train.blocks import Chain, call, chain_of
-from loadmaster.train.data import moved
-from loadmaster.train.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.model import randomness
+from loadmaster.shards.model.blocks import Chain, call, chain_of
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.train.execute.micro_batches import moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)

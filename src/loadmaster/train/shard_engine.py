@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
-from loadmaster.train.engine import Runner, TrialPlan
-from loadmaster.train.rates import Rates
-from loadmaster.train.study_plan import free_host_bytes
-from loadmaster.train.ties import Owners
-from loadmaster.train.trial import Trial
+from loadmaster.shards.device.host_bytes import free_host_bytes
+from loadmaster.shards.model.shared_storage import Owners
+from loadmaster.shards.plan.rates import Rates
+from loadmaster.shards.spec.engine import Runner, TrialPlan
+from loadmaster.shards.spec.trial import Trial
 
 _NAME = re.compile(r"cpu(#\d+)?|cuda(:\d+)?(#\d+)?")
 _OF_A_GPU = 0.9  # of its memory, where no cap is given
@@ -70,8 +70,8 @@ class ShardEngine:
 
     def open_device(self, name: str) -> Any:
         """The device, with its arena and streams, in this process."""
-        from loadmaster.train.cpu_device import CpuDevice
-        from loadmaster.train.cuda_device import CudaDevice
+        from loadmaster.shards.device.cpu_device import CpuDevice
+        from loadmaster.shards.device.cuda_device import CudaDevice
 
         if name.startswith("cuda"):
             real = name.partition("#")[0]
@@ -88,8 +88,8 @@ class ShardEngine:
 
     def open_runner(self, trial: Trial, device: Any) -> Runner:
         """A trial at its beginning; updates of all trials of a process share one thread and one order."""
-        from loadmaster.train.runner import open_runner
-        from loadmaster.train.updater import HostUpdater
+        from loadmaster.shards.device.update_thread import HostUpdater
+        from loadmaster.train.execute.runner import open_runner
 
         grouped = self._grouped(trial, device)
         if grouped is not None:
@@ -103,9 +103,9 @@ class ShardEngine:
 
     def _grouped(self, trial: Trial, device: Any) -> Runner | None:
         """A runner on a shared backbone, where most of a model is frozen and a group of it fits."""
-        from loadmaster.train.frozen import has_backbone
-        from loadmaster.train.group_runner import Groups
-        from loadmaster.train.state import build
+        from loadmaster.shards.model.built_model import build
+        from loadmaster.train.backbone.frozen_weights import has_backbone
+        from loadmaster.train.backbone.group_runner import Groups
 
         if trial.name not in self._backbones or trial.name in self._alone:
             return None
@@ -120,11 +120,12 @@ class ShardEngine:
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
-        from loadmaster.train.group_forecast import sketch
-        from loadmaster.train.partition import make_plan
-        from loadmaster.train.refusals import options_of
-        from loadmaster.train.runner import default_rates
-        from loadmaster.train.state import build, sizes_of
+        from loadmaster.shards.model.built_model import build
+        from loadmaster.shards.model.refusals import options_of
+        from loadmaster.shards.plan.partition import make_plan
+        from loadmaster.shards.plan.sizes import sizes_of
+        from loadmaster.train.backbone.group_forecast import sketch
+        from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
@@ -165,8 +166,8 @@ class ShardEngine:
 
     def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
         """The plans of all trials, those on one frozen backbone as they will run: as a group."""
-        from loadmaster.train.group_forecast import together
-        from loadmaster.train.runner import default_rates
+        from loadmaster.train.backbone.group_forecast import together
+        from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
@@ -184,7 +185,7 @@ class ShardEngine:
 
     def _noted(self, trial: Trial, built: Any) -> int:
         """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
-        from loadmaster.train.frozen import digest, frozen_numbers, has_backbone
+        from loadmaster.train.backbone.frozen_weights import digest, frozen_numbers, has_backbone
 
         if not has_backbone(built.chain):
             return 0

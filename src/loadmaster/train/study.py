@@ -20,22 +20,22 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.train.book import Book, Entry
-from loadmaster.train.coordinator import Coordinator
-from loadmaster.train.crew import Crew, InlineCrew
-from loadmaster.train.engine import Engine, TrialPlan
-from loadmaster.train.events import Audience
-from loadmaster.train.folder_lock import locked
-from loadmaster.train.journal import Journal, read_journal
-from loadmaster.train.loaders import check_source, with_timeout
-from loadmaster.train.pace import Pace
-from loadmaster.train.referee import Referee
-from loadmaster.train.result import Result, TrialResult
-from loadmaster.train.searchers import RunAll, Searcher
-from loadmaster.train.study_plan import StudyPlan, study_plan
-from loadmaster.train.trial import Trial, user_code
-from loadmaster.train.whereabouts import Places
-from loadmaster.train.worker import Worker
+from loadmaster.shards.model.loaders import check_source, with_timeout
+from loadmaster.shards.spec.engine import Engine, TrialPlan
+from loadmaster.shards.spec.trial import Trial, user_code
+from loadmaster.train.coordination.callbacks import Audience
+from loadmaster.train.coordination.coordinator import Coordinator
+from loadmaster.train.coordination.device_worker import Worker
+from loadmaster.train.coordination.host_memory import Places
+from loadmaster.train.coordination.pace import Pace
+from loadmaster.train.coordination.referee import Referee
+from loadmaster.train.coordination.result import Result, TrialResult
+from loadmaster.train.coordination.searchers import RunAll, Searcher
+from loadmaster.train.coordination.study_plan import StudyPlan, study_plan
+from loadmaster.train.coordination.study_state import Book, Entry
+from loadmaster.train.coordination.worker_pool import Crew, InlineCrew
+from loadmaster.train.disk.folder_lock import locked
+from loadmaster.train.disk.journal import Journal, read_journal
 
 _FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
 _LAUNCHERS = ("auto", "inline", "processes", "ray")
@@ -150,7 +150,7 @@ class Study:
 
     def _device_names(self, engine: Engine) -> list[str]:
         if self.launcher == "ray" and self._devices == "auto":
-            from loadmaster.train.ray_launcher import ray_device_names
+            from loadmaster.train.coordination.ray_workers import ray_device_names
 
             return ray_device_names()
         return engine.device_names(self._devices)
@@ -216,11 +216,11 @@ class Study:
         if launcher == "auto":
             launcher = "inline" if len(plan.devices) == 1 else "processes"
         if launcher == "processes":
-            from loadmaster.train.workers import ProcessCrew
+            from loadmaster.train.coordination.process_workers import ProcessCrew
 
             return ProcessCrew(self.engine(), trials, plan.devices, root)
         if launcher == "ray":
-            from loadmaster.train.ray_launcher import RayCrew
+            from loadmaster.train.coordination.ray_workers import RayCrew
 
             return RayCrew(self.engine(), trials, plan.devices)
         return InlineCrew(

@@ -1,0 +1,1 @@
+"""Models cut into shards under a memory cap: described, sized, planned, forecast. Trains nothing. [torch]"""

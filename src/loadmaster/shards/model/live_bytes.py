@@ -1,0 +1,144 @@
+"""Device memory the units of each block take, on fake tensors: every tensor an op makes, until it dies.
+
+What an op takes for itself while it runs (a workspace of a library) is not seen; plans keep a reserve for it.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from loadmaster.shards.model.blocks import Chain, call
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made while it is on: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, then count what it made."""
+        given = {s._cdata for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
+        out = func(*args, **(kwargs or {}))
+        for storage in map(_storage, tree_leaves(out)):
+            if storage is not None and storage._cdata not in given and storage._cdata not in self._seen:
+                self.note(storage)
+        return out
+
+    def note(self, storage: Any) -> None:
+        """Count a tensor's memory until it dies."""
+        key, size = storage._cdata, int(storage.nbytes())
+        self._seen.add(key)
+        self.now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._gone, key, size).atexit = False
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now_bytes -= size
+
+
+def _storage(leaf: Any) -> Any:
+    return leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPeaks:
+    """Bytes beside weights and the block's input."""
+
+    forward: tuple[int, ...]  # [block] at most, without gradients
+    kept: tuple[int, ...]  # [block] after a forward with gradients: what backward needs, and the output
+    backward: tuple[int, ...]  # [block] at most over forward and backward, gradients of weights included
+
+
+def block_peaks(
+    trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: Sequence[torch.Tensor]
+) -> BlockPeaks:
+    """Run every block forward, and forward and backward; the last one with the loss."""
+    dtype, device = COMPUTE_DTYPE[trial.precision], parameters[0].device.type
+    rows: list[tuple[int, int, int]] = []
+    value = inputs
+    last = len(chain.blocks) - 1
+    known: dict[object, tuple[tuple[int, int, int], Any]] = {}
+    for index, block in enumerate(chain.blocks):
+        kind = None if index in (0, last) else (type_of(block), shape_of(value))
+        if kind in known:  # each type of block once
+            row, value = known[kind]
+            rows.append(row)
+            continue
+        autocast = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        given = tree_map(_copied, value)
+        with torch.no_grad(), autocast, LiveBytes() as live:
+            out = call(block, given, first=index == 0)
+        forward = live.peak_bytes
+        del out, given
+        given = tree_map(_leaf, value)
+        live = LiveBytes()
+        with autocast, live:
+            out = call(block, given, first=index == 0)
+            loss = trial.loss(out, targets) if index == last else None
+        kept = live.now_bytes
+        value = tree_map(_detached, out)
+        with live:
+            if loss is not None:
+                loss.backward()
+            else:
+                _backward(out)
+        rows.append((forward, kept, live.peak_bytes))
+        known[kind or index] = rows[-1], value
+        for parameter in parameters:
+            parameter.grad = None
+        del out, loss, given
+    return BlockPeaks(*zip(*rows, strict=True))
+
+
+def type_of(block: torch.nn.Module) -> object:
+    """Equal for blocks that compute the same of tensors alike: modules, shapes, plain attributes."""
+    plain = (int, float, bool, str, bytes, tuple, type(None), torch.dtype)
+    return repr(block), tuple(
+        (
+            type(module),
+            tuple((n, v if isinstance(v, plain) else id(v)) for n, v in vars(module).items() if n[0] != "_"),
+            tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in module.named_parameters(recurse=False)),
+            tuple((n, t.shape, t.dtype) for n, t in module.named_buffers(recurse=False)),
+        )
+        for module in block.modules()
+    )
+
+
+def shape_of(tree: Any) -> object:
+    """Equal for trees of tensors alike."""
+    leaves, spec = tree_flatten(tree)
+    return str(spec), tuple(
+        (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else id(leaf)
+        for leaf in leaves
+    )
+
+
+def _backward(out: Any) -> None:
+    wanted = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _leaf(value: Any) -> Any:
+    """A tensor that wants a gradient and may be written into."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_().clone()
+    return value

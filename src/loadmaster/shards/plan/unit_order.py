@@ -1,0 +1,72 @@
+"""The order of a trial's units, and which of its pieces stream through places on the device.
+
+The order is known and comes again every step, so the next use of every piece is known too.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loadmaster.shards.plan.layout import Layout, Piece
+
+_LARGE = 1.5  # times the usual piece: it has a place of its own
+
+
+def unit_order(num_shards: int) -> list[tuple[str, int]]:
+    """F0 ... L ... B0."""
+    last = num_shards - 1
+    forward = [("F", shard) for shard in range(last)]
+    return [*forward, ("L", last), *(("B", shard) for shard in reversed(range(last)))]
+
+
+@dataclass(eq=False)
+class Order:
+    """The cyclic order of one trial's units, and where in it each streamed piece is used."""
+
+    layout: Layout
+    streamed: frozenset[int]
+    units: list[tuple[str, int]] = field(default_factory=list)
+    uses: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Where in the order each piece is used."""
+        self.units = unit_order(self.layout.num_shards)
+        for position, (_, shard) in enumerate(self.units):
+            for piece in self.layout.pieces_of[shard]:
+                if piece in self.streamed:
+                    self.uses.setdefault(piece, []).append(position)
+
+    def __len__(self) -> int:
+        """Units of a step."""
+        return len(self.units)
+
+    def next_use(self, piece: int, position: int) -> int:
+        """The first use at or after a position, counted over the end of a step."""
+        uses = self.uses[piece]
+        index = bisect_left(uses, position)
+        return uses[index] if index < len(uses) else uses[0] + len(self.units)
+
+    def pieces(self, position: int) -> list[int]:
+        """Streamed pieces of a unit."""
+        _, shard = self.units[position]
+        return [piece for piece in self.layout.pieces_of[shard] if piece in self.streamed]
+
+
+def split_sizes(sizes: Sequence[int], streamed: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Streamed pieces much larger than the usual one, largest first; and the others."""
+    if not streamed:
+        return [], []
+    ordered = sorted(sizes[piece] for piece in streamed)
+    usual = ordered[len(ordered) // 2]
+    large = [piece for piece in sorted(streamed) if sizes[piece] > _LARGE * usual]
+    rest = [piece for piece in sorted(streamed) if sizes[piece] <= _LARGE * usual]
+    return sorted(large, key=lambda piece: (-sizes[piece], piece)), rest
+
+
+def least_slots(layout: Layout, streamed: frozenset[int]) -> int:
+    """Places one unit needs at once."""
+    pieces: list[Piece] = list(layout.pieces)
+    return max(
+        (sum(p.index in streamed for p in pieces if shard in p.shards) for shard in range(layout.num_shards)),
+        default=0,
+    )

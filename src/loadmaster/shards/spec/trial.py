@@ -1,0 +1,133 @@
+"""A trial: one model, its data, its optimizer and how long to train it. Nothing is built here."""
+
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from loadmaster.core.errors import InputError, LoadmasterError, RunError, UnknownNameError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CALLABLES = ("build", "loss", "data", "optim")
+_LIBRARIES = ("site-packages", "dist-packages", "<eval_with_key>", str(Path(__file__).resolve().parents[2]))
+_OPTIONAL_CALLABLES = ("blocks", "lr_schedule", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """What to train; every field that names a thing to make is a function that makes it.
+
+    `data()` gives an iterable of (inputs, targets), one epoch each time; a tuple of inputs is spread over the
+    first block's arguments, a mapping becomes its keywords. `lr_schedule` takes the optimizer and gives a
+    scheduler, stepped after each optimizer step. `evaluate` takes a function from inputs to outputs (the
+    model in eval mode) and gives metrics by name. `replay` lets a GPU replay what the first steps recorded,
+    in groups on one frozen backbone: for models whose `forward` does the same at every step.
+    """
+
+    name: str
+    build: Callable[[], torch.nn.Module]
+    loss: Callable[[Any, Any], torch.Tensor]
+    data: Callable[[], Iterable[Any]]
+    optim: Callable[[Any], torch.optim.Optimizer]
+    blocks: Callable[[Any], Sequence[Any]] | None = None
+    lr_schedule: Callable[[Any], Any] | None = None
+    epochs: int = 1
+    max_steps: int | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    precision: Precision = "fp32"
+    seed: int = 0
+    evaluate: Callable[[Callable[[Any], Any]], Mapping[str, float]] | None = None
+    eval_every: int | None = None
+    rng: Literal["stream", "counter"] | None = None
+    on_nan: Literal["fail", "ignore"] = "fail"
+    replay: bool = False
+    unused: tuple[str, ...] = ()
+    verify: Literal["first-step", False] = "first-step"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained, before anything is built."""
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"a trial needs a name, not {self.name!r}")
+        for field in _CALLABLES:
+            self._needs_callable(field, optional=False)
+        for field in _OPTIONAL_CALLABLES:
+            self._needs_callable(field, optional=True)
+        for field in ("epochs", "accumulate"):
+            self._needs_count(field)
+        for field in ("max_steps", "eval_every"):
+            if getattr(self, field) is not None:
+                self._needs_count(field)
+        self._needs_choice("precision", tuple(COMPUTE_DTYPE))
+        self._needs_choice("on_nan", ("fail", "ignore"))
+        if self.verify is not False:
+            self._needs_choice("verify", ("first-step",))
+        if self.rng is not None:
+            self._needs_choice("rng", ("stream", "counter"))
+        if self.rng == "stream" and self.accumulate > 1:
+            raise InputError(
+                f"trial {self.name!r}: rng='stream' with accumulate={self.accumulate} draws in another order"
+                " than a plain loop, because a shard visits all micro-batches at once; leave rng out"
+            )
+        clip = self.clip_norm
+        if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
+            raise InputError(f"trial {self.name!r}: clip_norm must be a number above 0, not {clip!r}")
+
+    @property
+    def counted_rng(self) -> bool:
+        """Whether random numbers are seeded by (step, micro-batch, block), not drawn from one stream."""
+        return self.rng == "counter" or (self.rng is None and self.accumulate > 1)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether no parameter may change before every gradient is known."""
+        return self.clip_norm is not None or self.precision == "fp16"
+
+    def _needs_callable(self, field: str, *, optional: bool) -> None:
+        value = getattr(self, field)
+        if not callable(value) and not (optional and value is None):
+            hint = "; write data=lambda: loader" if field == "data" else ""
+            kind = type(value).__name__
+            raise InputError(f"trial {self.name!r}: {field} must be a function, not {kind}{hint}")
+
+    def _needs_count(self, field: str) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"trial {self.name!r}: {field} must be a whole number from 1, not {value!r}")
+
+    def _needs_choice(self, field: str, known: tuple[str, ...]) -> None:
+        if getattr(self, field) not in known:
+            raise UnknownNameError(f"{field} of trial {self.name!r}", str(getattr(self, field)), known)
+
+
+def numbers_of(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:
+    """What a trial's own evaluation says, as numbers by name."""
+    found = trial.evaluate(predict) if trial.evaluate is not None else {}
+    if not isinstance(found, Mapping):
+        raise RunError(
+            f"trial {trial.name!r}: evaluate must give numbers by name, such as {{'loss': 0.5}}, not"
+            f" {type(found).__name__}"
+        )
+    return {str(name): float(value) for name, value in found.items()}
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Before anything is trained, an exception of a trial's own functions is bad input: it says where."""
+    try:
+        yield
+    except (LoadmasterError, MemoryError):
+        raise
+    except Exception as problem:
+        frames = traceback.extract_tb(problem.__traceback__)
+        own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)]
+        where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        notes = "".join(f" ({note})" for note in getattr(problem, "__notes__", ()))
+        text = " ".join(str(problem).split())[:400] + notes
+        raise InputError(f"trial {name!r} raised {type(problem).__name__}{where}: {text}") from problem

@@ -1,0 +1,179 @@
+"""Callbacks and loggers: what a study tells while it runs.
+
+A callback has any of the methods of `Callback`; a method it does not have is not called. Loggers are
+callbacks that write files. They run in the coordinating process, between steps; one that raises ends the
+study cleanly: what was trained is saved first.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from loadmaster.core.errors import InputError, RunError
+
+
+class Callback(Protocol):
+    """What may be told; have those you want."""
+
+    def on_start(self, trials: Sequence[str]) -> None:
+        """The study begins, or goes on."""
+
+    def on_step(self, trial: str, done: Any) -> None:
+        """An optimizer step is done; `done` has step, epoch, loss, num_tokens, seconds and bytes moved."""
+
+    def on_device(self, device: str, trial: str, done: Any) -> None:
+        """The same, with the device it was done on."""
+
+    def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
+        """A trial was evaluated, and this was decided."""
+
+    def on_checkpoint(self, trial: str, step: int) -> None:
+        """A checkpoint counts from now on."""
+
+    def on_trial_end(self, trial: str, status: str, error: str) -> None:
+        """A trial is done, stopped or failed."""
+
+    def on_end(self, result: Any) -> None:
+        """Everything is done."""
+
+    def on_close(self) -> None:
+        """The call is over, however it ended."""
+
+
+HOOKS = (
+    "on_start",
+    "on_step",
+    "on_device",
+    "on_report",
+    "on_checkpoint",
+    "on_trial_end",
+    "on_end",
+    "on_close",
+)
+
+
+class Audience:
+    """All callbacks of a study, told in order."""
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        for each in callbacks:
+            if not any(callable(getattr(each, hook, None)) for hook in HOOKS):
+                raise InputError(f"callback {each!r} has none of the methods {', '.join(HOOKS)}")
+        self._hooks = {
+            hook: [h for c in callbacks if (h := getattr(c, hook, None)) is not None] for hook in HOOKS
+        }
+
+    def tell(self, hook: str, *facts: Any) -> None:
+        """Call one method of all callbacks."""
+        for each in self._hooks[hook]:
+            try:
+                each(*facts)
+            except Exception as problem:
+                who = type(getattr(each, "__self__", each)).__name__
+                raise RunError(
+                    f"callback {who}.{hook} raised {type(problem).__name__}: {problem}"
+                ) from problem
+
+
+_COLUMNS = ("trial", "kind", "step", "epoch", "loss", "num_tokens", "seconds", "bytes_up", "bytes_down")
+
+
+class _FileLogger:
+    """Opens its file when the first row comes, to append: a resumed study goes on in the same file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: Any = None
+
+    def _opened(self) -> Any:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115
+        return self._file
+
+    def on_close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JsonlLogger(_FileLogger):
+    """One JSON object a line: steps, reports, ends."""
+
+    def on_step(self, trial: str, done: Any) -> None:
+        """A line for a step."""
+        self._write({"trial": trial, "kind": "step"} | {c: getattr(done, c) for c in _COLUMNS[2:]})
+
+    def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
+        """A line for a report."""
+        facts = {"trial": trial, "kind": "report", "step": step}
+        self._write(facts | {"metrics": dict(metrics), "decision": decision})
+
+    def on_trial_end(self, trial: str, status: str, error: str) -> None:
+        """A line for an end."""
+        self._write({"trial": trial, "kind": "end", "status": status, "error": error})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        print(json.dumps(finite(row)), file=self._opened(), flush=True)
+
+
+class CsvLogger(_FileLogger):
+    """One row a step, for a spreadsheet."""
+
+    def on_step(self, trial: str, done: Any) -> None:
+        """A row."""
+        file = self._opened()
+        table = csv.writer(file)
+        if file.tell() == 0:
+            table.writerow(_COLUMNS)
+        table.writerow([trial, "step", *(getattr(done, column) for column in _COLUMNS[2:])])
+        file.flush()
+
+
+class TensorBoardLogger:
+    """Loss and metrics for TensorBoard, a run for each trial; needs the package `tensorboard`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError(
+                "TensorBoardLogger needs TensorBoard; install it: pip install tensorboard"
+            ) from None
+        self._folder, self._make = Path(folder), SummaryWriter
+        self._writers: dict[str, Any] = {}
+
+    def on_step(self, trial: str, done: Any) -> None:
+        """The training loss."""
+        self._writer(trial).add_scalar("train/loss", done.loss, done.step)
+
+    def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
+        """Every metric."""
+        for name, value in metrics.items():
+            self._writer(trial).add_scalar(f"eval/{name}", value, step)
+
+    def on_close(self) -> None:
+        """Write out everything."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _writer(self, trial: str) -> Any:
+        from loadmaster.train.disk.checkpoints import folder_name
+
+        if trial not in self._writers:
+            self._writers[trial] = self._make(str(self._folder / folder_name(trial)))
+        return self._writers[trial]
+
+
+def finite(value: Any) -> Any:
+    """The value with null where JSON has no number."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,397 @@
+"""The loop of a study: one thread, one queue of events, no shared lists.
+
+device free   -> choose a trial (scheduler), send its worker a turn
+turn over     -> journal it; report to the searcher, journal what it decides
+written       -> a checkpoint counts; a trial that only waited for its last one is at its end
+trial failed  -> journal it; the others go on
+worker lost   -> a new one; what it held goes back to its last checkpoint
+Ctrl-C        -> turns end at the next step boundary, everything is saved, then it stops
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadmaster.core.errors import LoadmasterError, RunError
+from loadmaster.shards.spec.engine import StepDone, TrialPlan
+from loadmaster.train.coordination.callbacks import Audience
+from loadmaster.train.coordination.checkpoint_saves import Saves
+from loadmaster.train.coordination.host_memory import Places
+from loadmaster.train.coordination.messages import (
+    Event,
+    Failed,
+    Halt,
+    Lost,
+    Parcel,
+    Release,
+    Released,
+    SaveFailed,
+    Stepped,
+    Task,
+    Turned,
+    Written,
+)
+from loadmaster.train.coordination.pace import Pace
+from loadmaster.train.coordination.referee import Referee
+from loadmaster.train.coordination.result import Span, Status
+from loadmaster.train.coordination.running_turn import Running, spans_of
+from loadmaster.train.coordination.scheduler import Standing, Turn, choose
+from loadmaster.train.coordination.study_state import ENDED, Book, Entry
+from loadmaster.train.coordination.worker_pool import Crew
+from loadmaster.train.disk import checkpoints
+
+_WAIT_S = 0.5
+_MOST_SPANS = 500_000
+_PATIENCE_S = 10.0
+_FENCES_OF_A_RUN = 10**9
+_MOST_DEATHS = 3  # of workers under one trial, before it is thought to be the reason
+
+
+@dataclass
+class Coordinator:
+    """Runs all trials of a study to their ends."""
+
+    names: Sequence[str]
+    device_names: Sequence[str]
+    book: Book
+    crew: Crew
+    referee: Referee
+    plans: Mapping[str, TrialPlan]
+    places: Places
+    pace: Pace
+    audience: Audience
+    root: Path  # of checkpoints
+    spans: list[Span] = field(default_factory=list)
+    halt_asked: bool = False
+    _running: dict[str, Running] = field(default_factory=dict)
+    _moving: dict[str, tuple[int, Turn]] = field(default_factory=dict)  # to which device, to do what
+    _ending: dict[str, Turned] = field(default_factory=dict)  # no step left, the last state is being written
+    _passed: dict[str, int] = field(default_factory=dict)
+    _deaths: dict[str, int] = field(default_factory=dict)
+    _trouble: Exception | None = None
+    _fence: int = 0
+    _began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """Fencing numbers of this run stand above those of every run before, committed or not."""
+        self.book.note("study", run=self.book.num_runs + 1)
+        self._fence = self.book.num_runs * _FENCES_OF_A_RUN
+        self._saves = Saves(self.root, self.book, self.pace, self.audience, self.places, self.plans)
+        self._saves.sweep(self.names)
+
+    def run(self) -> None:
+        """Until every trial is at its end, or the study is stopped; then everything is on disk."""
+        try:
+            self._loop()
+        except LoadmasterError as problem:
+            self._trouble = self._trouble or problem
+        if self.halt_asked or self._trouble is not None:
+            self._wind_down()
+        self._saves.close(_PATIENCE_S)
+        if self._trouble is not None:
+            raise self._trouble
+        if self.halt_asked:
+            raise KeyboardInterrupt
+
+    def _loop(self) -> None:
+        self._apply(self.referee.pending())
+        while not self.halt_asked and self._trouble is None:
+            self._dispatch()
+            if not self._running and not self._moving and not self._saves.pending:
+                if not self._unstick():
+                    return
+                continue
+            self._receive()
+
+    def _receive(self) -> None:
+        """One event, of a worker or of what this process writes."""
+        written = self._saves.finished(_WAIT_S if not self._running and not self._moving else 0.0)
+        found = self.crew.receive(_WAIT_S) if written is None else (-1, written)
+        if found is not None:
+            self._handle(*found)
+
+    def _dispatch(self) -> None:
+        """A turn for every free device that has one."""
+        for device in range(len(self.device_names)):
+            if device in self._busy():
+                continue
+            turn = choose(self._standings(), device, num_devices=len(self.device_names))
+            if turn is None:
+                return
+            self._give(device, turn)
+
+    def _busy(self) -> set[int]:
+        return {each.device for each in self._running.values()} | {to for to, _ in self._moving.values()}
+
+    def _standings(self) -> list[Standing]:
+        """Every trial that may run, as the scheduler sees it."""
+        found = []
+        for at, name in enumerate(self.names):
+            entry = self.book.entries[name]
+            limit = self.referee.limit(entry)
+            if entry.status in ENDED or limit is None or name in self._ending:
+                continue
+            running = name in self._running or name in self._moving
+            if not running and not self.places.admits(name):
+                continue
+            place = self.places.where.get(name)
+            found.append(
+                Standing(
+                    trial=at,
+                    num_left=max(1, limit - entry.step),
+                    step_s=self.pace.step_s(name),
+                    load_s=self.plans[name].load_s,
+                    device=place if isinstance(place, int) else None,
+                    running=running,
+                    num_passed=self._passed.get(name, 0),
+                )
+            )
+        return found
+
+    def _give(self, device: int, turn: Turn) -> None:
+        name = self.names[turn.trial]
+        for other in self.names:
+            self._passed[other] = self._passed.get(other, 0) + 1 if other != name else 0
+        place = self.places.where.get(name)
+        if isinstance(place, int) and place != device:
+            self._moving[name] = device, turn
+            self._fence += 1
+            self.crew.send(place, Release(name, self._fence))
+            return
+        self._start(device, turn)
+
+    def _start(self, device: int, turn: Turn) -> None:
+        name = self.names[turn.trial]
+        entry = self.book.entries[name]
+        stop = self.referee.next_stop(entry)
+        limit = self.pace.next_save(name, entry.step)
+        goal = stop if limit is None else min(stop, limit)
+        num_steps = min(turn.num_steps, max(0, goal - entry.step))
+        pending = self.referee.owes_report(entry)
+        if pending:
+            num_steps = 0
+        elif entry.step >= entry.num_steps:
+            num_steps = 1  # the runner says whether there is one
+        due = self._saves.due(name, entry.step + num_steps)
+        then = self.names[turn.then] if turn.then is not None else None
+        evaluate = pending or self.referee.wants_report(entry, entry.step + num_steps)
+        beside = self._saves.has_room(name)
+        self._send(device, name, num_steps=num_steps, evaluate=evaluate, save=due, beside=beside, then=then)
+
+    def _send(self, device: int, name: str, **told: Any) -> None:
+        """Give a trial's turn to a worker, with its state where the worker has it not."""
+        entry = self.book.entries[name]
+        place = self.places.where.get(name)
+        self._fence += 1
+        source: dict[str, Any] = {}
+        if isinstance(place, Parcel):
+            source = {"parcel": place}
+        elif place is None and not entry.committed:
+            source = {"fresh": True}
+        elif place is None and self.crew.writes_checkpoints:
+            source = {"restore": entry.committed[-1]}
+        elif place is None:
+            source = {"parcel": Parcel(checkpoints.load(self.root, entry.committed[-1]))}
+        number = self._saves.number(name) if self.crew.writes_checkpoints else 0
+        self.places.where[name] = device
+        self._running[name] = Running(device, self._fence)
+        self.crew.send(device, Task(trial=name, fence=self._fence, generation=number, **source, **told))
+
+    def _handle(self, device: int, event: Event) -> None:
+        match event:
+            case Lost():
+                self._lost(device, event.reason)
+            case Released():
+                self._released(event)
+            case Written():
+                self._written(event)
+            case _:
+                running = self._running.get(event.trial)
+                if running is None or running.fence != event.fence:
+                    return  # of a worker that was thought dead
+                self._of_turn(event, running)
+
+    def _of_turn(self, event: Stepped | Turned | Failed | SaveFailed, running: Running) -> None:
+        if isinstance(event, Stepped):
+            return self._stepped(event, running)
+        del self._running[event.trial]
+        match event:
+            case Turned():
+                self._turned(event, running)
+            case SaveFailed():
+                self._trouble = event.problem
+            case Failed():
+                self._failed(event, running.device)
+
+    def _stepped(self, event: Stepped, running: Running) -> None:
+        done: StepDone = event.done
+        running.add(done)
+        self.pace.measured(event.trial, done.seconds)
+        device = self.device_names[running.device]
+        if len(self.spans) < _MOST_SPANS:
+            self.spans.extend(spans_of(done, device=device, trial=event.trial, began=self._began))
+        self.audience.tell("on_step", event.trial, done)
+        self.audience.tell("on_device", device, event.trial, done)
+
+    def _turned(self, event: Turned, running: Running) -> None:
+        name = event.trial
+        entry = self.book.entries[name]
+        if event.step != entry.step:
+            loss = running.loss if running.loss is not None else entry.loss
+            facts = {"seconds": running.seconds, "num_tokens": running.num_tokens, "verified": event.verified}
+            self.book.note("turn", trial=name, step=event.step, loss=loss, **facts)
+        if event.saved is not None:
+            self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
+        elif event.saving or event.snapshot is not None:
+            self._saves.begun(event, running.device)
+            if event.finished:
+                self._ending[name] = event
+            if running.written is not None:
+                self._written(running.written)
+        if event.finished:
+            if event.saved is not None:
+                self._finished(event)
+        elif self.referee.wants_report(entry, event.step):
+            self._apply(self.referee.reported(entry, event.metrics))
+
+    def _finished(self, event: Turned) -> None:
+        """Its last state is on disk."""
+        self._apply(self.referee.finished(self.book.entries[event.trial], event.metrics))
+        self._end(event.trial, Status.DONE)
+
+    def _written(self, event: Written) -> None:
+        running = self._running.get(event.trial)
+        if running is not None and running.fence == event.fence:
+            running.written = event
+            return
+        problem = self._saves.take(event)
+        self._trouble = self._trouble or problem
+        ending = self._ending.get(event.trial)
+        if ending is not None and ending.fence == event.fence:
+            del self._ending[event.trial]
+            if event.saved is not None:
+                self._finished(ending)
+
+    def _apply(self, ended: Sequence[str]) -> None:
+        """Let go of the trials that the searcher stopped."""
+        for name in ended:
+            self._end(name, Status.STOPPED)
+
+    def _end(self, name: str, status: Status) -> None:
+        entry = self.book.entries[name]
+        step = max([entry.step, *entry.reports])  # it had been there before a crash
+        self.book.note("done", trial=name, status=str(status), step=step)
+        self._close(name)
+        self.audience.tell("on_trial_end", name, str(status), "")
+
+    def _close(self, name: str) -> None:
+        """Give a trial's memory back."""
+        place = self.places.where.get(name)
+        self.places.left(name)
+        if isinstance(place, int):
+            self._fence += 1
+            self.crew.send(place, Release(name, self._fence, drop=True))
+        elif isinstance(place, Parcel):
+            _dropped(place)
+
+    def _failed(self, event: Failed, device: int) -> None:
+        name = event.trial
+        self.places.left(name)
+        if event.kind == "checkpoint":
+            self.book.fall_back(name, event.text)
+            return
+        if event.device_broken:
+            self._lost(device, event.text)
+        self._fail(name, event.kind, event.text)
+
+    def _fail(self, name: str, kind: str, text: str) -> None:
+        entry = self.book.entries[name]
+        self.book.note("fail", trial=name, error_kind=kind, error=text, step=entry.step)
+        self.audience.tell("on_trial_end", name, str(Status.FAILED), text)
+        self._apply(self.referee.withdrew(name))
+
+    def _released(self, event: Released) -> None:
+        waiting = self._moving.pop(event.trial, None)
+        if waiting is None or self.places.where.get(event.trial) is None:
+            _dropped(event.parcel)  # it ended meanwhile
+            return
+        self.places.where[event.trial] = event.parcel
+        device, turn = waiting
+        if not self.halt_asked and self._trouble is None:
+            self._start(device, turn)
+
+    def _lost(self, device: int, reason: str) -> None:
+        """A worker is gone: what it held goes back to its last checkpoint, and its device gets a new one."""
+        self._saves.lost(device)
+        held = [name for name, place in self.places.where.items() if place == device]
+        for name in held:
+            ran = self._running.get(name)
+            here = ran is not None and ran.device == device
+            if here:
+                del self._running[name]
+            self._moving.pop(name, None)
+            self._ending.pop(name, None)
+            self.places.left(name)
+            self.book.rewind(name)
+            if here:
+                self._deaths[name] = self._deaths.get(name, 0) + 1
+                if self._deaths[name] >= _MOST_DEATHS:
+                    self._fail(name, "worker", f"its worker died {_MOST_DEATHS} times: {reason}")
+        self.crew.restart(device)
+
+    def _unstick(self) -> bool:
+        """Nothing runs: make room in memory, or ask the searcher about those who wait. False: all is done."""
+        open_now = [name for name in self.names if self.places.where.get(name) is not None]
+        waiting = [e for e in self.book.unfinished(self.names) if self.referee.limit(e) is not None]
+        if waiting:
+            if not open_now:
+                raise RunError(
+                    f"trial {waiting[0].name!r} cannot be opened; its memory does not fit host_cap"
+                )
+            self._park(max(open_now, key=lambda name: self.plans[name].host_bytes))
+            return True
+        paused: list[Entry] = self.book.unfinished(self.names)
+        if not paused:
+            return False
+        self._apply(self.referee.exhausted(paused))
+        return True
+
+    def _park(self, name: str) -> None:
+        """Write a waiting trial to disk and free its memory."""
+        self._save_now(name)
+        self._close(name)
+
+    def _save_now(self, name: str) -> None:
+        self._await_write(name)
+        entry, place = self.book.entries[name], self.places.where.get(name)
+        if entry.step > entry.durable_step:
+            self._send(place if isinstance(place, int) else 0, name, num_steps=0, save=True)
+            while name in self._running and self._trouble is None:
+                self._receive()
+            self._await_write(name)
+
+    def _await_write(self, name: str) -> None:
+        while self._saves.writes(name) and self._trouble is None:
+            self._receive()
+
+    def _wind_down(self) -> None:
+        """Stop at step boundaries, then save what is not on disk."""
+        for device in sorted(self._busy()):
+            self.crew.send(device, Halt())
+        first = self._trouble
+        try:
+            while self._running or self._moving or self._saves.pending:
+                self._receive()
+            for name in self.names:
+                if self.places.where.get(name) is not None and first is None:
+                    self._save_now(name)
+        except LoadmasterError as problem:
+            self._trouble = first or problem
+
+
+def _dropped(parcel: Parcel) -> None:
+    close = getattr(parcel.content, "close", None)
+    if close is not None:
+        close()

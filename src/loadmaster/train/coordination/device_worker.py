@@ -1,0 +1,252 @@
+"""The worker of one device: runs turns of trials, saves them, and survives whatever a trial does.
+
+A trial that raises, runs out of memory, gives NaN or cannot read its data fails alone: its runner is closed,
+so that its memory is free before the device goes on with the next trial.
+"""
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import DeviceMemoryError, FileError, VerifyError
+from loadmaster.shards.device.host_bytes import free_host_bytes
+from loadmaster.shards.model.loaders import LoaderError
+from loadmaster.shards.spec.engine import Engine, NotANumberError, Runner, StepDone, not_a_number
+from loadmaster.train.coordination.eviction import Room
+from loadmaster.train.coordination.messages import (
+    Event,
+    Failed,
+    Parcel,
+    Release,
+    Released,
+    SaveFailed,
+    Stepped,
+    Task,
+    Turned,
+    Written,
+)
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.disk.backbone_files import Backbone
+from loadmaster.train.disk.background_writer import Writer, copied, copy_bytes
+from loadmaster.train.disk.checkpoints import Snapshot
+
+_MOST_TEXT = 20_000
+_PATIENCE_S = 10.0
+_OF_FREE = 0.5  # of the memory that is free: a larger copy is not made
+
+
+class DamagedCheckpointError(FileError):
+    """A committed generation is not what was written."""
+
+
+class Worker:
+    """Holds the runners of trials that run on one device."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        trials: Mapping[str, Any],
+        device_name: str,
+        root: Path | None,
+        *,
+        halted: Callable[[], bool] = lambda: False,
+        tell: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._known: dict[str, Backbone] = {}  # frozen weights on disk
+        self._tell, self._writer = tell, Writer()  # events that come between turns, from another thread
+        self._engine, self._trials, self._root = engine, trials, root  # root None: the coordinator writes
+        self._device = engine.open_device(device_name)
+        self._halted = halted
+        self._room = Room(self._device)
+        self.held: dict[str, Runner] = {}
+
+    def work(self, task: Task) -> Iterator[Event]:
+        """The events of one turn."""
+        try:
+            yield from self._turn(task)
+        except Exception as problem:
+            self._drop(task.trial)
+            kind, broken = kind_of(problem)
+            text = "".join(traceback.format_exception(problem))[-_MOST_TEXT:]
+            yield Failed(task.trial, task.fence, kind, f"{_headline(problem)}\n{text}", broken)
+
+    def _turn(self, task: Task) -> Iterator[Event]:
+        runner = self._opened(task)
+        used_before = self._room.make(task.trial, self.held)
+        num_done = 0
+        if task.num_steps:
+            for done in runner.steps(self._device, task.num_steps, after=self.held.get(task.then or "")):
+                num_done += 1
+                self._require_finite(task.trial, done)
+                yield Stepped(task.trial, task.fence, done)
+                if self._halted():
+                    break
+        halted = num_done < task.num_steps and self._halted()
+        short = num_done < task.num_steps and not halted
+        finished = short or (num_done > 0 and runner.remaining_s() <= 0)
+        kept: dict[str, Any] = {}
+        began = time.perf_counter()
+        if task.save or finished:
+            try:
+                kept = self._save(runner, task, finished=finished)
+            except FileError as problem:
+                yield SaveFailed(task.trial, task.fence, problem)
+                return
+        save_s = time.perf_counter() - began
+        self._room.seen(task.trial, used_before)
+        wanted = task.evaluate or finished
+        metrics = None
+        if wanted and not halted and self._trials[task.trial].evaluate is not None:
+            metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
+        if task.close or (finished and "saving" not in kept):
+            self._drop(task.trial)
+        yield Turned(
+            trial=task.trial,
+            fence=task.fence,
+            step=runner.step,
+            finished=finished,
+            metrics=metrics,
+            save_s=save_s,
+            verified=getattr(runner, "verified", ""),
+            **kept,
+        )
+
+    def _opened(self, task: Task) -> Runner:
+        runner = self.held.get(task.trial)
+        if runner is not None and not (task.fresh or task.restore or task.parcel):
+            return runner
+        self._drop(task.trial)
+        trial = self._trials[task.trial]
+        if task.parcel is not None and hasattr(task.parcel.content, "steps"):
+            runner = task.parcel.content  # handed over within this process
+        else:
+            runner = self._engine.open_runner(trial, self._device)
+            self.held[task.trial] = runner
+            if task.parcel is not None:
+                self.unpack(runner, task.parcel)
+            elif task.restore is not None:
+                assert self._root is not None, "without a folder the state comes as a parcel"
+                _restore(runner, _loaded(self._root, task.restore))
+        self.held[task.trial] = runner
+        return runner
+
+    def _save(self, runner: Runner, task: Task, *, finished: bool) -> dict[str, Any]:
+        """Write a checkpoint, or begin to; what a turn tells of it."""
+        snapshot = snapshot_of(runner)
+        if self._root is None:
+            return {"snapshot": snapshot}
+        if self._tell is None or not task.beside:
+            return {"saved": self._written(snapshot, task)}
+        if not finished:  # else it stays as it is, until it is told to go
+            if copy_bytes(snapshot) > _OF_FREE * free_host_bytes():
+                return {"saved": self._written(snapshot, task)}
+            self._writer.wait()  # one copy at a time
+            snapshot = copied(snapshot)
+        self._writer.begin(lambda: self._write_beside(snapshot, task))
+        return {"saving": True}
+
+    def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.Saved:
+        assert self._root is not None, "the coordinator writes"
+        return checkpoints.save(
+            self._root,
+            snapshot,
+            trial=task.trial,
+            generation=task.generation,
+            fence=task.fence,
+            known=self._known,
+        )
+
+    def _write_beside(self, snapshot: Snapshot, task: Task) -> None:
+        assert self._tell is not None, "else nobody would know"
+        try:
+            event = Written(task.trial, task.fence, self._written(snapshot, task))
+        except Exception as problem:
+            event = Written(task.trial, task.fence, None, problem)
+        self._tell(event)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer.busy
+
+    def _require_finite(self, trial: str, done: StepDone) -> None:
+        if not math.isfinite(done.loss) and getattr(self._trials[trial], "on_nan", "fail") == "fail":
+            raise not_a_number(trial, done.loss, done.step)
+
+    def release(self, message: Release) -> Released | None:
+        """Give a trial up for another device, or for good."""
+        if message.drop:
+            self._drop(message.trial)
+            return None
+        return Released(message.trial, message.fence, self.pack(self.held.pop(message.trial)))
+
+    def pack(self, runner: Runner) -> Parcel:
+        """A trial's state for another worker of this process: the runner itself, where it may go anywhere."""
+        if not getattr(runner, "is_of_device", False):
+            return Parcel(runner)
+        snapshot = snapshot_of(runner)  # its tensors are its own: they outlive the runner
+        runner.close()
+        return Parcel(snapshot)
+
+    def unpack(self, runner: Runner, parcel: Parcel) -> None:
+        """Put what another worker packed into a fresh runner."""
+        _restore(runner, parcel.content)
+
+    def _drop(self, trial: str) -> None:
+        runner = self.held.pop(trial, None)
+        if runner is not None:
+            with suppress(Exception):  # of a trial that failed; there is nothing more to do for it
+                runner.close()
+        self._room.reclaim(self.held)
+
+    def close(self) -> None:
+        """Let go of every trial."""
+        self._writer.wait(_PATIENCE_S)
+        for trial in list(self.held):
+            self._drop(trial)
+
+
+def snapshot_of(runner: Runner) -> Snapshot:
+    """The state of a runner at a step boundary."""
+    tensors, facts = runner.snapshot()
+    frozen: frozenset[str] = getattr(runner, "frozen", frozenset())
+    return Snapshot(runner.step, runner.state_dict(), tensors, facts, frozen)
+
+
+def _loaded(root: Path, saved: checkpoints.Saved) -> Snapshot:
+    try:
+        return checkpoints.load(root, saved)
+    except FileError as problem:
+        raise DamagedCheckpointError(str(problem)) from problem
+
+
+def _restore(runner: Runner, snapshot: Snapshot) -> None:
+    runner.restore(snapshot.tensors, snapshot.facts)
+
+
+def kind_of(problem: Exception) -> tuple[str, bool]:
+    """What failed, and whether the device is lost with it."""
+    if isinstance(problem, NotANumberError):
+        return "nan", False
+    if isinstance(problem, DamagedCheckpointError):
+        return "checkpoint", False
+    if isinstance(problem, LoaderError):
+        return "loader", False
+    if isinstance(problem, VerifyError):
+        return "verify", False
+    if isinstance(problem, MemoryError | DeviceMemoryError | torch.OutOfMemoryError):
+        return "memory", False
+    if isinstance(problem, RuntimeError) and "DefaultCPUAllocator" in str(problem):
+        return "memory", False
+    sticky = "CUDA error" in str(problem) or type(problem).__name__ == "AcceleratorError"
+    return "exception", sticky
+
+
+def _headline(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:500]}"

@@ -1,0 +1,200 @@
+"""What a study found: every trial with its end, the best one, a table, a trace."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.io import write_bytes
+from loadmaster.train.coordination.callbacks import finite
+from loadmaster.train.coordination.searchers import value_of
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.disk.tensor_files import write_tensors
+
+
+class Status(StrEnum):
+    """How a trial stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"  # by the searcher
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """One trial at the end."""
+
+    name: str
+    status: Status
+    step: int
+    loss: float | None  # of the last step
+    metrics: Mapping[str, float]  # of the last report
+    seconds: float  # of its steps
+    num_tokens: int
+    error: str = ""  # where it failed: kind, message and traceback
+    error_kind: str = ""  # exception, memory, nan, loader, verify
+    durable_step: int = 0
+    folder: Path | None = None  # its last committed checkpoint
+    is_evaluated: bool = True  # False: it has no `evaluate`, and its metrics are a loss of its steps
+    verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights of its last checkpoint, as the plain model loads them."""
+        if self.folder is None:
+            raise InputError(
+                f"trial {self.name!r} has no checkpoint: it is {self.status} at step {self.step}"
+            )
+        return checkpoints.model_of(self.folder)
+
+    def save_model(self, path: str | Path) -> None:
+        """Write all its weights into one safetensors file."""
+        write_tensors(Path(path), self.state_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a device did, for the trace; times since the study began."""
+
+    device: str
+    lane: str  # compute, up, down, host, ...
+    name: str
+    trial: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All trials of a study, in the order they were given."""
+
+    trials: tuple[TrialResult, ...]
+    metric: str | None = None
+    mode: str = "min"
+    wall_s: float = 0.0
+    spans: Sequence[Span] = field(default=(), repr=False)
+
+    def __getitem__(self, name: str) -> TrialResult:
+        """One trial by its name."""
+        for each in self.trials:
+            if each.name == name:
+                return each
+        raise UnknownNameError("trial", name, [each.name for each in self.trials])
+
+    @property
+    def best(self) -> TrialResult:
+        """The trial with the best metric among those that were not stopped or failed."""
+        ended = [each for each in self.trials if each.status == Status.DONE]
+        if not ended:
+            states = ", ".join(f"{each.name}: {each.status}" for each in self.trials)
+            raise InputError(f"no trial is done ({states})")
+        sign = 1 if self.mode == "min" else -1
+        scored = [(sign * self.value(each), at) for at, each in enumerate(ended)]
+        return ended[min(scored, key=lambda pair: (pair[0] != pair[0], pair[0], pair[1]))[1]]
+
+    def value(self, trial: TrialResult) -> float:
+        """What trials are compared by; the last loss where nothing was evaluated."""
+        if not trial.metrics and self.metric in (None, "loss"):
+            return float("nan") if trial.loss is None else trial.loss
+        return value_of(trial.metrics, self.metric)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a trial."""
+        return [
+            {
+                "trial": each.name,
+                "status": str(each.status),
+                "step": each.step,
+                "loss": each.loss,
+                **{f"eval {name}": value for name, value in each.metrics.items() if each.is_evaluated},
+                "tokens_per_s": each.num_tokens / each.seconds if each.seconds else None,
+                "seconds": each.seconds,
+                "checked": _checked(each),
+                "error": each.error.strip().splitlines()[0] if each.error else "",
+            }
+            for each in self.trials
+        ]
+
+    def table(self) -> str:
+        """The trials as text, a line each."""
+        rows = self.rows()
+        longest = max(
+            rows, key=len, default={}
+        )  # a trial that failed has no metrics, and its error goes last
+        columns = list(dict.fromkeys([*longest, *(name for row in rows for name in row)]))
+        columns.sort(key=lambda name: name == "error")
+        cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+        widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
+        lines = (
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but spans and weights, as JSON."""
+        done = [each for each in self.trials if each.status == Status.DONE]
+        document = {
+            "best": self.best.name if done else None,
+            "wall_s": self.wall_s,
+            "metric": self.metric,
+            "mode": self.mode,
+            "trials": [
+                row
+                | {"error_kind": each.error_kind, "verified": each.verified}
+                | {"checkpoint": str(each.folder) if each.folder else None}
+                for row, each in zip(self.rows(), self.trials, strict=True)
+            ],
+        }
+        found = finite(document)
+        assert isinstance(found, dict)
+        return found
+
+    def trace(self, path: str | Path) -> None:
+        """Write a Chrome trace of what the devices did (opens in Perfetto)."""
+        write_bytes(chrome_trace(self.spans), path)
+
+
+def chrome_trace(spans: Iterable[Span]) -> bytes:
+    """A process for each device, a thread for each of its lanes, the trial in every slice."""
+    rows = list(spans)
+    devices = list(dict.fromkeys(each.device for each in rows))
+    lanes = list(dict.fromkeys((each.device, each.lane) for each in rows))
+    events: list[dict[str, Any]] = []
+    for pid, device in enumerate(devices):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": device}})
+    for tid, (device, lane) in enumerate(lanes):
+        at = {"pid": devices.index(device), "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": lane}})
+    for each in rows:
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{each.trial}: {each.name}",
+                "cat": each.lane,
+                "pid": devices.index(each.device),
+                "tid": lanes.index((each.device, each.lane)),
+                "ts": round(each.start_s * 1e6, 3),
+                "dur": round(max(each.end_s - each.start_s, 0.0) * 1e6, 3),
+                "args": {"trial": each.trial},
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+
+
+def _checked(trial: TrialResult) -> str:
+    if trial.error_kind == "verify":
+        return "differs"
+    return {"": "-", "not": "no"}.get(trial.verified.partition(" ")[0], "yes")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

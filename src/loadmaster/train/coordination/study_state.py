@@ -1,0 +1,158 @@
+"""The book of a study: how every trial stands, as the journal tells it.
+
+The state is a fold over the records: the same `apply` runs when a record is written and when it is replayed,
+so that a study which goes on after a crash stands where the journal says, and nowhere else.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadmaster.core.errors import InputError
+from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.searchers import Decision
+from loadmaster.train.disk.checkpoints import Saved
+from loadmaster.train.disk.journal import Journal, Record
+
+ENDED = (Status.DONE, Status.STOPPED, Status.FAILED)
+
+
+@dataclass
+class Entry:
+    """One trial, as recorded."""
+
+    name: str
+    facts: dict[str, Any]
+    num_steps: int
+    status: Status = Status.WAITING
+    step: int = 0
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+    error_kind: str = ""
+    committed: list[Saved] = field(default_factory=list)
+    reports: dict[int, tuple[dict[str, float], Decision]] = field(default_factory=dict)
+    paused_at: int | None = None
+    verified: str = ""  # what the comparison of its first step with the plain model said
+    is_to_stop: bool = False  # decided, but its end is not recorded yet
+
+    @property
+    def durable_step(self) -> int:
+        """Where it would go on after a crash."""
+        return self.committed[-1].step if self.committed else 0
+
+
+class Book:
+    """All trials, and the journal that says so."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.entries: dict[str, Entry] = {}
+        self.reports: list[Record] = []  # in the order they came, for the searcher
+        self.num_runs = 0
+        self._at_commit: dict[str, tuple[float, int]] = {}
+        for record in journal.replay.records:
+            self.apply(record)
+        for entry in self.entries.values():
+            self.rewind(entry.name)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write a record, then let it count."""
+        self.apply(self._journal.append(kind, **facts))
+
+    def enter(self, name: str, facts: dict[str, Any], num_steps: int) -> Entry:
+        """Take a trial in, or find it; one that has changed is refused by the first fact that differs."""
+        entry = self.entries.get(name)
+        if entry is None:
+            self.note("trial", trial=name, facts=facts, num_steps=num_steps)
+            return self.entries[name]
+        for key, value in facts.items():
+            if key in entry.facts and entry.facts[key] != value:
+                raise InputError(
+                    f"trial {name!r} was started with {key} = {entry.facts.get(key)!r} and now has {value!r};"
+                    " give it another name, or the study another dir"
+                )
+        if entry.num_steps != num_steps:
+            raise InputError(
+                f"trial {name!r} was started with data for {entry.num_steps} steps and now has {num_steps};"
+                " give it another name, the study another dir, or back the batches it had"
+            )
+        return entry
+
+    def apply(self, record: Record) -> None:
+        """Let a record count."""
+        kind = record["kind"]
+        if kind == "trial":
+            name = record["trial"]
+            self.entries[name] = Entry(name, record["facts"], record["num_steps"])
+        elif kind == "study":
+            self.num_runs = record["run"]
+        elif "trial" in record:
+            entry = self.entries[record["trial"]]
+            getattr(self, f"_{kind}")(entry, record)
+
+    def _turn(self, entry: Entry, record: Record) -> None:
+        entry.status, entry.step, entry.loss = Status.RUNNING, record["step"], record["loss"]
+        entry.seconds += record["seconds"]
+        entry.num_tokens += record["num_tokens"]
+        entry.verified = record.get("verified") or entry.verified
+
+    def _commit(self, entry: Entry, record: Record) -> None:
+        saved = Saved(entry.name, record["generation"], record["fence"], record["step"], record["crc"])
+        entry.committed.append(saved)
+        seconds, num_tokens = record.get("seconds", entry.seconds), record.get("num_tokens", entry.num_tokens)
+        self._at_commit[entry.name] = seconds, num_tokens
+
+    def _uncommit(self, entry: Entry, record: Record) -> None:
+        entry.committed = [each for each in entry.committed if each.generation != record["generation"]]
+
+    def _report(self, entry: Entry, record: Record) -> None:
+        decision = Decision(record["decision"])
+        entry.is_to_stop = decision == Decision.STOP
+        record = record | {"metrics": {k: math.nan if v is None else v for k, v in record["metrics"].items()}}
+        entry.metrics = record["metrics"]  # JSON has no NaN
+        entry.reports[record["step"]] = entry.metrics, decision
+        self.reports.append(record)
+        if decision == Decision.PAUSE:
+            entry.paused_at = record["step"]
+
+    def _release(self, entry: Entry, record: Record) -> None:
+        entry.paused_at = None
+        entry.is_to_stop = record["decision"] == Decision.STOP
+        self.reports.append(record)
+
+    def _fail(self, entry: Entry, record: Record) -> None:
+        entry.status, entry.error, entry.error_kind = Status.FAILED, record["error"], record["error_kind"]
+        self.reports.append(record)
+
+    def _retry(self, entry: Entry, record: Record) -> None:
+        entry.status, entry.error, entry.error_kind = Status.WAITING, "", ""
+        self.reports.append(record)
+
+    def _done(self, entry: Entry, record: Record) -> None:
+        entry.status, entry.step, entry.paused_at = Status(record["status"]), record["step"], None
+
+    def unfinished(self, names: Sequence[str]) -> list[Entry]:
+        """Trials that are not at an end."""
+        return [self.entries[name] for name in names if self.entries[name].status not in ENDED]
+
+    def fall_back(self, name: str, traceback: str) -> None:
+        """The last checkpoint of a trial cannot be read: it goes on from the one before, and this is said."""
+        why = traceback.rstrip().rpartition("\n")[2].partition(": ")[2]
+        entry = self.entries[name]
+        self.note("uncommit", trial=name, generation=entry.committed[-1].generation)
+        self.rewind(name)
+        where = f"goes on from step {entry.step}" if entry.committed else "begins again"
+        warnings.warn(f"trial {name!r} {where}: {why}", RuntimeWarning, stacklevel=2)
+
+    def rewind(self, name: str) -> None:
+        """What was in memory is gone: a trial that is not at its end stands at its last checkpoint."""
+        entry = self.entries[name]
+        if entry.status not in ENDED:
+            entry.status = Status.WAITING
+            entry.step = entry.durable_step
+            entry.seconds, entry.num_tokens = self._at_commit.get(name, (0.0, 0))

@@ -1,0 +1,225 @@
+"""Generations of a trial's whole state on disk: complete or not there.
+
+    DIR/checkpoints/TRIAL/00000007-12/         generation 7, written under fencing number 12
+        model.safetensors                      loads into the plain model
+        state.safetensors                      optimizer state and whatever else is not in the model
+        facts.json                             step, RNG, schedule, loader position; sizes and CRC-32 of files
+
+Order: write the files and fsync them, fsync the folder, commit in the journal (by the caller), only then
+delete all but the last two committed generations. A crash in between leaves files nobody committed; they are
+deleted at the next start. A late worker has another fencing number, so it cannot write over a generation.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import torch
+
+from loadmaster.core.errors import FileError, FormatError
+from loadmaster.train.disk.backbone_files import (
+    Backbone,
+    frozen_part,
+    linked,
+    read_backbone,
+    stored,
+    sweep_backbones,
+)
+from loadmaster.train.disk.journal import sync_folder, unwritable
+from loadmaster.train.disk.tensor_files import read_tensors, write_tensors
+
+MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
+KEPT = 2  # the last committed generations: the newest, and one to fall back on
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A trial's state at a step boundary; `model` is what the plain model loads."""
+
+    step: int
+    model: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    frozen: frozenset[str] = frozenset()  # names in `model` of what is never trained
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensors hold, those of the model counted once."""
+        rest, _ = _without_shared(self.tensors, self.model)
+        return sum(each.nbytes for each in (*self.model.values(), *rest.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A generation that is on disk; it counts once the journal says so."""
+
+    trial: str
+    generation: int
+    fence: int
+    step: int
+    crc: int  # of facts.json, which has those of the other files
+
+    @property
+    def folder(self) -> str:
+        """Where it is, below the checkpoints of the study."""
+        return f"{folder_name(self.trial)}/{self.generation:08d}-{self.fence}"
+
+
+def folder_name(trial: str) -> str:
+    """A name that any file system takes; different trials have different ones."""
+    return quote(trial, safe=" +=,@").replace(".", "%2E") or "%"
+
+
+def save(
+    root: Path,
+    snapshot: Snapshot,
+    *,
+    trial: str,
+    generation: int,
+    fence: int,
+    known: dict[str, Backbone] | None = None,
+) -> Saved:
+    """Write a generation; when this returns it is on disk. A failed one leaves nothing behind.
+
+    Frozen weights are written once for all; `known`: those this process has written or compared.
+    """
+    draft = Saved(trial, generation, fence, snapshot.step, 0)
+    folder = root / draft.folder
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        part = frozen_part(snapshot.model, snapshot.frozen)
+        backbone = stored(root, part, {} if known is None else known) if part else None
+        if backbone is not None:
+            linked(root, folder, backbone)
+        crc = write_snapshot(folder, snapshot, backbone=backbone, without=part)
+        sync_folder(folder.parent)
+        sync_folder(root)
+    except OSError as problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise unwritable(folder, problem) from None
+    except FileError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Saved(trial, generation, fence, snapshot.step, crc)
+
+
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, *, backbone: Backbone | None = None, without: Collection[str] = ()
+) -> int:
+    """The three files of a snapshot, less what is in its backbone; returns the CRC-32 of the facts."""
+    own = {name: tensor for name, tensor in snapshot.model.items() if name not in without}
+    rest, shared = _without_shared(snapshot.tensors, snapshot.model)
+    files = {}
+    for name, tensors in ((MODEL, own), (STATE, rest)):
+        size, crc = write_tensors(folder / name, tensors)
+        files[name] = {"bytes": size, "crc": crc}
+    document = {"step": snapshot.step, "files": files, "shared": shared, "facts": snapshot.facts}
+    if backbone is not None:
+        document["backbone"] = {"key": backbone.key, "size_bytes": backbone.size_bytes, "crc": backbone.crc}
+    try:
+        data = msgspec.json.encode(document)
+    except (TypeError, UnicodeEncodeError) as problem:
+        raise FileError(f"the state of a trial is not JSON: {problem}") from None
+    with open(folder / FACTS, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    return zlib.crc32(data)
+
+
+def _without_shared(
+    tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors that are not in the model, and for the others their names there."""
+    places = {place_of(each): name for name, each in model.items() if each.numel()}
+    shared = {name: places[place_of(each)] for name, each in tensors.items() if place_of(each) in places}
+    return {name: each for name, each in tensors.items() if name not in shared}, shared
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor stands in memory, and how: equal for two views of the same numbers."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def load(root: Path, saved: Saved) -> Snapshot:
+    """The snapshot of a committed generation; damage is an error."""
+    return read_snapshot(root / saved.folder, crc=saved.crc)
+
+
+def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
+    """A snapshot from its three files, each checked."""
+    facts_path = folder / FACTS
+    try:
+        data = facts_path.read_bytes()
+    except OSError as problem:
+        raise FileError(f"cannot read {facts_path}: {problem.strerror or problem}") from None
+    if crc is not None and zlib.crc32(data) != crc:
+        raise FormatError(
+            f"{facts_path} is damaged: its check sum is {zlib.crc32(data):08x} instead of {crc:08x}"
+        )
+    try:
+        document = msgspec.json.decode(data)
+        files, shared = document["files"], document["shared"]
+        found = {
+            name: read_tensors(folder / name, size=files[name]["bytes"], crc=files[name]["crc"])
+            for name in (MODEL, STATE)
+        }
+        if "backbone" in document:
+            found[MODEL] |= read_backbone(folder, Backbone(**document["backbone"]))
+        tensors = found[STATE] | {name: found[MODEL][other] for name, other in shared.items()}
+        return Snapshot(document["step"], found[MODEL], tensors, document["facts"])
+    except (msgspec.DecodeError, KeyError, TypeError) as problem:
+        raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a generation, frozen ones among them, for the plain model; damage is an error."""
+    try:
+        document = msgspec.json.decode((folder / FACTS).read_bytes())
+        size, crc = (document["files"][MODEL][key] for key in ("bytes", "crc"))
+    except OSError as problem:
+        raise FileError(f"cannot read {folder / FACTS}: {problem.strerror or problem}") from None
+    except (msgspec.DecodeError, KeyError, TypeError) as problem:
+        raise FormatError(f"{folder / FACTS} is not what was written: {problem!r}") from None
+    found = read_tensors(folder / MODEL, size=size, crc=crc)
+    key = _backbone_of(folder)
+    return found if key is None else found | read_backbone(folder, key)
+
+
+def _backbone_of(folder: Path) -> Backbone | None:
+    try:
+        document = msgspec.json.decode((folder / FACTS).read_bytes())
+        return Backbone(**document["backbone"]) if "backbone" in document else None
+    except (OSError, msgspec.DecodeError, TypeError):
+        return None  # whoever reads the generation says what is wrong
+
+
+def sweep_shared(root: Path, committed: Iterable[Sequence[Saved]]) -> None:
+    """Delete frozen weights that no kept generation of any trial refers to."""
+    found = [_backbone_of(root / saved.folder) for each in committed for saved in each[-KEPT:]]
+    sweep_backbones(root, [backbone.key for backbone in found if backbone is not None])
+
+
+def sweep(
+    root: Path, trial: str, committed: Sequence[Saved], *, kept: int = KEPT, writing: bool = False
+) -> None:
+    """Delete every generation of a trial but its last committed ones (committed by the caller's journal).
+
+    `writing`: later ones are left alone, somebody may be writing them.
+    """
+    keep = {Path(each.folder).name for each in committed[-kept:]}
+    newest = f"{max((each.generation for each in committed), default=0):08d}"
+    folder = root / folder_name(trial)
+    if folder.is_dir():
+        for each in sorted(folder.iterdir()):
+            later = writing and each.name.partition("-")[0] > newest
+            if each.name not in keep and not later:
+                shutil.rmtree(each, ignore_errors=True)

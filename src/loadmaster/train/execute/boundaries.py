@@ -1,0 +1,59 @@
+"""What shards hand on, kept from forward to backward in one region of the device.
+
+The framework's own tensors would lie among those that live for a moment only, and leave holes between them
+that nothing large fits into. A copy on the device costs a thousandth of a unit.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from loadmaster.shards.device.arena import Arena, Booked, Region, aligned
+
+
+class Boundaries:
+    """A stack in a region that trials share; what does not fit is left where it is, and booked."""
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        self._beside = Booked(arena, name)
+        self._ends: list[int] = []
+
+    def push(self, values: list[Any], region: Region | None) -> list[Any]:
+        """The same values, standing in the region."""
+        self._ends.append(self._ends[-1] if self._ends else 0)
+        beside = 0
+
+        def kept(leaf: Any) -> Any:
+            nonlocal beside
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            size, at = leaf.numel() * leaf.element_size(), self._ends[-1]
+            fits = region is not None and at + size <= region.memory.numel()
+            if region is None or not fits or not _dense(leaf):
+                beside += size
+                return leaf
+            flat = region.memory[at : at + size].view(leaf.dtype)
+            self._ends[-1] = at + aligned(size)
+            return flat.as_strided(leaf.shape, leaf.stride()).copy_(leaf)
+
+        with torch.no_grad():
+            found = [tree_map(kept, value) for value in values]
+        self._beside.push(beside)
+        return found
+
+    def pop(self) -> None:
+        """The newest is not wanted any more."""
+        if self._ends:
+            self._ends.pop()
+        self._beside.pop()
+
+    def clear(self) -> None:
+        """Nothing is."""
+        self._ends.clear()
+        self._beside.clear()
+
+
+def _dense(leaf: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, each once, in whatever order."""
+    return bool(torch.empty_like(leaf, device="meta").stride() == leaf.stride())

@@ -1,0 +1,124 @@
+"""A trial's weights on a device: pinned pieces that stay, others that come before a unit needs them."""
+
+import time
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import RunError
+from loadmaster.shards.device.streams import Copy, Device, Event
+from loadmaster.shards.plan.unit_order import Order, split_sizes
+from loadmaster.train.execute.device_slots import Places, Slot
+from loadmaster.train.execute.device_updates import PinnedPiece
+from loadmaster.train.execute.execution_config import Ledger, Setting, on_host, pause
+from loadmaster.train.execute.trial_state import TrialState
+
+
+class Weights:
+    """The pieces of one trial, as units of one device read them."""
+
+    def __init__(
+        self, state: TrialState, device: Device, places: Places, setting: Setting, ledger: Ledger
+    ) -> None:
+        self._state, self._device, self._places = state, device, places
+        self._setting, self._ledger = setting, ledger
+        streamed = streamed_of(setting)
+        self.order = Order(state.layout, streamed)
+        self.position = 0
+        self._layouts = [
+            tuple((place.offset_bytes, place.shape, place.dtype) for place in host.up_places)
+            for host in state.pieces
+        ]
+        large, _ = split_sizes([host.up.numel() for host in state.pieces], streamed)
+        self.rank = {piece: rank for rank, piece in enumerate(large)}
+        self.ready: dict[int, Event] = {}  # the host copy of a piece is whole
+        self.pinned: dict[int, PinnedPiece] = {}
+        for host in state.pieces:
+            if setting.placement[host.piece.index] == "pinned":
+                name = f"{state.trial.name} pinned"
+                self.pinned[host.piece.index] = PinnedPiece(host, device, ledger, name=name)
+
+    def leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
+        """The parameters of a shard as leaves on the device, and the slots they stand in."""
+        found: dict[int, torch.Tensor] = {}
+        used: list[Slot] = []
+        for piece in self._state.layout.pieces_of[shard]:
+            host = self._state.pieces[piece]
+            if piece in self.pinned:
+                views = self.pinned[piece].compute_views()
+            else:
+                slot = self._arrived(piece)
+                used.append(slot)
+                views = slot.viewed(self._layouts[piece], host.up_places)
+            for position, (number, view) in enumerate(zip(host.piece.parameters, views, strict=True)):
+                found[number] = view.detach().requires_grad_(host.trainable[position])
+        return found, used
+
+    def holding(self, piece: int) -> Slot | None:
+        """The slot a piece stands in."""
+        return self._places.holding(self, piece)
+
+    def is_soon(self, piece: int) -> bool:
+        """Whether a piece is used so soon that it may as well stay."""
+        return self._places.distance(self, piece) <= self._setting.depth
+
+    def prefetch(self) -> None:
+        """Load what the next units need and can have by now, the following trial's too."""
+        for owner, piece in self._places.wanted(self._setting.depth):
+            weights: Any = owner
+            if weights.awaits_host(piece):
+                continue
+            if weights.load(piece) is None:
+                return
+
+    def awaits_host(self, piece: int) -> bool:
+        """Whether the host is still to update a piece."""
+        pending = self.ready.get(piece)
+        return pending is not None and on_host(pending) and not pending.done()
+
+    def load(self, piece: int) -> Slot | None:
+        """Bring a piece to a place, if one is to be had."""
+        slot = self._places.place_for(self, piece)
+        if slot is None:
+            return None
+        host = self._state.pieces[piece]
+        label = f"{self._state.trial.name} load {host.piece.name}"
+        copy = Copy(slot.memory[: host.up.numel()], host.up)
+        slot.ready = self._device.up([copy], after=[slot.free, self.ready.get(piece)], label=label)
+        slot.owner, slot.piece = self, piece
+        self._ledger.up_bytes += host.up.numel()
+        self._ledger.loads += 1
+        return slot
+
+    def close(self) -> None:
+        """Give pinned pieces' memory back."""
+        for piece in self.pinned.values():
+            piece.close()
+
+    def _arrived(self, piece: int) -> Slot:
+        """The slot that holds a piece, once compute may read it."""
+        slot = self.holding(piece)
+        if slot is None:
+            self._await_update(piece)
+            slot = self.holding(piece) or self.load(piece)
+            if slot is None:
+                raise RunError(f"{self._device.name}: no slot for piece {piece}; num_slots is too small")
+        self._device.hold(slot.ready)
+        return slot
+
+    def _await_update(self, piece: int) -> None:
+        """Wait for the host's update of a piece; meanwhile load what else is ready."""
+        pending = self.ready.get(piece)
+        if pending is None or not on_host(pending):
+            return
+        began = time.perf_counter()
+        while not pending.done():
+            self.prefetch()
+            pause(pending)
+        pending.wait()
+        self._ledger.waited_s += time.perf_counter() - began
+
+
+def streamed_of(setting: Setting) -> frozenset[int]:
+    """Pieces that come and go."""
+    return frozenset(piece for piece, where in enumerate(setting.placement) if where != "pinned")

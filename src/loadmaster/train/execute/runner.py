@@ -1,0 +1,380 @@
+"""One trial's whole training state in host memory, and its steps on whatever device is free."""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadmaster.core.errors import DeviceMemoryError, InputError
+from loadmaster.core.units import format_bytes
+from loadmaster.shards.device.streams import Device
+from loadmaster.shards.device.update_thread import HostUpdater
+from loadmaster.shards.model import randomness
+from loadmaster.shards.model.built_model import build
+from loadmaster.shards.plan.layout import Placement
+from loadmaster.shards.plan.partition import make_plan
+from loadmaster.shards.plan.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.shards.plan.shard_plan import ShardPlan
+from loadmaster.shards.spec.engine import not_a_number
+from loadmaster.shards.spec.trial import Trial, numbers_of
+from loadmaster.train.execute import first_step
+from loadmaster.train.execute.execution_config import Setting
+from loadmaster.train.execute.rehearsal import Rehearsal
+from loadmaster.train.execute.shard_executor import Session
+from loadmaster.train.execute.trial_state import TrialState, frozen_names, hold
+
+_SWITCH_S = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step boundary."""
+
+    step: int
+    epoch: int
+    loss: float
+    num_tokens: int
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    loads: int
+    spans: tuple[tuple[str, str, float, float], ...] = ()
+
+
+class ShardRunner:
+    """A trial that moves between host and device shard by shard."""
+
+    def __init__(
+        self,
+        state: TrialState,
+        setting: Setting,
+        *,
+        updater: HostUpdater,
+        sequence: Iterator[int],
+        plan: ShardPlan | None = None,
+        planned: Callable[[int], tuple[ShardPlan, Setting]] | None = None,
+    ) -> None:
+        self.plan = plan  # None: placed by hand
+        self._rehearsal = Rehearsal(state.trial, planned)
+        self.state, self.setting = state, setting
+        self._updater, self._sequence = updater, sequence
+        updater.join(self)
+        self._session: Session | None = None
+        self._pinned_on: Device | None = None
+        self._step_s = 0.0
+
+    @property
+    def trial(self) -> Trial:
+        """What is trained."""
+        return self.state.trial
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that are never trained: a copy of the state need not hold them."""
+        return frozen_names(self.state)
+
+    @property
+    def verified(self) -> str:
+        """What the comparison of the first step with the plain model said; '' = there was none."""
+        return self.state.verified
+
+    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
+        """Up to `num_steps` optimizer steps; each yield is a step boundary."""
+        for number in range(num_steps):
+            session = self._on(device)  # others may have had it leave between two steps
+            last = number == num_steps - 1
+            follower = (
+                after._session if last and isinstance(after, ShardRunner) and after is not self else None
+            )
+            if follower is not None and follower.device is not device:
+                follower = None
+            if first_step.is_due(self.state):
+                first_step.compare(self.state, device, session.units, session.rehearse)
+            began = time.perf_counter()
+            with _quick_switches():
+                facts = session.step(follower)
+            if facts is None:
+                return
+            taken = time.perf_counter() - began
+            self._step_s = taken if not self._step_s else 0.7 * self._step_s + 0.3 * taken
+            if facts.loss != facts.loss and self.trial.on_nan == "fail":
+                raise not_a_number(self.trial.name, facts.loss, self.step)
+            over = last or not self.state.steps_left  # or the data does not say: then it may be over
+            yield StepDone(
+                self.step,
+                self.state.epoch,
+                facts.loss,
+                facts.num_tokens,
+                taken,
+                facts.ledger.up_bytes,
+                facts.ledger.down_bytes,
+                facts.ledger.loads,
+                (*device.spans(gathered=not over), *self._updater.spans()) if device.tracing else (),
+            )
+
+    def evaluate(self, device: Device) -> dict[str, float]:
+        """The trial's own metrics of the model as it is, in eval mode."""
+        if self.trial.evaluate is None:
+            return {}
+        session = self._on(device)
+        model = self.state.chain.model
+        model.eval()
+        try:
+            with randomness.kept(device.torch_device), device.computing(), session.units.buffers_bound():
+                return numbers_of(self.trial, session.predict)
+        finally:
+            model.train()
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors by name (views of the host store) and facts (JSON), at a step boundary."""
+        self.settle()
+        from loadmaster.train.execute.snapshots import facts_of, tensors_of
+
+        return tensors_of(self.state), facts_of(self.state)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from a snapshot."""
+        from loadmaster.train.execute.snapshots import put_back
+
+        self.leave()
+        put_back(self.state, tensors, facts)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers; they load into the plain model."""
+        self.settle()
+        return {name: tensor.detach() for name, tensor in self.state.chain.model.state_dict().items()}
+
+    @property
+    def need_bytes(self) -> int | None:
+        """Device memory of a turn beside the places trials share, where it was planned."""
+        return self.setting.own_bytes
+
+    def remaining_s(self) -> float:
+        """Seconds left at the pace so far."""
+        left = self.state.steps_left
+        return float("inf") if left is None else left * self._step_s
+
+    def settle(self) -> None:
+        """Wait until host memory is the whole truth."""
+        if self._session is not None:
+            self._session.settle()
+
+    def leave(self) -> None:
+        """Give the device's memory back; the state stays in host memory."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.device.tenants[:] = [each for each in session.device.tenants if each is not self]
+            session.close()
+
+    def close(self) -> None:
+        """Memory back to where it was."""
+        try:
+            self.leave()
+        finally:
+            self._updater.leave(self)
+            self._unpin()
+            self.state.iterator = None
+            self.state.pieces.clear()
+
+    def _unpin(self) -> None:
+        """Slabs stay pinned from turn to turn: registering them takes seconds."""
+        if self._pinned_on is not None:
+            for host in self.state.pieces:
+                self._pinned_on.unpin(host.slab)
+        self._pinned_on = None
+
+    def _on(self, device: Device) -> Session:
+        if self._session is not None and self._session.device is not device:
+            self.leave()
+        if self._pinned_on is not device:
+            self._unpin()
+            self._pinned_on = device
+        if self._session is None:
+            self._session = self._entered(device)
+        return self._session
+
+    @property
+    def notes(self) -> list[str]:
+        """What was planned anew, and why."""
+        return self._rehearsal.notes
+
+    def _entered(self, device: Device) -> Session:
+        """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
+        while True:
+            session, why = self._tried(device)
+            if session is not None:
+                device.tenants.append(self)
+                return session
+            again = self._rehearsal.planned_anew(device, why) if why else None
+            if again is not None:
+                self.plan, self.setting = again
+            elif device.tenants:
+                device.tenants[0].leave()
+            else:
+                raise DeviceMemoryError(
+                    f"trial {self.trial.name!r} {why} on {device.name} under a cap of"
+                    f" {format_bytes(device.arena.cap_bytes)}; raise memory_cap, cut into smaller blocks or"
+                    " take a smaller batch"
+                )
+
+    def _tried(self, device: Device) -> tuple[Session | None, str]:
+        """A session in which a step fits; or None, and why a rehearsal failed."""
+        try:
+            session = Session(self.state, device, self.setting, self._updater, self._sequence)
+        except DeviceMemoryError:
+            if not device.tenants:
+                raise
+            return None, ""
+        free_bytes = device.arena.cap_bytes - device.arena.used_bytes
+        if device.tenants and free_bytes < self.setting.moving_bytes:  # places grew with this one
+            session.close()
+            return None, ""
+        why = self._rehearsal.problem(session, device)
+        if not why:
+            return session, ""
+        session.close()
+        device.release()
+        return None, why
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Python's lock changes hands sooner: updates must not wait for the thread that issues units."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def open_runner(
+    trial: Trial,
+    *,
+    device: Device,
+    optimizer_placement: str = "auto",
+    rates: Rates | None = None,
+    cuts: Sequence[int] | None = None,
+    placement: Sequence[Placement] | None = None,
+    num_slots: int = 4,
+    depth: int | None = None,
+    share: int = 1,
+    num_threads: int | None = None,
+    updater: HostUpdater | None = None,
+    sequence: Iterator[int] | None = None,
+) -> "ShardRunner":
+    """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
+    built = build(trial, device=device.torch_device)
+    threads = num_threads or default_threads()
+    about: dict[str, Any] = {"updater": updater or HostUpdater(), "sequence": sequence or itertools.count()}
+    if placement is not None:
+        state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
+        ahead = depth if depth is not None else num_slots - 1
+        setting = make_setting(
+            state, placement, num_slots=num_slots, depth=ahead, ring_bytes=None, num_threads=threads
+        )
+        return ShardRunner(state, setting, **about)
+    given: dict[str, Any] = {
+        "cap_bytes": device.arena.cap_bytes,
+        "rates": rates or default_rates(device.torch_device),
+        "optimizer_placement": optimizer_placement,
+        "num_slots": num_slots,
+        "share": share,
+    }
+    plan = make_plan(built, cuts=cuts, **given)
+    starts = [first for first, _ in plan.layout.cuts]
+
+    def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
+        """The same cuts, for what is held lies in them, with more kept free."""
+        found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
+        return found, setting_of(found, num_threads=threads)
+
+    state = hold(built, starts, landing=True)
+    setting = setting_of(plan, num_threads=threads)
+    return ShardRunner(state, setting, plan=plan, planned=planned, **about)
+
+
+def setting_of(plan: ShardPlan, *, num_threads: int) -> Setting:
+    """How a plan is run."""
+    return Setting(
+        plan.placement,
+        plan.num_slots,
+        plan.depth,
+        plan.ring_bytes,
+        num_rings=plan.num_rings,
+        num_threads=num_threads,
+        num_in_flight=plan.num_in_flight,
+        own_bytes=plan.own_bytes,
+        moving_bytes=plan.moving_bytes,
+    )
+
+
+def interleave(
+    runners: Sequence[ShardRunner], device: Device, num_steps: int
+) -> Iterator[tuple[ShardRunner, StepDone]]:
+    """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
+
+    The weights the next trial begins with come while the one before it ends.
+    """
+    waiting = list(runners)
+    for _ in range(num_steps):
+        for runner in list(waiting):
+            following = waiting[(waiting.index(runner) + 1) % len(waiting)]
+            done = next(runner.steps(device, 1, after=following), None)
+            if done is None:
+                waiting.remove(runner)
+            else:
+                yield runner, done
+
+
+def default_threads() -> int:
+    """Threads of the host's updates: a quarter of the cores, two or more, are left to those that issue units.
+
+    They are memory-bound long before they have all cores, but a step stands still where issuing does.
+    """
+    count = os.cpu_count() or 1
+    return max(1, count - max(2, count // 4))
+
+
+def default_rates(device: torch.device) -> Rates:
+    """Rates until a machine has been measured."""
+    return TYPICAL_GPU if device.type == "cuda" else SIMULATED
+
+
+def make_setting(
+    state: TrialState,
+    placement: str | Sequence[Placement],
+    *,
+    num_slots: int,
+    depth: int,
+    ring_bytes: int | None,
+    num_threads: int,
+) -> Setting:
+    """Placement of each piece, and a ring as large as the largest parameter that needs it."""
+    from loadmaster.shards.plan.ring_chunks import chunk_places, ring_size
+    from loadmaster.shards.plan.unit_order import least_slots
+
+    count = len(state.layout.pieces)
+    chosen: tuple[Placement, ...] = (placement,) * count if isinstance(placement, str) else tuple(placement)  # type: ignore[assignment]
+    if len(chosen) != count:
+        raise InputError(f"{len(chosen)} placements for {count} pieces")
+    streamed = frozenset(index for index, where in enumerate(chosen) if where != "pinned")
+    needed = [
+        ring_size(chunk_places(host, [at])[1] for at, wanted in enumerate(host.trainable) if wanted)
+        for host in state.pieces
+        if chosen[host.piece.index] == "device"
+    ]
+    ring = max([ring_bytes or 0, *needed]) if needed else 0
+    slots = max(num_slots, least_slots(state.layout, streamed))
+    return Setting(chosen, slots, depth, ring, num_threads=num_threads)
