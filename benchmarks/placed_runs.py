@@ -21,8 +21,8 @@ from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.running import Running, inputs_on, silent_tell
-from loadmaster.runtime.training import Task
+from loadmaster.runtime.run.running import Running, inputs_on, silent_tell
+from loadmaster.runtime.run.training import Task
 from loadmaster.zoo.hf import SIZES, Size, sized
 
 

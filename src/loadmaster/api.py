@@ -39,10 +39,10 @@ from loadmaster.placers.registry import Placer, objectives_of, placer, require_s
 
 if TYPE_CHECKING:
     from loadmaster.capacity.answer import Fit
-    from loadmaster.runtime.asking import Wish
-    from loadmaster.runtime.launching import Outcome
+    from loadmaster.runtime.place_request import Wish
     from loadmaster.runtime.placed import Placed
-    from loadmaster.runtime.verify import Verification
+    from loadmaster.runtime.run.launch import Outcome
+    from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
 
 Source = str | os.PathLike[str] | Graph | Workload
@@ -223,7 +223,7 @@ def place(
     `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
     plan on `devices` is made first. What else may be wished for is listed in `runtime.asking.Wish`.
     """
-    from loadmaster.runtime.asking import placed
+    from loadmaster.runtime.place_request import placed
 
     return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_nearest)
 
@@ -232,7 +232,7 @@ def verify(
     model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
 ) -> "Verification":
     """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes."""
-    from loadmaster.runtime.asking import verified
+    from loadmaster.runtime.place_request import verified
 
     return verified(model, plan, batch, loss=loss, seed=seed)
 
@@ -251,7 +251,7 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `how` may have `seed`, `tell` and `progress`.
     """
-    from loadmaster.runtime.launching import launched
+    from loadmaster.runtime.run.launch import launched
 
     return launched(plan, simulate, model=model, steps=steps, calibrate=calibrate, database=database, **how)
 

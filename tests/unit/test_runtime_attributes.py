@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 from loadmaster.core.errors import PlanError, RunError  # noqa: E402
-from loadmaster.runtime.program import program_of  # noqa: E402
-from loadmaster.runtime.rewrite import Regions  # noqa: E402
+from loadmaster.runtime.graph_engine.program import program_of  # noqa: E402
+from loadmaster.runtime.graph_engine.rewrite import Regions  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 

@@ -12,10 +12,10 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import PlanError  # noqa: E402
 from loadmaster.graph.torch_capture.target import Casts  # noqa: E402
-from loadmaster.runtime import engine  # noqa: E402
-from loadmaster.runtime.casting import exporting, region  # noqa: E402
+from loadmaster.runtime.graph_engine import engine  # noqa: E402
+from loadmaster.runtime.graph_engine.gpu_autocast import exporting, region  # noqa: E402
+from loadmaster.runtime.graph_engine.program import Program, program_of  # noqa: E402
 from loadmaster.runtime.placed import placed_model  # noqa: E402
-from loadmaster.runtime.program import Program, program_of  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import random_plan  # noqa: E402

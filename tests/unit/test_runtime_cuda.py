@@ -16,10 +16,11 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime import carriers, copies  # noqa: E402
-from loadmaster.runtime.copies import carried  # noqa: E402
-from loadmaster.runtime.cuda import Lanes  # noqa: E402
 from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.runtime.spill import weight_carriers  # noqa: E402
+from loadmaster.runtime.transport import copies  # noqa: E402
+from loadmaster.runtime.transport.copies import carried  # noqa: E402
+from loadmaster.runtime.transport.cuda_copies import Lanes  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import plan_by, random_plan  # noqa: E402
 from tests.spilling import spilled_model, spilling  # noqa: E402
@@ -347,7 +348,11 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
     plain.model.to(GPU)
     inputs = (plain.args[0].to(GPU),)
     model = spilled_model(built, all_of, window_bytes=window * WEIGHT, devices=SPILL)
-    right_up, right_down, right_use = carriers.Streams.up, carriers.Streams.down, carriers.Streams.use
+    right_up, right_down, right_use = (
+        weight_carriers.Streams.up,
+        weight_carriers.Streams.down,
+        weight_carriers.Streams.use,
+    )
 
     def up(self: Any, weight: Any) -> Any:
         if late == "up":
@@ -366,9 +371,9 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
         if late == "reader":
             torch.cuda._sleep(LONG // 20)
 
-    monkeypatch.setattr(carriers.Streams, "up", up)
-    monkeypatch.setattr(carriers.Streams, "down", down)
-    monkeypatch.setattr(carriers.Streams, "use", use)
+    monkeypatch.setattr(weight_carriers.Streams, "up", up)
+    monkeypatch.setattr(weight_carriers.Streams, "down", down)
+    monkeypatch.setattr(weight_carriers.Streams, "use", use)
     for _ in range(3):
         model.zero_grad()
         plain.model.zero_grad()
@@ -386,14 +391,14 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
 def test_an_edit_right_after_a_forward_is_not_seen_by_it(monkeypatch: Any) -> None:
     built, plain = deep(), deep()
     model = spilled_model(built, all_of, window_bytes=2 * WEIGHT, devices=SPILL)
-    right = carriers.Streams.up
+    right = weight_carriers.Streams.up
 
     def up(self: Any, weight: Any) -> Any:
         with torch.cuda.stream(self._up):
             torch.cuda._sleep(LONG // 10)
         return right(self, weight)
 
-    monkeypatch.setattr(carriers.Streams, "up", up)
+    monkeypatch.setattr(weight_carriers.Streams, "up", up)
     x = built.args[0].to(GPU)
     with torch.no_grad():
         wanted = plain.model.to(GPU)(x)

@@ -17,9 +17,9 @@ from loadmaster.core.errors import (  # noqa: E402
     RunError,
     UnknownNameError,
 )
-from loadmaster.runtime.devices import RunDevice  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
 from loadmaster.runtime.shortage import full_device  # noqa: E402
+from loadmaster.runtime.transport.devices import RunDevice  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 

@@ -14,8 +14,8 @@ from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError  # noqa: E402
 from loadmaster.core.graph import units  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.copies import carried  # noqa: E402
 from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
+from loadmaster.runtime.transport.copies import carried  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import StorageCounter, counted_peak  # noqa: E402
 from tests.placing import captured, devices, placed, plan_by, random_plan, trained  # noqa: E402

@@ -22,8 +22,8 @@ from loadmaster.core.errors import (  # noqa: E402
     UnknownNameError,
 )
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.devices import run_devices  # noqa: E402
 from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
+from loadmaster.runtime.transport.devices import run_devices  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
 

@@ -12,8 +12,8 @@ from torch import nn  # noqa: E402
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError, RunError  # noqa: E402
 from loadmaster.graph.spill import going_bytes  # noqa: E402
-from loadmaster.runtime import carriers  # noqa: E402
 from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.runtime.spill import weight_carriers  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, trained  # noqa: E402
 from tests.spilling import COMPUTES, STORES, spilled_model, spilling  # noqa: E402
@@ -269,7 +269,7 @@ def test_the_gradient_that_came_down_is_the_weights_own() -> None:
     built = deep()
     model = spilled_model(built, all_of)
     loads = []
-    from loadmaster.runtime import loads as module
+    from loadmaster.runtime.spill import weight_loads as module
 
     right = module.Pass.sent_down
 
@@ -297,14 +297,14 @@ class Witness:
 
     def __init__(self, going_bytes: int) -> None:
         self.up_bytes = self.most_up = self.down_bytes = self.most_down = 0
-        self._going = carriers.Going(going_bytes)
+        self._going = weight_carriers.Going(going_bytes)
 
     def up(self, weight: Any) -> Any:
         made = weight.detach().clone()
         self.up_bytes += made.nbytes
         self.most_up = max(self.most_up, self.up_bytes)
         weakref.finalize(made.untyped_storage(), self._up_gone, made.nbytes)
-        return carriers.Sent(made, None)
+        return weight_carriers.Sent(made, None)
 
     def _up_gone(self, size: int) -> None:
         self.up_bytes -= size
@@ -322,7 +322,7 @@ class Witness:
         self._going.add(grad.detach(), None)
         while self._going.too_much:
             self._going.pop()
-        return carriers.Sent(grad.detach().clone(), None)
+        return weight_carriers.Sent(grad.detach().clone(), None)
 
     def _down_gone(self, size: int) -> None:
         self.down_bytes -= size

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import InputError, LoadmasterError, VerifyError  # noqa: E402
-from loadmaster.runtime.copies import carried  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
+from loadmaster.runtime.transport.copies import carried  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, plan_by, random_plan, trained  # noqa: E402
 from tests.torch_models import example  # noqa: E402

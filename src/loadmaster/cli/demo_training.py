@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loadmaster.core.errors import InputError
 
 if TYPE_CHECKING:
-    from loadmaster.runtime.launching import Outcome
+    from loadmaster.runtime.run.launch import Outcome
 
 SOURCE, BATCH, SEQ = "hf:gpt2", 1, 64
 _SHARES = (0.72, 0.5)  # of what the model needs on one device
@@ -65,7 +65,7 @@ def trained(out_dir: str, steps: int) -> "tuple[str, Outcome, list[float]]":
         placement = api.plan(problem, budget=_PLAN, progress=say)
         api.save(placement, str(Path(out_dir) / "demo-training.json"))
         say("training it plainly", 0.0)
-        from loadmaster.runtime.launching import plain_losses
+        from loadmaster.runtime.run.launch import plain_losses
 
         plain = plain_losses(placement, steps=steps)
         say("training it on its plan", 0.0)

@@ -9,8 +9,8 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.runtime.launching import Outcome
-    from loadmaster.runtime.ran import Pair, Ran
+    from loadmaster.runtime.run.launch import Outcome
+    from loadmaster.runtime.run.run_report import Pair, Ran
 
 SUMMARY = "Train on a saved plan and compare with its prediction."
 Tell = Callable[[int, float, float, dict[str, int]], None]

@@ -9,8 +9,8 @@ import msgspec
 from loadmaster.capacity.answer import SCHEMA_VERSION as FIT
 from loadmaster.capacity.answer import Fit
 from loadmaster.core.io import NOUNS, json_schema, write_bytes
-from loadmaster.runtime.ran import SCHEMA_VERSION as RUN
-from loadmaster.runtime.ran import Ran
+from loadmaster.runtime.run.run_report import SCHEMA_VERSION as RUN
+from loadmaster.runtime.run.run_report import Ran
 
 
 def documents() -> dict[str, bytes]:

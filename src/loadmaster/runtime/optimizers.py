@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from loadmaster.core.errors import InputError, RunError
-from loadmaster.runtime.accounts import Accounts
+from loadmaster.runtime.transport.byte_accounts import Accounts
 
 
 class Optimizers:

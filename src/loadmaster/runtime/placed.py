@@ -15,23 +15,23 @@ from loadmaster.core.errors import DeviceMemoryError, InputError, PlanError, Run
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.runtime.accounts import Accounts
-from loadmaster.runtime.assignment import Known, known_of
-from loadmaster.runtime.attributes import hooked_module
 from loadmaster.runtime.checkpoint import Checkpoint
-from loadmaster.runtime.devices import RunDevice, run_devices
-from loadmaster.runtime.engine import CannotExportError, Engine, Ready
 from loadmaster.runtime.explain import explanation
-from loadmaster.runtime.finite import WARN, Finite
-from loadmaster.runtime.hooks import HookEngine
-from loadmaster.runtime.loads import Spill
+from loadmaster.runtime.finite_loss import WARN, Finite
+from loadmaster.runtime.graph_engine.assignment import Known, known_of
+from loadmaster.runtime.graph_engine.engine import CannotExportError, Engine, Ready
+from loadmaster.runtime.graph_engine.python_attributes import hooked_module
+from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import outputs
 from loadmaster.runtime.shortage import Replan, device_is_full, full_device, held_on, plan_that_fits
-from loadmaster.runtime.streams import PartStreams
-from loadmaster.runtime.unplaced import BatchError, Loss
-from loadmaster.runtime.verify import Verification, verification
+from loadmaster.runtime.spill.weight_loads import Spill
+from loadmaster.runtime.transport.byte_accounts import Accounts
+from loadmaster.runtime.transport.device_streams import PartStreams
+from loadmaster.runtime.transport.devices import RunDevice, run_devices
+from loadmaster.runtime.verify.unplaced import BatchError, Loss
+from loadmaster.runtime.verify.verification import Verification, verification
 
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed

@@ -18,7 +18,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.units import format_bytes, parse_bytes
-from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.transport.devices import RunDevice
 
 Replan = Callable[[Problem, Plan], Placement]
 _GPU = re.compile(r"GPU (\d+)")

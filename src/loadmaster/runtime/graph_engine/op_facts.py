@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.capture import quiet
 from loadmaster.graph.torch_capture.words import written_by
-from loadmaster.runtime import casting
-from loadmaster.runtime.program import Program
+from loadmaster.runtime.graph_engine import gpu_autocast
+from loadmaster.runtime.graph_engine.program import Program
 
 _WORDS_OF_CHANCE = ("rand", "dropout", "bernoulli", "normal_", "multinomial", "poisson")
 
@@ -117,6 +117,8 @@ def _has_gradient(value: Any) -> bool:
 
 def entered(context: tuple[Any, ...]) -> Any:
     """A region's context, entered."""
-    made: Any = torch.set_grad_enabled(context[1]) if context[0] == "grad" else casting.region(*context[1:])
+    made: Any = (
+        torch.set_grad_enabled(context[1]) if context[0] == "grad" else gpu_autocast.region(*context[1:])
+    )
     made.__enter__()
     return made

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from loadmaster.runtime.copies import landed
-from loadmaster.runtime.program import Program
+from loadmaster.runtime.graph_engine.program import Program
+from loadmaster.runtime.transport.copies import landed
 
 Fill = Callable[[list[Any]], Any]
 

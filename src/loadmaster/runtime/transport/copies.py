@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.runtime.cuda import Lanes
+from loadmaster.runtime.transport.cuda_copies import Lanes
 
 NOWHERE = -1
 _MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from loadmaster.runtime.copies import carried, joined, landed
-from loadmaster.runtime.facts import Facts, entered
-from loadmaster.runtime.loads import Pass, Reading, anchored, dropped, fetched, joined_load
-from loadmaster.runtime.program import Program, Region
+from loadmaster.runtime.graph_engine.op_facts import Facts, entered
+from loadmaster.runtime.graph_engine.program import Program, Region
+from loadmaster.runtime.spill.weight_loads import Pass, Reading, anchored, dropped, fetched, joined_load
+from loadmaster.runtime.transport.copies import carried, joined, landed
 
 COPY, EDGE = "copy", "edge"
 

@@ -13,11 +13,11 @@ from loadmaster.cluster.probe import local_devices
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.database import CostRow
-from loadmaster.runtime.clock import Clock
-from loadmaster.runtime.measured import Spans, cost_rows, spans_of, timeline_of
+from loadmaster.runtime.graph_engine.op_clock import Clock
 from loadmaster.runtime.placed import HOOKS, Placed
-from loadmaster.runtime.ran import SCHEMA_VERSION, DeviceRan, Pair, Ran
-from loadmaster.runtime.training import Task, Training
+from loadmaster.runtime.run.measured import Spans, cost_rows, spans_of, timeline_of
+from loadmaster.runtime.run.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
+from loadmaster.runtime.run.training import Task, Training
 from loadmaster.simulator.compare import compare
 
 CLOCKED_STEPS = 3

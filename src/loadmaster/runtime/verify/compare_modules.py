@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from loadmaster.runtime.hooks import HookEngine
-from loadmaster.runtime.rounding import distance, same
-from loadmaster.runtime.unplaced import called, copies, on_host, restored
+from loadmaster.runtime.hook_engine.engine import HookEngine
+from loadmaster.runtime.verify.rounding import distance, same
+from loadmaster.runtime.verify.unplaced import called, copies, on_host, restored
 
 Seen = Callable[[str, list[torch.Tensor]], None]
 

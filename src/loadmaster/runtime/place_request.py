@@ -21,11 +21,11 @@ from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.torch_capture.fake import rebuilt
 from loadmaster.runtime.checkpoint import Checkpoint
-from loadmaster.runtime.finite import HOWS, WARN
+from loadmaster.runtime.finite_loss import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
 from loadmaster.runtime.shortage import Replan
-from loadmaster.runtime.unplaced import Loss
-from loadmaster.runtime.verify import Verification, require_batch
+from loadmaster.runtime.verify.unplaced import Loss
+from loadmaster.runtime.verify.verification import Verification, require_batch
 
 FIRST_STEP = "first-step"
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import RunError
 from loadmaster.graph.spill import going_bytes
-from loadmaster.runtime.accounts import Accounts
-from loadmaster.runtime.carriers import Carrier, Sent, carrier
-from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.spill.weight_carriers import Carrier, Sent, carrier
+from loadmaster.runtime.transport.byte_accounts import Accounts
+from loadmaster.runtime.transport.devices import RunDevice
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import torch
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.compare_modules import ModuleComparison
-from loadmaster.runtime.compare_ops import OpComparison
-from loadmaster.runtime.hooks import HookEngine
-from loadmaster.runtime.rounding import distance, same
-from loadmaster.runtime.unplaced import Loss, Runs, restored, unplaced
+from loadmaster.runtime.hook_engine.engine import HookEngine
+from loadmaster.runtime.verify.compare_modules import ModuleComparison
+from loadmaster.runtime.verify.compare_ops import OpComparison
+from loadmaster.runtime.verify.rounding import distance, same
+from loadmaster.runtime.verify.unplaced import Loss, Runs, restored, unplaced
 
 _SHOWN = 3
 

@@ -13,12 +13,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.engine import Engine, Ready
-from loadmaster.runtime.facts import entered
-from loadmaster.runtime.program import Program
-from loadmaster.runtime.rewrite import COPY
-from loadmaster.runtime.rounding import distance, same
-from loadmaster.runtime.unplaced import Loss, copies, on_host, restored
+from loadmaster.runtime.graph_engine.engine import Engine, Ready
+from loadmaster.runtime.graph_engine.op_facts import entered
+from loadmaster.runtime.graph_engine.program import Program
+from loadmaster.runtime.graph_engine.rewrite import COPY
+from loadmaster.runtime.verify.rounding import distance, same
+from loadmaster.runtime.verify.unplaced import Loss, copies, on_host, restored
 
 
 class OpComparison:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.transport.devices import RunDevice
 
 
 class PartStreams:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from loadmaster.runtime.copies import carried, room
+from loadmaster.runtime.transport.copies import carried, room
 
 _HOST = torch.device("cpu")
 

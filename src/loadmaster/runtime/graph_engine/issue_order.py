@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from loadmaster.runtime.facts import Facts, is_random
-from loadmaster.runtime.program import Program
+from loadmaster.runtime.graph_engine.op_facts import Facts, is_random
+from loadmaster.runtime.graph_engine.program import Program
 
 _SUM_HAS_AN_ORDER = 3
 

@@ -21,8 +21,8 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.graph.spill import LOAD, window_of
-from loadmaster.runtime.facts import Facts
-from loadmaster.runtime.program import Program, op_kind
+from loadmaster.runtime.graph_engine.op_facts import Facts
+from loadmaster.runtime.graph_engine.program import Program, op_kind
 
 _FEW = 3
 LOSS = "loss"  # the module of ops that are not the model's own

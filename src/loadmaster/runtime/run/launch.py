@@ -19,10 +19,10 @@ from loadmaster.cost.database import open_database
 from loadmaster.graph.differences import differences
 from loadmaster.graph.models import Asked, model_graph, model_parts
 from loadmaster.graph.origin import origin_of
-from loadmaster.runtime.asking import on_devices, placement_of, require_plan
-from loadmaster.runtime.ran import Ran
-from loadmaster.runtime.running import Running, Tell, silent_tell
-from loadmaster.runtime.training import Training, task_of
+from loadmaster.runtime.place_request import on_devices, placement_of, require_plan
+from loadmaster.runtime.run.run_report import Ran
+from loadmaster.runtime.run.running import Running, Tell, silent_tell
+from loadmaster.runtime.run.training import Training, task_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

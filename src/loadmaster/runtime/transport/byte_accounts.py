@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_apart, format_bytes
-from loadmaster.runtime.devices import RunDevice
+from loadmaster.runtime.transport.devices import RunDevice
 
 NO_DEVICE = -1
 _FEW = 3

@@ -16,23 +16,29 @@ from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.graph.torch_capture.request import leave_transforms, shortened
-from loadmaster.runtime.accounts import NO_DEVICE, Accounts
-from loadmaster.runtime.alone import Alone
-from loadmaster.runtime.assignment import Known, assigned, differences, names_in_plan
-from loadmaster.runtime.attributes import changed, inside, modules_of, named_state, state_of
-from loadmaster.runtime.batch import batch_of, pattern_of
-from loadmaster.runtime.casting import exporting, is_casting
-from loadmaster.runtime.clock import Clock, Timed
-from loadmaster.runtime.copies import carried, joined
-from loadmaster.runtime.devices import RunDevice
-from loadmaster.runtime.facts import Facts, facts_of
-from loadmaster.runtime.fills import Fill, fills_of
-from loadmaster.runtime.loads import Pass, Spill
-from loadmaster.runtime.order import issue_order
-from loadmaster.runtime.parts import Parts, compiled_parts
-from loadmaster.runtime.program import Program, program_of
-from loadmaster.runtime.rewrite import EDGE, Regions, Rewritten, rewritten
-from loadmaster.runtime.streams import PartStreams
+from loadmaster.runtime.graph_engine.assignment import Known, assigned, differences, names_in_plan
+from loadmaster.runtime.graph_engine.compiled_parts import Parts, compiled_parts
+from loadmaster.runtime.graph_engine.free_batch import batch_of, pattern_of
+from loadmaster.runtime.graph_engine.gpu_autocast import exporting, is_casting
+from loadmaster.runtime.graph_engine.input_binding import Fill, fills_of
+from loadmaster.runtime.graph_engine.issue_order import issue_order
+from loadmaster.runtime.graph_engine.non_reentrant_lock import Alone
+from loadmaster.runtime.graph_engine.op_clock import Clock, Timed
+from loadmaster.runtime.graph_engine.op_facts import Facts, facts_of
+from loadmaster.runtime.graph_engine.program import Program, program_of
+from loadmaster.runtime.graph_engine.python_attributes import (
+    changed,
+    inside,
+    modules_of,
+    named_state,
+    state_of,
+)
+from loadmaster.runtime.graph_engine.rewrite import EDGE, Regions, Rewritten, rewritten
+from loadmaster.runtime.spill.weight_loads import Pass, Spill
+from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
+from loadmaster.runtime.transport.copies import carried, joined
+from loadmaster.runtime.transport.device_streams import PartStreams
+from loadmaster.runtime.transport.devices import RunDevice
 
 _MOST_GRAPHS = 16
 _MOST_STATES = 4  # of attributes: graphs of one kind of call

@@ -15,7 +15,7 @@ from loadmaster.graph.models import Asked
 from loadmaster.graph.torch_capture.again import marked
 from loadmaster.graph.torch_capture.step import loss_of
 from loadmaster.graph.torch_capture.update import optimizer_on
-from loadmaster.runtime.clock import LOSS, Clock, Updates
+from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, Updates
 
 
 @dataclass(frozen=True, slots=True)

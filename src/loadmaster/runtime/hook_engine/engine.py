@@ -17,11 +17,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from loadmaster.runtime.accounts import NO_DEVICE, Accounts
-from loadmaster.runtime.assignment import Known
-from loadmaster.runtime.copies import carried, joined, landed
-from loadmaster.runtime.devices import RunDevice
-from loadmaster.runtime.packed import padding_zeroed
+from loadmaster.runtime.graph_engine.assignment import Known
+from loadmaster.runtime.graph_engine.padded_encoder import padding_zeroed
+from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
+from loadmaster.runtime.transport.copies import carried, joined, landed
+from loadmaster.runtime.transport.devices import RunDevice
 
 _LOOKS = {
     "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim",

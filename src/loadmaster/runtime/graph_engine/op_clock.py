@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.torch_capture.words import kind_of
-from loadmaster.runtime.devices import RunDevice
-from loadmaster.runtime.rewrite import COPY, EDGE
+from loadmaster.runtime.graph_engine.rewrite import COPY, EDGE
+from loadmaster.runtime.transport.devices import RunDevice
 
 Mark = Any  # seconds of the host; of a GPU an event, and the host's seconds when it was recorded
 LOSS = "loss"

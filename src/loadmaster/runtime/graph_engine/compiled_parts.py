@@ -17,8 +17,8 @@ from torch.fx.passes.split_module import split_module
 
 from loadmaster.core.errors import RunError
 from loadmaster.graph.capture import quiet
-from loadmaster.runtime.accounts import Accounts
-from loadmaster.runtime.copies import landed
+from loadmaster.runtime.transport.byte_accounts import Accounts
+from loadmaster.runtime.transport.copies import landed
 
 _FEWEST = 2  # ops that are worth compiling
 _LONGEST = 300  # characters of torch's own message

@@ -24,9 +24,9 @@ from loadmaster.graph.torch_capture.exported import export, module_of
 from loadmaster.graph.torch_capture.fake import FakeModel, faked
 from loadmaster.graph.torch_capture.ledger import unique
 from loadmaster.graph.torch_capture.words import kind_of
-from loadmaster.runtime.attributes import unchanged, without_hooks
-from loadmaster.runtime.batch import Fits, fitting, free_batch
-from loadmaster.runtime.packed import packing_refused
+from loadmaster.runtime.graph_engine.free_batch import Fits, fitting, free_batch
+from loadmaster.runtime.graph_engine.padded_encoder import packing_refused
+from loadmaster.runtime.graph_engine.python_attributes import unchanged, without_hooks
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}

@@ -17,8 +17,8 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import keys_of
-from loadmaster.runtime.assignment import LOSS
-from loadmaster.runtime.clock import Seen
+from loadmaster.runtime.graph_engine.assignment import LOSS
+from loadmaster.runtime.graph_engine.op_clock import Seen
 
 _WHOLE = 0.999  # an update that was timed on its own
 _UPDATE = ".update"

@@ -12,8 +12,8 @@ from loadmaster.graph.capture import uncompiled
 from loadmaster.graph.torch_capture.chance import chance_kept, seed_chance
 from loadmaster.graph.torch_capture.request import shortened
 from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.runtime.engine import Engine, in_words
-from loadmaster.runtime.hooks import HookEngine
+from loadmaster.runtime.graph_engine.engine import Engine, in_words
+from loadmaster.runtime.hook_engine.engine import HookEngine
 
 Loss = Callable[[Any], torch.Tensor]
 Runs = Engine | HookEngine
