@@ -20,7 +20,7 @@ from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
-from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.graph.torch_capture.training_step import loss_of
 from loadmaster.runtime.run.running import Running, inputs_on, silent_tell
 from loadmaster.runtime.run.training import Task
 from loadmaster.zoo.hf import SIZES, Size, sized

@@ -12,7 +12,8 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Bound, Budget, Run, Score, silent
 from loadmaster.placers.registry import Placer, own, placer, why_not
-from loadmaster.simulator import bounds, engine
+from loadmaster.simulator.bounds import lower_bounds
+from loadmaster.simulator.events import engine
 
 AMPLE = Budget(seconds=120.0)  # for constructors, which need no limit
 
@@ -65,7 +66,7 @@ def warm() -> None:
 
 def question_of(problem: Problem) -> Question:
     """A problem made ready."""
-    return Question(problem, engine.prepare(problem), bounds.lower_bound(problem))
+    return Question(problem, engine.prepare(problem), lower_bounds.lower_bound(problem))
 
 
 @dataclass(slots=True)

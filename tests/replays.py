@@ -20,7 +20,7 @@ from loadmaster.placers.search._moves import (
 )
 from loadmaster.placers.search._replay import Tape, Weights, blank_tape, replay
 from loadmaster.placers.search.refine import _cast, _weights
-from loadmaster.simulator.engine import LINK_CODE
+from loadmaster.simulator.events.engine import LINK_CODE
 from tests.strategies import picks, problems
 
 SNAPSHOTS = 32

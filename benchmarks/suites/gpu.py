@@ -224,7 +224,7 @@ def real_step(case: Case) -> dict[str, Any]:
 def _step(made: Any, optimizer: Any, case: Case) -> None:
     import torch
 
-    from loadmaster.graph.torch_capture.step import loss_of
+    from loadmaster.graph.torch_capture.training_step import loss_of
 
     optimizer.zero_grad()
     mixed = case.precision == "bf16-mixed"

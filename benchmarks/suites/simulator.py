@@ -15,7 +15,7 @@ from benchmarks.measure import Report, median_s, peak_bytes
 from loadmaster import api
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
-from loadmaster.simulator.engine import Dispatch, prepare
+from loadmaster.simulator.events.engine import Dispatch, prepare
 
 SUITE = "simulator"
 _ROUNDS = 9

@@ -29,7 +29,7 @@ from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Work
 from loadmaster.core.run import Bound, Budget, parse_budget, silent
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_bytes, parse_bytes
-from loadmaster.cost.asked import COSTS, costs_from_measuring, measure_seconds, optimized
+from loadmaster.cost.cost_request import COSTS, costs_from_measuring, measure_seconds, optimized
 from loadmaster.cost.measure import DEFAULT_BUDGET_S
 from loadmaster.cost.roofline import roofline
 from loadmaster.graph.models import Asked
@@ -207,7 +207,7 @@ def fit(
     Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
     `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
     """
-    from loadmaster.capacity.asking import Question, ask
+    from loadmaster.capacity.fit_request import Question, ask
 
     asked = Question(
         source, devices, batch, seq, optimizer, precision, parse_bytes(reserve_bytes), format, max_bytes
@@ -261,7 +261,7 @@ def simulate(
 ) -> Timeline:
     """The timeline of a plan, under the problem's links unless others are named."""
     _require_plan(problem, plan)
-    from loadmaster.simulator import engine
+    from loadmaster.simulator.events import engine
 
     how = _choice(engine.Dispatch, dispatch)
     return engine.simulate(problem, plan, links=_choice(Links, links), dispatch=how)
@@ -270,7 +270,7 @@ def simulate(
 def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None = None) -> float:
     """Steady-state time of a pipelined plan: its busiest device or link."""
     _require_plan(problem, plan)
-    from loadmaster.simulator.throughput import steady_state
+    from loadmaster.simulator.events.throughput import steady_state
 
     return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
 
@@ -286,7 +286,7 @@ def lower_bound(
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
     from loadmaster.placers.bounds import quick_bound
-    from loadmaster.simulator.step_programme import relaxed_step
+    from loadmaster.simulator.bounds.step_programme import relaxed_step
 
     problem = _question(problem_or_source, devices, None, None, None, None)
     best = quick_bound(problem)
@@ -311,7 +311,7 @@ def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
     found = check.check_plan(problem, plan)
     if any(v.rule in ("length", "device", "support", "pipeline", "order", "recompute") for v in found):
         return found
-    from loadmaster.simulator import engine
+    from loadmaster.simulator.events import engine
 
     found = [v for v in found if v.rule != "memory"]
     peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
@@ -362,7 +362,7 @@ def _nearest(problem: Problem, start: Plan) -> Placement:
 def _chosen(algorithm: str | Placer | Plan) -> Placer:
     """By its name, or as it is; a plan is its own answer."""
     if isinstance(algorithm, Plan):
-        from loadmaster.placers.given import Given
+        from loadmaster.placers.fixed_plan import Given
 
         return Given(algorithm)
     return placer(algorithm) if isinstance(algorithm, str) else algorithm

@@ -22,8 +22,8 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Links, Objective, Problem
 from loadmaster.core.run import Budget, Run, Score
 from loadmaster.placers.registry import available, placer, why_not
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.conformance.problems import INFEASIBLE, PROBLEMS, all_columns, tiny_chain, total_shortfall
 

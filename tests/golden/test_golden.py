@@ -17,7 +17,7 @@ from loadmaster.core.placement import Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.simulator.engine import Dispatch
+from loadmaster.simulator.events.engine import Dispatch
 from tests import reference
 from tests.oracle import best_of_all
 

@@ -11,7 +11,7 @@ import pytest
 WHERE = "from loadmaster.simulator.jit import cache_folder; print(cache_folder())"
 KERNEL = (
     "from loadmaster.simulator.jit import cache_folder, kernel\n"
-    "from loadmaster.simulator.kernel import in_sequence\n"
+    "from loadmaster.simulator.events.kernel import in_sequence\n"
     "import numpy as np\n"
     "print(in_sequence(np.array([2, 0, 1], dtype=np.int32)).tolist())\n"
     "print(len(list(cache_folder().rglob('*in_sequence*.nbi'))))\n"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from loadmaster.core.problem import Links, Problem
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.simulator.favourites import NONE, favourites, matching
+from loadmaster.simulator.bounds.favourite_children import NONE, favourites, matching
 from tests.builders import problem_of, star_cluster
 from tests.oracle import best_of_all
 from tests.strategies import problems

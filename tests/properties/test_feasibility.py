@@ -18,9 +18,9 @@ from loadmaster import api
 from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph, held_bytes
 from loadmaster.core.problem import Problem
-from loadmaster.placers.cargo import load_cargo
+from loadmaster.placers.placement_units import load_cargo
 from loadmaster.placers.registry import placer, why_not
-from loadmaster.simulator.bounds import lower_bound
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from tests.builders import graph_of, problem_of, star_cluster
 from tests.oracle import assignments, best_of_all
 from tests.strategies import graphs, problems

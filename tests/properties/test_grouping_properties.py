@@ -9,7 +9,7 @@ from loadmaster.core.check import check_plan
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Graph, Phase, units
 from loadmaster.core.problem import FREE, Problem
 from loadmaster.placers.grouping import Grouped, grouped
-from loadmaster.simulator.engine import simulate
+from loadmaster.simulator.events.engine import simulate
 from tests.builders import graph_of, problem_of, star_cluster
 from tests.strategies import picks, plans, problems
 

@@ -17,7 +17,7 @@ from loadmaster.placers.heuristic._insert_kernel import insert, ready_order
 from loadmaster.placers.heuristic._list_kernel import NEVER, NOWHERE, PUBLISHED, WAITING, Rules, construct
 from loadmaster.placers.heuristic._lists import VIEWS, Lists, load_lists
 from loadmaster.placers.heuristic.heft import inserted
-from loadmaster.simulator.kernel import PARALLEL
+from loadmaster.simulator.events.kernel import PARALLEL
 from tests import reference
 from tests.builders import arrows, graph_of, problem_of, star_cluster
 from tests.slow_lists import SlowInsert, SlowList

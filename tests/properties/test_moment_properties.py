@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 
-from loadmaster.capacity.moment import held_at_peaks
+from loadmaster.capacity.peak_moment import held_at_peaks
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.strategies import placed_problems
 

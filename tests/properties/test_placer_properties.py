@@ -14,8 +14,8 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.placers.registry import available, placer, why_not
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests.oracle import Best, best_of_all
 from tests.strategies import problems
 

@@ -14,8 +14,8 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Problem
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.simulator.engine import Dispatch, prepare
-from loadmaster.simulator.throughput import steady_state
+from loadmaster.simulator.events.engine import Dispatch, prepare
+from loadmaster.simulator.events.throughput import steady_state
 from tests import reference
 from tests.strategies import placed_problems
 

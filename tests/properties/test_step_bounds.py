@@ -12,9 +12,9 @@ from loadmaster import api
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Status
 from loadmaster.core.problem import Links, Problem
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.step_programme import relaxed_step
-from loadmaster.simulator.travel import travel
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.bounds.step_programme import relaxed_step
+from loadmaster.simulator.bounds.travel import travel
 from tests import reference
 from tests.builders import cluster_of, graph_of, problem_of
 from tests.oracle import assignments, best_of_all, orders

@@ -9,7 +9,7 @@ import pytest
 
 from loadmaster.core.problem import Links
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.simulator.engine import Dispatch, prepare
+from loadmaster.simulator.events.engine import Dispatch, prepare
 from tests import reference
 from tests.builders import cluster_of, plan_on, problem_of
 

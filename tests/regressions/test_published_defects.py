@@ -25,7 +25,7 @@ from loadmaster.placers.grouping import grouped
 from loadmaster.placers.heuristic._insert_kernel import insert
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, WAITING
 from loadmaster.placers.heuristic._lists import load_lists
-from loadmaster.simulator.kernel import HALF_DUPLEX, PARALLEL
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, PARALLEL
 from tests import reference
 from tests.builders import (
     arrows,

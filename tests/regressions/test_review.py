@@ -19,8 +19,8 @@ from loadmaster.cost.memory import with_optimizer
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.transformer import transformer
 from loadmaster.placers.registry import placer
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.builders import chain, cluster_of, plan_on, problem_of, star_cluster
 

@@ -10,8 +10,8 @@ from scipy.optimize import linprog
 from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.core.problem import Links, Objective, Split
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.relaxation import Classes, fractional_s
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.bounds.relaxation import Classes, fractional_s
 from tests.builders import (
     chain,
     cluster_of,

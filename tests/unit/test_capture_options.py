@@ -15,7 +15,7 @@ from loadmaster.core.graph import NO_GROUP, Graph, Phase  # noqa: E402
 from loadmaster.core.plan import Plan  # noqa: E402
 from loadmaster.cost.memory import weight_and_update_ops  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.step import loss_of  # noqa: E402
+from loadmaster.graph.torch_capture.training_step import loss_of  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_capture_memory import captured, simulated_peak  # noqa: E402

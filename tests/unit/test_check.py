@@ -11,7 +11,7 @@ from loadmaster.core.check import check_plan
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import NO_GROUP, Phase
 from loadmaster.core.problem import Links, Objective, Problem, Split
-from loadmaster.simulator.engine import Dispatch, prepare
+from loadmaster.simulator.events.engine import Dispatch, prepare
 from tests.builders import chain, graph_of, host_cluster, loose_ops, plan_on, problem_of, star_cluster
 from tests.conformance.problems import unequal_cluster
 

@@ -17,8 +17,8 @@ from loadmaster.placers.exact._latency.pieces import CPU, best_pieces, pieces_la
 from loadmaster.placers.exact._latency.symmetry import alike
 from loadmaster.placers.exact._latency.ticks import ticks_for
 from loadmaster.placers.registry import placer
-from loadmaster.simulator.certified import Rows, solve_certified
-from loadmaster.simulator.step_programme import relaxed_step, standing_bytes
+from loadmaster.simulator.bounds.certified import Rows, solve_certified
+from loadmaster.simulator.bounds.step_programme import relaxed_step, standing_bytes
 from tests import reference
 from tests.builders import (
     cluster_of,

@@ -14,9 +14,9 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import FAMILIES, brought
-from loadmaster.simulator.favourites import NONE, Favourites, favourites, matching
-from loadmaster.simulator.programme import Network, solve, starts
-from loadmaster.simulator.programme_part import Part
+from loadmaster.simulator.bounds.favourite_children import NONE, Favourites, favourites, matching
+from loadmaster.simulator.bounds.small_communication import Network, solve, starts
+from loadmaster.simulator.bounds.small_communication_part import Part
 from tests.builders import chain, cluster_of, graph_of, host_cluster, loose_ops, problem_of, star_cluster
 from tests.conformance.problems import unequal_cluster
 
@@ -288,7 +288,7 @@ class TestSolver:
         assert 0.041738 * (1 - 1e-9) <= found.bound_s <= 0.04335
 
     def test_scipy_is_loaded_when_needed_only(self) -> None:
-        code = "import sys, loadmaster.simulator.favourites; sys.exit('scipy' in sys.modules)"
+        code = "import sys, loadmaster.simulator.bounds.favourite_children; sys.exit('scipy' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

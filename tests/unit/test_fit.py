@@ -14,7 +14,7 @@ from loadmaster.capacity.answer import Fit
 from loadmaster.capacity.breakdown import Parts, modules_of, parts_of
 from loadmaster.capacity.clusters import only, preset_cluster, with_more, with_preset
 from loadmaster.capacity.largest import largest
-from loadmaster.capacity.moment import Held, held_at_peaks
+from loadmaster.capacity.peak_moment import Held, held_at_peaks
 from loadmaster.capacity.scale import scaled
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.presets import KINDS
@@ -22,7 +22,7 @@ from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.events.engine import prepare
 from tests.builders import plan_on, problem_of, star_cluster
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")

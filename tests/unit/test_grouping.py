@@ -17,7 +17,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import FAMILIES, brought, chain, fork_join, layered, many_source, rnn_grid
 from loadmaster.placers.grouping import Grouped, grouped
-from loadmaster.simulator.engine import prepare, simulate
+from loadmaster.simulator.events.engine import prepare, simulate
 from tests.builders import (
     cluster_of,
     diamond,

@@ -12,16 +12,16 @@ from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Status
 from loadmaster.core.problem import Links, Problem
-from loadmaster.placers.cargo import load_cargo
 from loadmaster.placers.heuristic import cpop
 from loadmaster.placers.heuristic._insert_kernel import insert, ready_order
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, PUBLISHED, WAITING
 from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.heuristic.heft import inserted
 from loadmaster.placers.heuristic.m_topo import fill
+from loadmaster.placers.placement_units import load_cargo
 from loadmaster.placers.registry import placer
-from loadmaster.simulator.engine import prepare
-from loadmaster.simulator.kernel import HALF_DUPLEX, PARALLEL
+from loadmaster.simulator.events.engine import prepare
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, PARALLEL
 from tests import reference
 from tests.builders import (
     arrows,

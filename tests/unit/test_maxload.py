@@ -19,8 +19,8 @@ from loadmaster.placers.exact._maxload.model import free_model
 from loadmaster.placers.exact._maxload.reduce import least_busiest_s, reduced
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.warm import warm_up
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests.builders import chain, cluster_of, loose_ops, problem_of, star_cluster
 from tests.maxload import INF, broken, every_split, max_load, random_problem
 from tests.unit.public_graphs import THROUGHPUT, problem_from, shared, throughput_input

@@ -15,8 +15,8 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.simulator.engine import simulate
-from loadmaster.simulator.throughput import steady_state
+from loadmaster.simulator.events.engine import simulate
+from loadmaster.simulator.events.throughput import steady_state
 from tests.builders import cluster_of, plan_on, problem_of
 from tests.pipelines import INF, every_pipeline, judged, random_pipeline
 

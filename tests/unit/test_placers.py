@@ -12,7 +12,7 @@ from loadmaster.core.graph import NO_GROUP, Phase
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.placers.cargo import load_cargo
+from loadmaster.placers.placement_units import load_cargo
 from loadmaster.placers.registry import available, placer, why_not
 from tests import reference
 from tests.builders import (

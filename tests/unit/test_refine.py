@@ -10,8 +10,8 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score
 from loadmaster.placers.registry import placer
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.builders import (
     arrows,

@@ -16,12 +16,12 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Budget, Run
 from loadmaster.placers._partition import Schedule, Standing, Terms, settle
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.cargo import Cargo, load_cargo
-from loadmaster.placers.cuts import blocks, carved, cut_bytes
+from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.repair import fitted, repaired
-from loadmaster.placers.standing import load_standing, running_bytes, standing_bytes
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.placers.resident_memory import load_standing, running_bytes, standing_bytes
+from loadmaster.placers.unit_cuts import blocks, carved, cut_bytes
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.builders import chain, cluster_of, graph_of, loose_ops, problem_of, star_cluster
 from tests.conformance.problems import tight_activations, unequal_cluster

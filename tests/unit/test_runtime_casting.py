@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import PlanError  # noqa: E402
-from loadmaster.graph.torch_capture.target import Casts  # noqa: E402
+from loadmaster.graph.torch_capture.target_kernels import Casts  # noqa: E402
 from loadmaster.runtime.graph_engine import engine  # noqa: E402
 from loadmaster.runtime.graph_engine.gpu_autocast import exporting, region  # noqa: E402
 from loadmaster.runtime.graph_engine.program import Program, program_of  # noqa: E402

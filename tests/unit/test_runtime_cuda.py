@@ -348,11 +348,8 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
     plain.model.to(GPU)
     inputs = (plain.args[0].to(GPU),)
     model = spilled_model(built, all_of, window_bytes=window * WEIGHT, devices=SPILL)
-    right_up, right_down, right_use = (
-        weight_carriers.Streams.up,
-        weight_carriers.Streams.down,
-        weight_carriers.Streams.use,
-    )
+    streams = weight_carriers.Streams
+    right_up, right_down, right_use = streams.up, streams.down, streams.use
 
     def up(self: Any, weight: Any) -> Any:
         if late == "up":

@@ -14,8 +14,8 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run
 from loadmaster.placers.registry import placer
 from loadmaster.placers.search.segments import _laid, _moved, _striped, _tidy
-from loadmaster.simulator.bounds import lower_bound
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.bounds.lower_bounds import lower_bound
+from loadmaster.simulator.events.engine import prepare
 from tests import reference
 from tests.builders import graph_of, problem_of, star_cluster
 

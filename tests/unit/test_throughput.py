@@ -10,7 +10,7 @@ from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.formats import msr
-from loadmaster.simulator.throughput import Loads, steady_state
+from loadmaster.simulator.events.throughput import Loads, steady_state
 from tests.builders import (
     chain,
     cluster_of,

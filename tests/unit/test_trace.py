@@ -12,7 +12,7 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Links
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.report.trace import chrome_trace
-from loadmaster.simulator.engine import simulate
+from loadmaster.simulator.events.engine import simulate
 from tests.builders import chain, diamond, fan_out, graph_of, plan_on, problem_of, star_cluster
 
 EVIL = '[bold]x[/bold]\n<script>alert("1")</script>\\\x1b[31m\u202e😀'

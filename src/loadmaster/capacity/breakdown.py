@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.capacity.moment import Held
+from loadmaster.capacity.peak_moment import Held
 from loadmaster.core.arrays import Ints, Longs
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.cost.memory import weight_and_update_ops

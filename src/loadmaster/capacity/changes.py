@@ -19,7 +19,7 @@ import numpy as np
 
 from loadmaster.capacity.answer import Change
 from loadmaster.capacity.clusters import limit_of, only, preset_cluster, with_more, with_preset
-from loadmaster.capacity.setting import Asker, Setting, is_training
+from loadmaster.capacity.step_setting import Asker, Setting, is_training
 from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, together
 from loadmaster.cluster.presets import KINDS, KindPreset
 from loadmaster.core.cluster import Cluster

@@ -18,14 +18,14 @@ from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.changes import NOT_A_DEVICE, changes
 from loadmaster.capacity.clusters import limit_of, only, preset_cluster
 from loadmaster.capacity.largest import guessed_batch, largest_batch
-from loadmaster.capacity.moment import held_at_peaks
-from loadmaster.capacity.setting import Asker, Setting
+from loadmaster.capacity.peak_moment import held_at_peaks
+from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, on_device, together
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
 from loadmaster.core.problem import Problem
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.events.engine import prepare
 
 
 def target_of(cluster: Cluster) -> str:

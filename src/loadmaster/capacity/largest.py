@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from loadmaster.capacity.answer import LargestBatch
-from loadmaster.capacity.setting import Asker, Setting
+from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import LoadmasterError
 from loadmaster.core.problem import Problem

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.capacity.setting import Asker
+from loadmaster.capacity.step_setting import Asker
 from loadmaster.core.placement import Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import FREE, Problem
 from loadmaster.core.units import format_apart, format_bytes
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.events.engine import prepare
 
 OWN_ORDER = "own order"
 

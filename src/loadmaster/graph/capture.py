@@ -63,9 +63,9 @@ def capture(
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
     torch = _torch()
-    from loadmaster.graph.torch_capture.chance import chance_kept
-    from loadmaster.graph.torch_capture.ranges import checked_ranges
+    from loadmaster.graph.torch_capture.python_rng import chance_kept
     from loadmaster.graph.torch_capture.request import Request
+    from loadmaster.graph.torch_capture.size_ranges import checked_ranges
 
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     title = name or type(model).__name__

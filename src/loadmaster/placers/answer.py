@@ -14,7 +14,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score
 from loadmaster.core.units import format_apart, format_bytes
-from loadmaster.placers.cargo import Cargo, load_cargo
+from loadmaster.placers.placement_units import Cargo, load_cargo
 
 _ATTEMPTS = 7
 _SHRINK = 0.95  # of the room that would just do, for what is shared unevenly

@@ -51,7 +51,7 @@ def answered(problem: Problem, ask: Ask) -> Placement:
 def _placed(problem: Problem, ask: Ask) -> Placement:
     from loadmaster.placers.bounds import quick_bound
     from loadmaster.placers.warm import warm_up
-    from loadmaster.simulator import engine
+    from loadmaster.simulator.events import engine
 
     bound = quick_bound(problem)
     simulator = engine.prepare(problem)

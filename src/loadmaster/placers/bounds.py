@@ -1,6 +1,6 @@
 """The bound that every plan is measured by: what is proven in tenths of a second, without a solver.
 
-The simulator's arguments (`simulator/bounds.py`), and for throughput the anchored cut of up to 1,000 units
+The arguments of `simulator/bounds`, and for throughput the anchored cut of up to 1,000 units
 (`exact/_maxload/reduce.py`): some milliseconds on the public graphs, and the only argument there that knows
 of transfers.
 """
@@ -12,12 +12,12 @@ from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound
 from loadmaster.placers.exact._maxload.closing import MOST_CLASSES, free_bound
 from loadmaster.placers.exact._maxload.model import free_model
-from loadmaster.simulator import bounds
+from loadmaster.simulator.bounds import lower_bounds
 
 
 def quick_bound(problem: Problem) -> Bound:
     """The best of the arguments that cost little, with its name, or the proof that nothing fits."""
-    known = bounds.lower_bound(problem)
+    known = lower_bounds.lower_bound(problem)
     if problem.objective != Objective.THROUGHPUT or known.infeasible:
         return known
     if units(problem.graph)[1] > MOST_CLASSES:

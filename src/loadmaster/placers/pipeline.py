@@ -36,8 +36,8 @@ from loadmaster.placers.exact._maxload.staged import (
     num_states_of,
     turned_ideals,
 )
-from loadmaster.placers.standing import op_running_bytes
-from loadmaster.simulator.throughput import steady_state
+from loadmaster.placers.resident_memory import op_running_bytes
+from loadmaster.simulator.events.throughput import steady_state
 
 _ATTEMPTS = 8
 _BELOW = 6e-10  # what a pass leaves open, and rounding

@@ -17,9 +17,9 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.cost.transfer import route_bytes_per_s
 from loadmaster.placers._partition import Schedule, Standing, Terms, settle
-from loadmaster.placers.cargo import Cargo
-from loadmaster.placers.cuts import blocks, carved
-from loadmaster.placers.standing import load_standing, running_bytes, standing_bytes
+from loadmaster.placers.placement_units import Cargo
+from loadmaster.placers.resident_memory import load_standing, running_bytes, standing_bytes
+from loadmaster.placers.unit_cuts import blocks, carved
 
 _ROUNDS, _ROUNDS_OF_LARGE, _LARGE = 6, 2, 200_000  # repairs of a plan; from so many units on, fewer
 

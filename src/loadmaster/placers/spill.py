@@ -22,7 +22,8 @@ from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Objective, Origin, Pr
 from loadmaster.core.run import Budget, Run, Score
 from loadmaster.graph.spill import NEW, Reading, readings, spilled
 from loadmaster.placers.answer import answer
-from loadmaster.simulator import bounds, engine
+from loadmaster.simulator.bounds import lower_bounds
+from loadmaster.simulator.events import engine
 
 HOST = "host"
 _WINDOWS = (2, 4, 8)  # times the largest weight that is spilled
@@ -187,7 +188,7 @@ class _Search:
             rng=np.random.default_rng(0),
             score=engine.prepare(best.problem).score,
             arrange=engine.prepare(best.problem).arranged,
-            bound=bounds.lower_bound(best.problem),
+            bound=lower_bounds.lower_bound(best.problem),
             started=self._began,
         )
         taken = time.perf_counter() - self._began

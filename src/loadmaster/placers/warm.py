@@ -12,7 +12,7 @@ from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import brought, fork_join
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import own, placer, why_not
-from loadmaster.simulator.engine import Simulator, prepare
+from loadmaster.simulator.events.engine import Simulator, prepare
 from loadmaster.simulator.jit import is_warm, mark_warm
 
 _MESSAGE = "compiling (once on this machine, about two minutes of processor time)"

@@ -19,7 +19,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
-from loadmaster.graph.torch_capture.fake import rebuilt
+from loadmaster.graph.torch_capture.fake_model import rebuilt
 from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.finite_loss import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model

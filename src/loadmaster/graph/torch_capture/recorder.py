@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.graph import NO_MIRROR, Phase
-from loadmaster.graph.torch_capture.answers import Answers
-from loadmaster.graph.torch_capture.fake import like
+from loadmaster.graph.torch_capture.data_dependent_reads import Answers
+from loadmaster.graph.torch_capture.fake_model import like
+from loadmaster.graph.torch_capture.gradient_sums import summed_for
 from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
-from loadmaster.graph.torch_capture.stand_ins import completed, stand_in
-from loadmaster.graph.torch_capture.sums import summed_for
-from loadmaster.graph.torch_capture.words import (
+from loadmaster.graph.torch_capture.op_signature import (
     bytes_moved,
     compute_dtype,
     flops_of,
@@ -35,6 +34,7 @@ from loadmaster.graph.torch_capture.words import (
     with_a_view,
     written_by,
 )
+from loadmaster.graph.torch_capture.stand_ins import completed, stand_in
 
 _DEVICE = torch.ops.prim.device.default
 _SILENT = {

@@ -11,19 +11,19 @@ from torch import nn
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.raised import where_raised
-from loadmaster.graph.torch_capture import unexported
-from loadmaster.graph.torch_capture.again import Again, marked
-from loadmaster.graph.torch_capture.answers import Answers, Reads, reads_of, with_same_weights
-from loadmaster.graph.torch_capture.exported import export, run_exported
-from loadmaster.graph.torch_capture.fake import FakeModel, faked
+from loadmaster.graph.torch_capture import export_gaps
+from loadmaster.graph.torch_capture.accumulation import Again, marked
+from loadmaster.graph.torch_capture.data_dependent_reads import Answers, Reads, reads_of, with_same_weights
+from loadmaster.graph.torch_capture.export_path import export, run_exported
+from loadmaster.graph.torch_capture.fake_model import FakeModel, faked
 from loadmaster.graph.torch_capture.ledger import Ledger
-from loadmaster.graph.torch_capture.ranges import Ranges, in_words, require_same, resized
+from loadmaster.graph.torch_capture.optimizer_update import on_fakes
 from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
-from loadmaster.graph.torch_capture.step import Step
-from loadmaster.graph.torch_capture.target import Casts, Kernels, require_target
-from loadmaster.graph.torch_capture.traced import last_op, run_traced, watched
-from loadmaster.graph.torch_capture.update import on_fakes
+from loadmaster.graph.torch_capture.size_ranges import Ranges, in_words, require_same, resized
+from loadmaster.graph.torch_capture.target_kernels import Casts, Kernels, require_target
+from loadmaster.graph.torch_capture.trace_path import last_op, run_traced, watched
+from loadmaster.graph.torch_capture.training_step import Step
 
 _LONGEST_MESSAGE = 300
 
@@ -158,7 +158,7 @@ class Request:
     def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
-        recomputing = unexported.told_apart() if path == "estimated" else contextlib.nullcontext()
+        recomputing = export_gaps.told_apart() if path == "estimated" else contextlib.nullcontext()
         with mode, torch.set_grad_enabled(self.train), recomputing:
             moved: dict[int, int] = {}
             with recorder, Kernels(self.target), Reads(recorder.answers):

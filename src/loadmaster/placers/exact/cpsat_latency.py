@@ -26,8 +26,8 @@ from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
 from loadmaster.placers.exact._maxload.answering import with_note
 from loadmaster.placers.grouping import grouped
 from loadmaster.placers.registry import Placer, placer
-from loadmaster.simulator.engine import is_unordered
-from loadmaster.simulator.step_programme import relaxed_step
+from loadmaster.simulator.bounds.step_programme import relaxed_step
+from loadmaster.simulator.events.engine import is_unordered
 
 _CONSTRUCTORS = ("single_device", "heft", "m_etf", "chain_balance")
 _SHORT = 0.15  # of the budget, for local search before and after

@@ -40,10 +40,10 @@ from loadmaster.core.graph import NO_STORAGE
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.core.units import format_seconds
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._list_kernel import upward_rank
-from loadmaster.simulator.engine import prepare
-from loadmaster.simulator.kernel import Fixed
+from loadmaster.placers.placement_units import Cargo, load_cargo
+from loadmaster.simulator.events.engine import prepare
+from loadmaster.simulator.events.kernel import Fixed
 
 
 @dataclass(frozen=True, slots=True)

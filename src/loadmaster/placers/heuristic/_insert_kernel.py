@@ -6,8 +6,8 @@ import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, Rules
+from loadmaster.simulator.events.kernel import Fixed
 from loadmaster.simulator.jit import kernel
-from loadmaster.simulator.kernel import Fixed
 
 
 @kernel

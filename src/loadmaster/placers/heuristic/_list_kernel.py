@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
 from loadmaster.simulator.jit import kernel
-from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
 
 NOWHERE = -1
 NEVER, PUBLISHED, WAITING = 0, 1, 2  # when a device is awake for the favourite child of its last op

@@ -9,7 +9,6 @@ from loadmaster.core.graph import Phase, home_bytes
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Links, Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._list_kernel import (
     NEVER,
     NOWHERE,
@@ -18,8 +17,9 @@ from loadmaster.placers.heuristic._list_kernel import (
     downward_rank,
     upward_rank,
 )
-from loadmaster.simulator.engine import prepare
-from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, PARALLEL, SHARED, Fixed
+from loadmaster.placers.placement_units import Cargo, load_cargo
+from loadmaster.simulator.events.engine import prepare
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, PARALLEL, SHARED, Fixed
 
 MOST_OPS = 200_000  # beyond, passes over single ops take gigabytes; m_etf places groups instead
 

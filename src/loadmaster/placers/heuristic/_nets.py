@@ -11,7 +11,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct
 from loadmaster.core.problem import Links, Load, Objective, Problem
-from loadmaster.simulator.throughput import combined, hop_s
+from loadmaster.simulator.events.throughput import combined, hop_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,9 +20,9 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Builder, best_repaired
-from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._nets import Nets, nets_of
 from loadmaster.placers.pipeline import Effort, pipelined
+from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.registry import Placer
 
 _PROBES = 40

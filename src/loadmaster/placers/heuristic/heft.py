@@ -23,7 +23,7 @@ from loadmaster.placers.heuristic._insert_kernel import insert
 from loadmaster.placers.heuristic._list_kernel import NOWHERE
 from loadmaster.placers.heuristic._lists import MOST_OPS, Lists, load_lists
 from loadmaster.placers.registry import Placer
-from loadmaster.simulator.kernel import PARALLEL
+from loadmaster.simulator.events.kernel import PARALLEL
 
 
 @dataclass(frozen=True, slots=True)

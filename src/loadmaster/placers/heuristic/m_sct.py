@@ -27,7 +27,7 @@ from loadmaster.placers.heuristic._list_kernel import PUBLISHED, WAITING
 from loadmaster.placers.heuristic._lists import MOST_OPS, VIEWS, Lists, load_lists
 from loadmaster.placers.heuristic.m_etf import construct_all, promised
 from loadmaster.placers.registry import Placer
-from loadmaster.simulator.favourites import Favourites, favourites, matching
+from loadmaster.simulator.bounds.favourite_children import Favourites, favourites, matching
 
 
 @dataclass(frozen=True, slots=True)

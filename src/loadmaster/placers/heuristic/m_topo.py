@@ -15,7 +15,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_repaired
-from loadmaster.placers.cargo import Cargo, load_cargo
+from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.registry import Placer
 
 

@@ -23,12 +23,12 @@ from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.graph.measures import levels
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.cargo import Cargo, load_cargo
-from loadmaster.placers.cuts import blocks
 from loadmaster.placers.heuristic._packing import best_fit, depth_first
+from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.registry import Placer
 from loadmaster.placers.repair import Bench, fitted, load_bench
-from loadmaster.placers.standing import standing_bytes
+from loadmaster.placers.resident_memory import standing_bytes
+from loadmaster.placers.unit_cuts import blocks
 
 _LARGE = 200_000  # units; beyond, some orders take longer to make than they are worth
 _FEW = 4  # devices of which all orders are tried

@@ -14,7 +14,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import FREE, Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_of
-from loadmaster.placers.cargo import load_cargo
+from loadmaster.placers.placement_units import load_cargo
 from loadmaster.placers.registry import Placer
 
 

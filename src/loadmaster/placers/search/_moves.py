@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers.search._replay import NONE, Tape, Weights, replay
+from loadmaster.simulator.events.kernel import Fixed
 from loadmaster.simulator.jit import kernel
-from loadmaster.simulator.kernel import Fixed
 
 MOST_MOVED = 64
 _ORDER, _ROW, _MODULE, _ONE = 0.12, 0.35, 0.40, 0.85  # up to here a draw means that kind of move

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
 from loadmaster.simulator.jit import kernel
-from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
 
 NONE = -1
 _BEHIND, _ALIKE = 1, 2  # more snapshots in a row than this end a run

@@ -22,16 +22,16 @@ from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally
-from loadmaster.placers.cargo import Cargo
-from loadmaster.placers.given import what_is_foreign
+from loadmaster.placers.fixed_plan import what_is_foreign
 from loadmaster.placers.grouping import Grouped, grouped
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.heuristic._lists import Lists, load_lists
+from loadmaster.placers.placement_units import Cargo
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.search._moves import Cast, Move, blank_move, climb, critical_units
 from loadmaster.placers.search._replay import NONE, Tape, Weights, blank_tape, replay
-from loadmaster.simulator.engine import LINK_CODE, is_unordered
-from loadmaster.simulator.throughput import hop_s
+from loadmaster.simulator.events.engine import LINK_CODE, is_unordered
+from loadmaster.simulator.events.throughput import hop_s
 
 _SNAPSHOTS = 32
 _TAPE_BYTES = 2**28  # of snapshots at most

@@ -21,10 +21,10 @@ from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.cargo import Cargo, load_cargo
 from loadmaster.placers.heuristic._list_kernel import upward_rank
+from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.registry import Placer
-from loadmaster.simulator.engine import prepare
+from loadmaster.simulator.events.engine import prepare
 
 Row = tuple[tuple[int, int], ...]  # (end, device) of each segment; the last end is the number of units
 _WIDEST = 0.25  # of the row, for a shift or a new segment

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.graph.torch_capture.target import Casts
+from loadmaster.graph.torch_capture.target_kernels import Casts
 
 _GPU, _CPU = "cuda", "cpu"
 

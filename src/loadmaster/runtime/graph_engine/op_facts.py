@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.capture import quiet
-from loadmaster.graph.torch_capture.words import written_by
+from loadmaster.graph.torch_capture.op_signature import written_by
 from loadmaster.runtime.graph_engine import gpu_autocast
 from loadmaster.runtime.graph_engine.program import Program
 
@@ -117,8 +117,7 @@ def _has_gradient(value: Any) -> bool:
 
 def entered(context: tuple[Any, ...]) -> Any:
     """A region's context, entered."""
-    made: Any = (
-        torch.set_grad_enabled(context[1]) if context[0] == "grad" else gpu_autocast.region(*context[1:])
-    )
+    is_grad = context[0] == "grad"
+    made: Any = torch.set_grad_enabled(context[1]) if is_grad else gpu_autocast.region(*context[1:])
     made.__enter__()
     return made

@@ -20,10 +20,10 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from loadmaster.core.errors import GraphError
 from loadmaster.graph.capture import quiet
-from loadmaster.graph.torch_capture.exported import export, module_of
-from loadmaster.graph.torch_capture.fake import FakeModel, faked
+from loadmaster.graph.torch_capture.export_path import export, module_of
+from loadmaster.graph.torch_capture.fake_model import FakeModel, faked
 from loadmaster.graph.torch_capture.ledger import unique
-from loadmaster.graph.torch_capture.words import kind_of
+from loadmaster.graph.torch_capture.op_signature import kind_of
 from loadmaster.runtime.graph_engine.free_batch import Fits, fitting, free_batch
 from loadmaster.runtime.graph_engine.padded_encoder import packing_refused
 from loadmaster.runtime.graph_engine.python_attributes import unchanged, without_hooks

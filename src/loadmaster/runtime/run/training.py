@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.models import Asked
-from loadmaster.graph.torch_capture.again import marked
-from loadmaster.graph.torch_capture.step import loss_of
-from loadmaster.graph.torch_capture.update import optimizer_on
+from loadmaster.graph.torch_capture.accumulation import marked
+from loadmaster.graph.torch_capture.optimizer_update import optimizer_on
+from loadmaster.graph.torch_capture.training_step import loss_of
 from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, Updates
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.graph.torch_capture.training_step import loss_of
 from loadmaster.runtime.graph_engine.engine import Engine, Ready
 from loadmaster.runtime.graph_engine.op_facts import entered
 from loadmaster.runtime.graph_engine.program import Program

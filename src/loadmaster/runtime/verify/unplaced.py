@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.capture import uncompiled
-from loadmaster.graph.torch_capture.chance import chance_kept, seed_chance
+from loadmaster.graph.torch_capture.python_rng import chance_kept, seed_chance
 from loadmaster.graph.torch_capture.request import shortened
-from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.graph.torch_capture.training_step import loss_of
 from loadmaster.runtime.graph_engine.engine import Engine, in_words
 from loadmaster.runtime.hook_engine.engine import HookEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.torch_capture.step import loss_of
+from loadmaster.graph.torch_capture.training_step import loss_of
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.verify.compare_modules import ModuleComparison
 from loadmaster.runtime.verify.compare_ops import OpComparison

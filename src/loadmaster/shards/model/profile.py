@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.torch_capture.words import ATTENTION_FLOPS
+from loadmaster.graph.torch_capture.op_signature import ATTENTION_FLOPS
 from loadmaster.shards.model.blocks import Chain, call
 from loadmaster.shards.model.live_bytes import BlockPeaks, block_peaks, shape_of, type_of
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial

@@ -23,8 +23,8 @@ from loadmaster.core.graph import NO_STORAGE, held_bytes, home_bytes, units
 from loadmaster.core.problem import Links, Problem, allowed_devices
 from loadmaster.placers.exact._latency.symmetry import alike
 from loadmaster.placers.exact._latency.ticks import Ticks
-from loadmaster.simulator.favourites import pair_table
-from loadmaster.simulator.travel import travel
+from loadmaster.simulator.bounds.favourite_children import pair_table
+from loadmaster.simulator.bounds.travel import travel
 
 MOST_MOVES = 30_000  # intervals of transfers on links; beyond, transfers do not wait for each other
 _MOST_GRAINS = 2**21

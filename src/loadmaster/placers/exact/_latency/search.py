@@ -14,8 +14,8 @@ from loadmaster.placers.exact._latency.model import Builder, Model
 from loadmaster.placers.exact._latency.solver import configured
 from loadmaster.placers.exact._latency.symmetry import alike
 from loadmaster.placers.exact._latency.ticks import ticks_for
-from loadmaster.simulator.engine import Dispatch, prepare
-from loadmaster.simulator.favourites import pair_table
+from loadmaster.simulator.bounds.favourite_children import pair_table
+from loadmaster.simulator.events.engine import Dispatch, prepare
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,10 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Builder
-from loadmaster.placers.cargo import Cargo
 from loadmaster.placers.exact._maxload.contract import Chain, chain_model
 from loadmaster.placers.exact._maxload.lines import Stages
 from loadmaster.placers.exact._maxload.model import MaxLoad
+from loadmaster.placers.placement_units import Cargo
 
 _EQUAL = 1e-9  # a score this near its bound differs by rounding alone
 _PER_PLAN = 2_000_000  # elementary steps that a plan of a count budget stands for

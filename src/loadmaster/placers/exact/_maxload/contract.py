@@ -18,8 +18,8 @@ from loadmaster.core.arrays import Bools, Ints, distinct
 from loadmaster.core.check import stage_order
 from loadmaster.core.graph import Phase, edges
 from loadmaster.core.problem import Problem, allowed_devices
-from loadmaster.placers.cargo import Cargo
 from loadmaster.placers.exact._maxload.model import MaxLoad, model_of, riding_units
+from loadmaster.placers.placement_units import Cargo
 
 _NO_TIME_S = 1e-6  # the authors': such classes join their only neighbour
 

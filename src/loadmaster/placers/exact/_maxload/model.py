@@ -20,8 +20,8 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import held_bytes, units
 from loadmaster.core.problem import BY_ROUTE, Links, Load, Problem, allowed_devices
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers.cargo import Cargo, load_cargo
-from loadmaster.simulator.throughput import hop_s
+from loadmaster.placers.placement_units import Cargo, load_cargo
+from loadmaster.simulator.events.throughput import hop_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,8 +15,8 @@ import numpy as np
 from loadmaster.core.arrays import Longs
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links
-from loadmaster.simulator.engine import Outcome, Simulator, is_unordered
-from loadmaster.simulator.kernel import LOCAL, NO_HOLD, list_holds, list_moves
+from loadmaster.simulator.events.engine import Outcome, Simulator, is_unordered
+from loadmaster.simulator.events.kernel import LOCAL, NO_HOLD, list_holds, list_moves
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints, offsets
 from loadmaster.core.graph import units
 from loadmaster.core.problem import Problem, allowed_devices
-from loadmaster.simulator.favourites import pair_table
+from loadmaster.simulator.bounds.favourite_children import pair_table
 from loadmaster.simulator.jit import kernel
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.graph.torch_capture.words import tensor_bytes
+from loadmaster.graph.torch_capture.op_signature import tensor_bytes
 
 NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.simulator.jit import kernel
-from loadmaster.simulator.kernel import (
+from loadmaster.simulator.events.kernel import (
     EMPTY,
     HALF_DUPLEX,
     HOST,
@@ -37,6 +36,7 @@ from loadmaster.simulator.kernel import (
     push,
     push_ready,
 )
+from loadmaster.simulator.jit import kernel
 
 
 @kernel

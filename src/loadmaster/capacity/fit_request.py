@@ -9,7 +9,7 @@ from typing import Any
 
 from loadmaster.capacity.answer import Fit
 from loadmaster.capacity.fit import fitted
-from loadmaster.capacity.setting import Asker, Setting
+from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.placement import Placement, Status

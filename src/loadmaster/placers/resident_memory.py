@@ -11,7 +11,7 @@ from loadmaster.core.arrays import Bools, Ints, Longs, distinct, offsets
 from loadmaster.core.graph import Graph, Phase, home_bytes
 from loadmaster.core.problem import Problem
 from loadmaster.placers._partition import NOWHERE, Standing, count_pins, loads_of
-from loadmaster.placers.cargo import Cargo
+from loadmaster.placers.placement_units import Cargo
 
 
 def load_standing(problem: Problem, cargo: Cargo) -> Standing:

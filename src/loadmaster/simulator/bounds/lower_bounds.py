@@ -22,8 +22,8 @@ from loadmaster.core.problem import Objective, Problem, allowed_devices
 from loadmaster.core.run import Bound
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.measures import longest_path
-from loadmaster.simulator.relaxation import Classes, fractional_s
-from loadmaster.simulator.travel import travel
+from loadmaster.simulator.bounds.relaxation import Classes, fractional_s
+from loadmaster.simulator.bounds.travel import travel
 
 _MANY_SETS = 10
 _MOST_DIGITS = 7

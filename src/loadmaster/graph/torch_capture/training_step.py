@@ -9,12 +9,12 @@ import torch
 
 from loadmaster.core.errors import GraphError
 from loadmaster.core.graph import Phase
-from loadmaster.graph.torch_capture.estimate import Estimate
-from loadmaster.graph.torch_capture.fake import FakeModel, tensors_in
+from loadmaster.graph.torch_capture.backward_estimate import Estimate
+from loadmaster.graph.torch_capture.fake_model import FakeModel, tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
+from loadmaster.graph.torch_capture.op_signature import dtype_of, signature_of, tensor_bytes
+from loadmaster.graph.torch_capture.optimizer_update import Update, updates
 from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.update import Update, updates
-from loadmaster.graph.torch_capture.words import dtype_of, signature_of, tensor_bytes
 
 Forward = Callable[[], Any]
 SCALE = "grad_scaler.scale"

@@ -17,8 +17,8 @@ from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.cluster import NO_LINK, Cluster
 from loadmaster.core.graph import units
 from loadmaster.core.problem import Links, Problem
-from loadmaster.simulator.favourites import pair_table
-from loadmaster.simulator.travel import Travel, travel
+from loadmaster.simulator.bounds.favourite_children import pair_table
+from loadmaster.simulator.bounds.travel import Travel, travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.core.run import Score, silent
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.simulator.event_kernel import run_events
+from loadmaster.simulator.events.event_kernel import run_events
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, IN_ORDER, PARALLEL, READY, SHARED, Fixed
+from loadmaster.simulator.events.pipelines import accumulating, pipelined_peak
+from loadmaster.simulator.events.throughput import steady_state
 from loadmaster.simulator.jit import is_warm, mark_warm
-from loadmaster.simulator.kernel import HALF_DUPLEX, HOST, IN_ORDER, PARALLEL, READY, SHARED, Fixed
-from loadmaster.simulator.pipelines import accumulating, pipelined_peak
-from loadmaster.simulator.throughput import steady_state
 
 T = TypeVar("T", bound=np.generic)
 _SPAN_KINDS = (SpanKind.COMPUTE, SpanKind.TRANSFER, SpanKind.SPILL)

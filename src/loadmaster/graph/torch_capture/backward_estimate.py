@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from loadmaster.core.graph import NO_MIRROR, Dtype, Phase
-from loadmaster.graph.torch_capture.fake import tensors_in
+from loadmaster.graph.torch_capture.fake_model import tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
+from loadmaster.graph.torch_capture.op_signature import dtype_of
 from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.words import dtype_of
 
 HANDS_ON = frozenset(
     {

@@ -28,8 +28,8 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import edges, units
 from loadmaster.core.problem import Links, Objective, Problem, allowed_devices
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.simulator.programme import Network, lowered, solve, through
-from loadmaster.simulator.programme_part import Index
+from loadmaster.simulator.bounds.small_communication import Network, lowered, solve, through
+from loadmaster.simulator.bounds.small_communication_part import Index
 
 NONE = -1  # no favourite
 _MOST_EDGES = 200_000  # a second of passes over all edges, in Python

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
-from loadmaster.graph.torch_capture.positions import Positions, is_one_sequence
+from loadmaster.graph.torch_capture.known_positions import Positions, is_one_sequence
 
 
 class Unexported(Exception):  # noqa: N818

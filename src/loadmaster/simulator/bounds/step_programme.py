@@ -21,9 +21,9 @@ import numpy as np
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import Graph, home_bytes
 from loadmaster.core.problem import Problem
-from loadmaster.simulator.certified import Rows, solve_certified
-from loadmaster.simulator.milestones import Milestone, milestones
-from loadmaster.simulator.skeleton import Skeleton, skeleton
+from loadmaster.simulator.bounds.certified import Rows, solve_certified
+from loadmaster.simulator.bounds.milestones import Milestone, milestones
+from loadmaster.simulator.bounds.skeleton import Skeleton, skeleton
 
 MOST_COLUMNS = 60_000
 _COLUMNS_PER_S = 2_500  # on a slow processor: what cannot be solved in time is not begun

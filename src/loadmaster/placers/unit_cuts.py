@@ -4,7 +4,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.placers._partition import Standing
-from loadmaster.placers.standing import standing_bytes
+from loadmaster.placers.resident_memory import standing_bytes
 
 _WIDEST = 0.1  # of a block: how far from its share a cut may be at most
 

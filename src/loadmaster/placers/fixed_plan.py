@@ -10,7 +10,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally
-from loadmaster.simulator.engine import is_unordered
+from loadmaster.simulator.events.engine import is_unordered
 
 _FOREIGN = ("length", "device", "support", "order", "recompute")
 

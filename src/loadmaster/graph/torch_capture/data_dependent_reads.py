@@ -19,9 +19,9 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from loadmaster.graph.torch_capture import packed
-from loadmaster.graph.torch_capture.choices import CHOICES, chosen, is_choice
-from loadmaster.graph.torch_capture.fake import rebuilt, tensors_in
+from loadmaster.graph.torch_capture import packed_sequences
+from loadmaster.graph.torch_capture.data_dependent_sizes import CHOICES, chosen, is_choice
+from loadmaster.graph.torch_capture.fake_model import rebuilt, tensors_in
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.item}
@@ -95,7 +95,7 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         name = getattr(func, "__name__", "")
-        if self._log is None and packed.is_packed(name, args):
+        if self._log is None and packed_sequences.is_packed(name, args):
             return self._packed(name, func, args)
         if name not in ("tolist", "numpy", "__array__") or not args or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
@@ -108,10 +108,14 @@ class Reads(TorchFunctionMode):
             return self._answers.whole(name, args[0]).numpy()
 
     def _packed(self, name: str, func: Any, args: Any) -> Any:
-        if name == packed.PACK:
-            known, shapes = self._answers.next(packed.READ)
-            return packed.pack(shapes if known else None, *args)
-        return packed.unpack(*args) if name == packed.UNPACK else packed.recurrent(func, *args)
+        if name == packed_sequences.PACK:
+            known, shapes = self._answers.next(packed_sequences.READ)
+            return packed_sequences.pack(shapes if known else None, *args)
+        return (
+            packed_sequences.unpack(*args)
+            if name == packed_sequences.UNPACK
+            else packed_sequences.recurrent(func, *args)
+        )
 
 
 def _noted(name: str, tensor: torch.Tensor) -> list[Read]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture.fake_model import FakeModel
 from loadmaster.graph.torch_capture.recorder import Recorder
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.simulator.programme_part import Index, Part
+from loadmaster.simulator.bounds.small_communication_part import Index, Part
 
 _UNITS = 1000.0  # the longest path in the solver's units: its tolerances are absolute
 _EQUAL, _NEARLY = 1e-9, 1e-6  # the gap to reach, and the one that counts as solved if no row is left to add

@@ -14,11 +14,11 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
-from loadmaster.graph.torch_capture import unexported
-from loadmaster.graph.torch_capture.fake import FakeModel
+from loadmaster.graph.torch_capture import export_gaps
+from loadmaster.graph.torch_capture.fake_model import FakeModel
 from loadmaster.graph.torch_capture.ledger import Op
+from loadmaster.graph.torch_capture.op_signature import autocast_word, compute_dtype, kind_of, signature_of
 from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.words import autocast_word, compute_dtype, kind_of, signature_of
 
 _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _ONE_BY_ONE = threading.RLock()  # torch.export, and what is put in place meanwhile, is for all threads
@@ -29,8 +29,8 @@ def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.Expor
     """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
-    refused = unexported.refused(train=fake.model.training)
-    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, unexported.unnoticed():
+    refused = export_gaps.refused(train=fake.model.training)
+    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, export_gaps.unnoticed():
         return torch.export.export(
             fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints
 from loadmaster.core.graph import Graph, edges
-from loadmaster.simulator.skeleton import Skeleton
+from loadmaster.simulator.bounds.skeleton import Skeleton
 
 
 @dataclass(frozen=True, slots=True, eq=False)
