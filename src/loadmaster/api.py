@@ -38,7 +38,7 @@ from loadmaster.placers.ask import Ask, answered
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
 
 if TYPE_CHECKING:
-    from loadmaster.capacity.answer import Fit
+    from loadmaster.core.fit_answer import Fit
     from loadmaster.runtime.place_request import Wish
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome

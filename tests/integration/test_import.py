@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import loadmaster as lm
-from loadmaster.cli.verbs import app
+from loadmaster.cli.commands import app
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "cli_options.json"
 HEAVY = ("numpy", "numba", "scipy", "torch", "msgspec", "rich.console", "ortools")

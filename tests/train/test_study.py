@@ -369,7 +369,7 @@ def test_the_plan_prints_and_trains_nothing(tmp_path: Path) -> None:
 def test_without_an_evaluation_no_column_repeats_the_loss(tmp_path: Path) -> None:
     from rich.console import Console
 
-    from loadmaster.cli.train_table import LiveTable
+    from loadmaster.report.study_table import LiveTable
 
     mixed = [trial("plain", evaluate=None, eval_every=None), trial("scored")]
     for name, given in (("one", mixed[:1]), ("two", mixed)):

@@ -10,8 +10,7 @@ import pytest
 import loadmaster as lm
 from loadmaster import api
 from loadmaster.capacity.accumulate import accumulating
-from loadmaster.capacity.answer import Fit
-from loadmaster.capacity.breakdown import Parts, modules_of, parts_of
+from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.clusters import only, preset_cluster, with_more, with_preset
 from loadmaster.capacity.largest import largest
 from loadmaster.capacity.peak_moment import Held, held_at_peaks
@@ -19,6 +18,7 @@ from loadmaster.capacity.scale import scaled
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.fit_answer import Fit, Parts
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.graph.build import GraphBuilder

@@ -13,40 +13,18 @@ module of its weight.
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from loadmaster.capacity.peak_moment import Held
 from loadmaster.core.arrays import Ints, Longs
+from loadmaster.core.fit_answer import ModuleParts, Parts
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.cost.memory import weight_and_update_ops
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 _WEIGHTS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _WORKSPACE, _RESIDENT = range(len(PARTS))
 NO_MODULE = "(no module)"
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Bytes of a peak by what they are for; `total_bytes` is their sum."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    workspace_bytes: int
-    resident_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleParts:
-    """What a module and all below it hold at the peak; `depth` 0 is the whole model."""
-
-    module: str
-    depth: int
-    parts: Parts
 
 
 def parts_of(graph: Graph, held: Held) -> Parts:

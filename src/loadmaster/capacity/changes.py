@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadmaster.capacity.answer import Change
 from loadmaster.capacity.clusters import limit_of, only, preset_cluster, with_more, with_preset
 from loadmaster.capacity.step_setting import Asker, Setting, is_training
 from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, together
 from loadmaster.cluster.presets import KINDS, KindPreset
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
+from loadmaster.core.fit_answer import Change
 from loadmaster.core.graph import Phase
 from loadmaster.core.units import format_bytes
 

@@ -5,15 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from loadmaster.capacity.answer import (
-    SCHEMA_VERSION,
-    Change,
-    ClusterFit,
-    DeviceFit,
-    Fit,
-    LargestBatch,
-    PresetFit,
-)
 from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.changes import NOT_A_DEVICE, changes
 from loadmaster.capacity.clusters import limit_of, only, preset_cluster
@@ -24,6 +15,15 @@ from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, on_device,
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
+from loadmaster.core.fit_answer import (
+    SCHEMA_VERSION,
+    Change,
+    ClusterFit,
+    DeviceFit,
+    Fit,
+    LargestBatch,
+    PresetFit,
+)
 from loadmaster.core.problem import Problem
 from loadmaster.simulator.events.engine import prepare
 

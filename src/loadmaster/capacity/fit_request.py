@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loadmaster.capacity.answer import Fit
 from loadmaster.capacity.fit import fitted
 from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.cluster import Cluster
+from loadmaster.core.fit_answer import Fit
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective, Problem, Workload
 from loadmaster.core.run import Budget

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from loadmaster.capacity.answer import LargestBatch
 from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import LoadmasterError
+from loadmaster.core.fit_answer import LargestBatch
 from loadmaster.core.problem import Problem
 
 MOST = 2**20  # samples; models take no more

@@ -8,8 +8,6 @@ import sys
 
 from loadmaster.cli.interrupts import watch
 
-MEASURE = "30s"  # how long, where --measure does not say
-
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr, never a traceback."""
@@ -38,9 +36,9 @@ def _run(arguments: list[str]) -> int:
     """The exit code of a command line."""
     import typer
 
-    from loadmaster.cli.plain import speak_the_terminals_alphabet
-    from loadmaster.cli.verbs import app
+    from loadmaster.cli.commands import app
     from loadmaster.core.errors import LoadmasterError
+    from loadmaster.report.plain_text import speak_the_terminals_alphabet
 
     speak_the_terminals_alphabet()
     command = typer.main.get_command(app)
@@ -64,6 +62,8 @@ def completed(arguments: list[str]) -> list[str]:
     """The words of a command line, with the usual time where `--measure` stands alone."""
     import re
 
+    from loadmaster.cli.options import MEASURE
+
     words = list(arguments)
     for at in range(len(words) - 1, -1, -1):
         follows = words[at + 1] if at + 1 < len(words) else ""
@@ -86,7 +86,7 @@ def _end(message: str, code: int) -> int:
     """Say one line on stderr, whatever names from files it quotes."""
     from contextlib import suppress
 
-    from loadmaster.cli.plain import printable, shortened
+    from loadmaster.report.plain_text import printable, shortened
 
     with suppress(OSError):  # stderr may be full or closed; the exit code still tells
         print(printable(shortened(message)), file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ def _end(message: str, code: int) -> int:
 
 
 def _lost_stdout(code: int) -> int:
-    from loadmaster.cli.plain import discard
+    from loadmaster.report.plain_text import discard
 
     discard(sys.stdout)
     return code

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from loadmaster.cli.interrupts import raise_if_lost
-from loadmaster.cli.plain import printable
+from loadmaster.report.plain_text import printable
 
 _FIRST_LINE_S = 1.0
 _LINES_SLOW_DOWN = 1.5

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+MEASURE = "30s"  # how long to measure, where --measure does not say
+
 Source = Annotated[
     str,
     typer.Argument(

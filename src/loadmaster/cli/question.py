@@ -3,12 +3,12 @@
 import os
 from typing import TYPE_CHECKING
 
-from loadmaster.cli.app import MEASURE
 from loadmaster.cli.console import progress, stderr
-from loadmaster.cli.plain import printable
+from loadmaster.cli.options import MEASURE
 from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.io import require_writable
 from loadmaster.core.units import parse_bytes
+from loadmaster.report.plain_text import printable
 
 if TYPE_CHECKING:
     from loadmaster.core.problem import Problem

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from loadmaster.capacity.answer import SCHEMA_VERSION as FIT
-from loadmaster.capacity.answer import Fit
+from loadmaster.core.fit_answer import SCHEMA_VERSION as FIT
+from loadmaster.core.fit_answer import Fit
 from loadmaster.core.io import NOUNS, json_schema, write_bytes
-from loadmaster.runtime.run.run_report import SCHEMA_VERSION as RUN
-from loadmaster.runtime.run.run_report import Ran
+from loadmaster.core.run_report import SCHEMA_VERSION as RUN
+from loadmaster.core.run_report import Ran
 
 
 def documents() -> dict[str, bytes]:

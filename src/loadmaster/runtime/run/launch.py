@@ -13,6 +13,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_order
 from loadmaster.core.problem import Objective, Origin, Problem
 from loadmaster.core.run import silent
+from loadmaster.core.run_report import Ran
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database
@@ -20,7 +21,6 @@ from loadmaster.graph.differences import differences
 from loadmaster.graph.models import Asked, model_graph, model_parts
 from loadmaster.graph.origin import origin_of
 from loadmaster.runtime.place_request import on_devices, placement_of, require_plan
-from loadmaster.runtime.run.run_report import Ran
 from loadmaster.runtime.run.running import Running, Tell, silent_tell
 from loadmaster.runtime.run.training import Training, task_of
 

@@ -11,12 +11,12 @@ import torch
 
 from loadmaster.cluster.probe import local_devices
 from loadmaster.core.placement import Placement
+from loadmaster.core.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.database import CostRow
 from loadmaster.runtime.graph_engine.op_clock import Clock
 from loadmaster.runtime.placed import HOOKS, Placed
 from loadmaster.runtime.run.measured import Spans, cost_rows, spans_of, timeline_of
-from loadmaster.runtime.run.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.runtime.run.training import Task, Training
 from loadmaster.simulator.compare import compare
 

@@ -3,10 +3,9 @@
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.capacity.answer import Fit, LargestBatch
-from loadmaster.capacity.breakdown import ModuleParts, Parts
-from loadmaster.cli.tables import Bar, columns, fields, one_line
+from loadmaster.core.fit_answer import Fit, LargestBatch, ModuleParts, Parts
 from loadmaster.core.units import format_bytes, format_seconds
+from loadmaster.report.tables import Bar, columns, fields, one_line
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 

@@ -78,7 +78,7 @@ def _study(source: str) -> "Study":
 def _watched(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
-    from loadmaster.cli.train_table import Lines, LiveTable
+    from loadmaster.report.study_table import Lines, LiveTable
 
     console = stderr()
     if not quiet:

@@ -50,13 +50,13 @@ def command(
     Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks.
     """
     from loadmaster import api
-    from loadmaster.cli import answers
     from loadmaster.cli.console import print_json, progress, stderr
-    from loadmaster.cli.plain import printable
     from loadmaster.cli.question import ask, check_outputs
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
     from loadmaster.placers.registry import objectives_of, placer
+    from loadmaster.report import documents
+    from loadmaster.report.plain_text import printable
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
@@ -108,10 +108,10 @@ def command(
         api.save(placement, out)
         written["plan"] = out
     if trace is not None and timeline is not None:
-        answers.save_trace(placement, timeline, trace)
+        documents.save_trace(placement, timeline, trace)
         written["trace"] = trace
     if json:
-        print_json({"source": source, **answers.placement_document(placement), **written})
+        print_json({"source": source, **documents.placement_document(placement), **written})
         for line in [] if placement.fits else why_none_fits(placement):
             stderr().print(printable(line), soft_wrap=True)
     else:
@@ -121,10 +121,10 @@ def command(
 
 
 def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str, str]) -> None:
-    from loadmaster.cli import tables
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.plain import printable
     from loadmaster.core.reasons import why_none_fits
+    from loadmaster.report import tables
+    from loadmaster.report.plain_text import printable
 
     console = stdout()
     console.print(tables.summary(placement))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from loadmaster import __version__
-from loadmaster.cli import (
+from loadmaster.cli.verbs import (
     algorithms,
     compare,
     costs,

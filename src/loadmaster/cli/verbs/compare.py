@@ -49,11 +49,11 @@ def command(
     json: o.Json = False,
 ) -> None:
     """Run several algorithms on one problem and set their plans side by side."""
-    from loadmaster.cli import answers, tables
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.cli.question import ask
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
+    from loadmaster.report import documents, tables
 
     names = chosen_names(algorithms)
     parse_budget(budget)
@@ -82,13 +82,13 @@ def command(
     )
     rows = run_all(problem, names, budget=budget, seed=seed)
     if json:
-        documents = [
-            {"name": name, **answers.placement_document(result)}
+        results = [
+            {"name": name, **documents.placement_document(result)}
             if isinstance(result, Placement)
             else {"name": name, "status": None, "reason": result}
             for name, result in rows
         ]
-        print_json({"source": source, "results": documents})
+        print_json({"source": source, "results": results})
     else:
         console = stdout()
         console.print(tables.comparison(rows))

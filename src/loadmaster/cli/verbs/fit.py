@@ -7,7 +7,7 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.capacity.answer import Fit
+    from loadmaster.core.fit_answer import Fit
 
 SUMMARY = "Say whether a model fits, and what would make it fit."
 Quick = Annotated[bool, typer.Option("--quick", help="Only whether it fits: no largest batch, no changes.")]
@@ -75,9 +75,9 @@ def command(
 
 
 def _show(answer: "Fit") -> None:
-    from loadmaster.cli import fit_tables
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.plain import printable
+    from loadmaster.report import fit_tables
+    from loadmaster.report.plain_text import printable
 
     console = stdout()
     console.print(fit_tables.summary(answer))

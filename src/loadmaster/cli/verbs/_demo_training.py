@@ -20,8 +20,8 @@ _PLAN = "4s"
 def show(out_dir: str, steps: int) -> None:
     """Train, and print what was predicted and what was measured."""
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.plain import printable
-    from loadmaster.cli.run import comparison
+    from loadmaster.cli.verbs.run import comparison
+    from loadmaster.report.plain_text import printable
 
     console = stdout()
     console.print()

@@ -10,8 +10,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli.answers import measured_part, recomputed_stages
-from loadmaster.cli.plain import printable
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline
@@ -19,6 +17,8 @@ from loadmaster.core.problem import Objective
 from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
+from loadmaster.report.documents import measured_part, recomputed_stages
+from loadmaster.report.plain_text import printable
 
 _MOST_PEAKS = 6
 _LONG_REASON = 240

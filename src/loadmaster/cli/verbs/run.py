@@ -9,8 +9,8 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
+    from loadmaster.core.run_report import Pair, Ran
     from loadmaster.runtime.run.launch import Outcome
-    from loadmaster.runtime.run.run_report import Pair, Ran
 
 SUMMARY = "Train on a saved plan and compare with its prediction."
 Tell = Callable[[int, float, float, dict[str, int]], None]
@@ -54,9 +54,9 @@ def command(
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr
-    from loadmaster.cli.plain import printable
     from loadmaster.cli.question import check_outputs
     from loadmaster.core.errors import InputError
+    from loadmaster.report.plain_text import printable
 
     if database is not None and not calibrate:
         raise InputError("--database names measured costs, which only --calibrate writes; add it")
@@ -97,9 +97,9 @@ def _runnable(path: str) -> Any:
     """What a file holds; a placement without a plan ends here, before any model is built."""
     from loadmaster import api
     from loadmaster.cli.console import stderr
-    from loadmaster.cli.plain import printable
     from loadmaster.core.placement import Placement
     from loadmaster.core.reasons import why_none_fits
+    from loadmaster.report.plain_text import printable
 
     found = api.load(path)
     if not isinstance(found, Placement):
@@ -136,7 +136,7 @@ def _bar(plan: str, steps: int) -> Iterator[tuple[Callable[[str, float], None], 
     """A bar on a terminal with step time and memory; elsewhere a line now and then."""
     from loadmaster.cli.console import progress, stderr
     from loadmaster.cli.interrupts import raise_if_lost
-    from loadmaster.cli.plain import printable
+    from loadmaster.report.plain_text import printable
 
     console = stderr()
     if not console.is_terminal:
@@ -190,10 +190,10 @@ def _write(outcome: "Outcome", out: str | None, trace: str | None) -> dict[str, 
 
 
 def _show(ran: "Ran", written: dict[str, str]) -> None:
-    from loadmaster.cli import tables
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.plain import printable
     from loadmaster.core.units import format_seconds
+    from loadmaster.report import tables
+    from loadmaster.report.plain_text import printable
 
     console = stdout()
     rows: dict[str, object] = {"model": ran.source, "engine": ran.engine}
@@ -217,8 +217,8 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
 
 def comparison(ran: "Ran") -> Any:
     """A table: what was predicted, what was measured, and how far apart they are."""
-    from loadmaster.cli.tables import columns
     from loadmaster.core.units import format_bytes, format_seconds
+    from loadmaster.report.tables import columns
 
     table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
     _row(table, "step time", ran.step_s, format_seconds)
@@ -232,8 +232,8 @@ def comparison(ran: "Ran") -> Any:
 
 
 def _row(table: Any, name: str, pair: "Pair", words: Callable[[Any], str]) -> None:
-    from loadmaster.cli.tables import one_line
     from loadmaster.core.units import format_percent
+    from loadmaster.report.tables import one_line
 
     measured = "-" if pair.measured is None else words(pair.measured)
     error = "-" if pair.error is None else format_percent(pair.error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadmaster.cli import options as o
-from loadmaster.cli.plain import printable
+from loadmaster.report.plain_text import printable
 
 if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
@@ -37,12 +37,13 @@ def command(
     Then train it here, over two parts of this machine neither of which holds it.
     """
     from loadmaster import api
-    from loadmaster.cli import answers, demo_training
-    from loadmaster.cli.compare import run_all
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.cli.question import pins, size
+    from loadmaster.cli.verbs import _demo_training
+    from loadmaster.cli.verbs.compare import run_all
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
+    from loadmaster.report import documents
 
     parse_budget(budget)
     plan_path, trace_path = _paths(out_dir)
@@ -56,19 +57,21 @@ def command(
     assert plan is not None
     timeline = api.simulate(problem, plan)
     api.save(best, plan_path)
-    answers.save_trace(best, timeline, trace_path)
+    documents.save_trace(best, timeline, trace_path)
     if json:
         results = {
-            name: answers.placement_document(result) if isinstance(result, Placement) else {"reason": result}
-            for name, result in rows
+            name: documents.placement_document(result)
+            if isinstance(result, Placement)
+            else {"reason": result}
+            for name, row in rows
         }
-        trained = demo_training.document(out_dir, steps) if train else None
+        trained = _demo_training.document(out_dir, steps) if train else None
         print_json({"results": results, "plan": plan_path, "trace": trace_path, "trained": trained})
         return
     _show(rows, best, timeline)
     console = stdout()
     if train:
-        demo_training.show(out_dir, steps)
+        _demo_training.show(out_dir, steps)
     console.print()
     for what, path, then in (
         ("plan", plan_path, f"{program()} simulate {plan_path}"),
@@ -99,8 +102,8 @@ def _paths(out_dir: str) -> tuple[str, str]:
 
 
 def _show(rows: "list[tuple[str, Placement | str]]", best: "Placement", timeline: "Timeline") -> None:
-    from loadmaster.cli import tables
     from loadmaster.cli.console import stdout
+    from loadmaster.report import tables
 
     console = stdout()
     console.print(tables.comparison(rows))

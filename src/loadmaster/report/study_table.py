@@ -9,9 +9,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from loadmaster.cli.plain import printable
-from loadmaster.cli.tables import columns, one_line
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
+from loadmaster.report.plain_text import printable
+from loadmaster.report.tables import columns, one_line
 
 _EVERY_S = 20.0
 

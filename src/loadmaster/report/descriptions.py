@@ -8,9 +8,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.cli import answers, tables
-from loadmaster.cli.plain import printable
-from loadmaster.cli.tables import columns, fields, memory_text, one_line
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import Dtype, Graph, Phase
 from loadmaster.core.io import AnyNoun
@@ -20,6 +17,9 @@ from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_flops, format_percent, format_seconds
 from loadmaster.graph.measures import measure
+from loadmaster.report import documents, tables
+from loadmaster.report.plain_text import printable
+from loadmaster.report.tables import columns, fields, memory_text, one_line
 
 _MOST_LINKS = 40
 Description = tuple[dict[str, Any], list[RenderableType]]
@@ -143,7 +143,7 @@ def describe_problem(problem: Problem) -> Description:
 
 def describe_placement(placement: Placement) -> Description:
     """The answer, its devices, and how others did."""
-    answers.require_matching(placement)
+    documents.require_matching(placement)
     shown: list[RenderableType] = [tables.summary(placement), tables.devices(placement, None)]
     if placement.members:
         shown.append(tables.members(placement))
@@ -152,12 +152,12 @@ def describe_placement(placement: Placement) -> Description:
     if not placement.fits:
         reasons = "\n".join(map(printable, why_none_fits(placement)))
         shown.append(Text(reasons, style="red"))
-    return {"placement": answers.placement_document(placement)}, shown
+    return {"placement": documents.placement_document(placement)}, shown
 
 
 def describe_timeline(timeline: Timeline) -> Description:
     """How long it took and what every device did."""
-    document = answers.timeline_document(timeline)
+    document = documents.timeline_document(timeline)
     rows: dict[str, object] = {
         "timeline": timeline.origin.value,
         "step time": format_seconds(timeline.step_s),

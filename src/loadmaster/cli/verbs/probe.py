@@ -24,10 +24,10 @@ def command(
 ) -> None:
     """Measure this machine's devices and links; the file is a cluster for --devices."""
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.plain import printable
     from loadmaster.cli.question import check_outputs, size
     from loadmaster.core.errors import FileError, InputError
     from loadmaster.core.io import write_bytes
+    from loadmaster.report.plain_text import printable
 
     limit = size("--largest", largest)
     if out is not None and not out.lower().endswith(".toml"):
@@ -65,8 +65,8 @@ def _document(machine: "Machine") -> dict[str, Any]:
 
 
 def _table(machine: "Machine") -> Any:
-    from loadmaster.cli.tables import fields
     from loadmaster.core.units import format_bytes, format_flops, format_percent, format_seconds
+    from loadmaster.report.tables import fields
 
     rows: dict[str, object] = {d.name: f"{d.chip}, {format_bytes(d.memory_bytes)}" for d in machine.devices}
     for kind in machine.kinds:

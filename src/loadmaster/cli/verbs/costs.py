@@ -25,9 +25,9 @@ def ls(
 ) -> None:
     """List measured costs: the devices, and rows of each."""
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.cli.tables import columns, fields, one_line
     from loadmaster.core.errors import InputError, UnknownNameError
     from loadmaster.core.units import format_percent, format_seconds
+    from loadmaster.report.tables import columns, fields, one_line
 
     if limit < 0:
         raise InputError(f"--limit is {limit}; give 0 or more")
@@ -97,8 +97,8 @@ def import_(
 def _opened(path: str | None) -> "CostDatabase":
     """The database, or an error; what was moved aside is told."""
     from loadmaster.cli.console import stderr
-    from loadmaster.cli.plain import printable
     from loadmaster.cost.database import open_database
+    from loadmaster.report.plain_text import printable
 
     return open_database(path, needed=True, tell=lambda text: stderr().print(printable(text), soft_wrap=True))
 
@@ -111,7 +111,7 @@ def _document(row: Any) -> dict[str, Any]:
 
 def _say(json: bool, document: dict[str, Any], text: str) -> None:
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.cli.plain import printable
+    from loadmaster.report.plain_text import printable
 
     if json:
         print_json(document)

@@ -27,7 +27,7 @@ def command(json: o.Json = False) -> None:
     if json:
         print_json(found)
         return
-    from loadmaster.cli.tables import fields
+    from loadmaster.report.tables import fields
 
     lines: dict[str, object] = {}
     for section, rows in found.items():

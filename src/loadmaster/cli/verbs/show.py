@@ -7,9 +7,9 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.cli.descriptions import Description
     from loadmaster.core.io import AnyNoun
     from loadmaster.graph.models import Asked
+    from loadmaster.report.descriptions import Description
 
 SUMMARY = "Show a graph, a cluster or any saved file."
 
@@ -69,8 +69,8 @@ def command(
             )
             parts += _describe(source, format, limit, ops, asked)
         if devices is not None:
-            from loadmaster.cli.descriptions import describe_cluster
             from loadmaster.cluster.parse import parse_cluster
+            from loadmaster.report.descriptions import describe_cluster
 
             parts.append(describe_cluster(parse_cluster(devices, max_bytes=limit)))
     if json:
@@ -87,13 +87,13 @@ def _describe(
     source: str, format: str | None, limit: int, num_listed: int, asked: "Asked"
 ) -> "list[Description]":
     """A saved noun is described as what it is; anything else is read as a graph."""
-    from loadmaster.cli import descriptions as d
     from loadmaster.core.cluster import Cluster
     from loadmaster.core.graph import Graph
     from loadmaster.core.placement import Placement
     from loadmaster.core.problem import Problem
     from loadmaster.core.timeline import Timeline
     from loadmaster.graph.source import read_source
+    from loadmaster.report import descriptions as d
 
     noun = _saved_noun(source, limit) if format is None else None
     if isinstance(noun, Cluster):

@@ -43,10 +43,10 @@ def command(
     from dataclasses import replace
 
     from loadmaster import api
-    from loadmaster.cli import answers
     from loadmaster.cli.console import print_json, progress
     from loadmaster.cli.question import check_outputs, size
     from loadmaster.core.problem import Objective
+    from loadmaster.report import documents
 
     limit = size("--max-bytes", max_bytes)
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan])
@@ -59,10 +59,10 @@ def command(
     if out is not None:
         api.save(timeline, out)
     if trace is not None:
-        answers.save_trace(placement, timeline, trace)
+        documents.save_trace(placement, timeline, trace)
     document = {
         "plan": plan,
-        **answers.timeline_document(timeline),
+        **documents.timeline_document(timeline),
         "objective": problem.objective.value,
         "step_s": step_s,
         "pass_s": timeline.step_s,
@@ -97,11 +97,11 @@ def _read(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
 
 
 def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]) -> None:
-    from loadmaster.cli import tables
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.plain import printable
     from loadmaster.core.problem import Objective
     from loadmaster.core.units import format_seconds
+    from loadmaster.report import tables
+    from loadmaster.report.plain_text import printable
 
     objective = placement.problem.objective
     rows: dict[str, object] = {tables.time_word(objective): format_seconds(document["step_s"])}

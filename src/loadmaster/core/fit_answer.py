@@ -2,9 +2,29 @@
 
 from dataclasses import dataclass
 
-from loadmaster.capacity.breakdown import ModuleParts, Parts
-
 SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes of a peak by what they are for; `total_bytes` is their sum."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    workspace_bytes: int
+    resident_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """What a module and all below it hold at the peak; `depth` 0 is the whole model."""
+
+    module: str
+    depth: int
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)

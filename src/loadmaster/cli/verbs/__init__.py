@@ -1,0 +1,1 @@
+"""One file a verb: its options, its call into the api, its output."""
