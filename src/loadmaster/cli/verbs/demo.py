@@ -63,7 +63,7 @@ def command(
             name: documents.placement_document(result)
             if isinstance(result, Placement)
             else {"reason": result}
-            for name, row in rows
+            for name, result in rows
         }
         trained = _demo_training.document(out_dir, steps) if train else None
         print_json({"results": results, "plan": plan_path, "trace": trace_path, "trained": trained})

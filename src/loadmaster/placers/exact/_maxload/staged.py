@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, Longs
-from loadmaster.core.pipelining import Schedule, settled_bytes
+from loadmaster.core.pipelining import settled_bytes
 from loadmaster.core.problem import Problem
+from loadmaster.core.schedule import Schedule
 from loadmaster.placers.exact._maxload.chains import Ideals, ideals_of, tracks
 from loadmaster.placers.exact._maxload.flights import flights
 from loadmaster.placers.exact._maxload.holds import Holds, holds_of
