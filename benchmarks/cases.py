@@ -28,7 +28,7 @@ from loadmaster.graph.generate import (
     MEMORY_FACTOR,
     US_PER_BYTE,
     US_PER_TRANSFER,
-    brought,
+    with_benchmark_cluster,
 )
 
 GENERATORS = ("fork_join", "rnn_grid", "layered", "many_source")
@@ -76,7 +76,7 @@ def every_case(wanted: tuple[int, ...] = SIZES) -> Iterator[Case]:
 def problem_of(case: Case) -> Problem:
     """The problem of a case; all devices together have twice the memory that everything needs."""
     graph = FAMILIES[case.generator](case.num_ops, 0)
-    brings = brought(graph)
+    brings = with_benchmark_cluster(graph)
     assert brings.cluster is not None
     assert brings.costs is not None
     cluster, costs = brings.cluster, brings.costs
@@ -102,7 +102,7 @@ def never_freed(generator: str, num_ops: int, factor: float) -> Problem:
     graph = FAMILIES[generator](num_ops, 0)
     each = math.floor(factor * int(held_bytes(graph).sum()) / 4)
     cluster = star("tight", memory_bytes=[each] * 4, bytes_per_s=BYTES_PER_S, latency_s=LATENCY_S)
-    costs = brought(graph).costs
+    costs = with_benchmark_cluster(graph).costs
     assert costs is not None
     return _asked(graph, cluster, costs, Links.SHARED)
 

@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 import loadmaster as lm
 from benchmarks.suites.gpu import Case
-from loadmaster.cluster.benchmark import benchmark
+from loadmaster.cluster.benchmark import benchmark_machine
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
-from loadmaster.graph.torch_capture.training_step import loss_of
-from loadmaster.runtime.run.running import Running, inputs_on, silent_tell
+from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.runtime.run.running import PlanRun, find_input_device, silent_tell
 from loadmaster.runtime.run.training import Task
-from loadmaster.zoo.hf import SIZES, Size, sized
+from loadmaster.zoo.hf import SIZES, Size, build_example
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ def loss_near(out: Any, loss: Any) -> Any:
     if isinstance(labels, torch.Tensor) and isinstance(out, torch.Tensor):
         loss = copy.copy(loss)
         loss.labels = labels.to(out.device)
-    return loss_of(out, loss)
+    return compute_loss(out, loss)
 
 
 def loaded(made: Any, placement: Any, placed: Any) -> Any:
     """The example with its inputs where the plan has them: that is where a prediction begins."""
-    where = inputs_on(placement, placed)
+    where = find_input_device(placement, placed)
     args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to(where), (made.args, made.kwargs))
     return replace(made, args=args, kwargs=kwargs)
 
@@ -74,7 +74,7 @@ def loaded(made: Any, placement: Any, placed: Any) -> Any:
 def what_is_off(placed: Any, placement: Any, made: Any, *, num: int = 8) -> list[dict[str, Any]]:
     """Where a prediction is off most: ops, devices and transfers, in ms, predicted and by the clock."""
     task = Task(made.args, made.kwargs, lambda out: loss_near(out, made.loss), "adamw")
-    running = Running(placed, placement, task, lm.simulate(placement.problem, placement.plan))
+    running = PlanRun(placed, placement, task, lm.simulate(placement.problem, placement.plan))
     running.run(2, silent_tell)
     ours, theirs = running.predicted, running.timeline
     if theirs is None:
@@ -191,7 +191,7 @@ def probed() -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
-        path.write_text(machine_toml(benchmark(say=lambda *_: None)), encoding="utf-8")
+        path.write_text(machine_toml(benchmark_machine(say=lambda *_: None)), encoding="utf-8")
         return parse_cluster(path)
 
 
@@ -275,7 +275,7 @@ class Shorter(NamedTuple):
 
     def example(self, device: str) -> Any:
         """The model and its inputs."""
-        return sized(self.size, batch=self.batch, seq=self.seq, device=device)
+        return build_example(self.size, batch=self.batch, seq=self.seq, device=device)
 
 
 def shorter(name: str, num_layers: int, *, batch: int, seq: int) -> Shorter:

@@ -10,8 +10,8 @@ from benchmarks.cases import never_freed
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Bound, Budget, Run, Score, silent
-from loadmaster.placers.registry import Placer, own, placer, why_not
+from loadmaster.core.run import Bound, Budget, Run, Score, ignore_progress
+from loadmaster.placers.registry import Placer, own_algorithms, placer, why_not
 from loadmaster.simulator.bounds import lower_bounds
 from loadmaster.simulator.events import engine
 
@@ -31,14 +31,14 @@ class Question:
         algorithm: Placer,
         budget: Budget = AMPLE,
         *,
-        progress: Callable[[str, float], None] = silent,
+        progress: Callable[[str, float], None] = ignore_progress,
     ) -> Placement:
         """One call of an algorithm; its clock starts here."""
         run = Run(
             budget=budget,
             rng=np.random.default_rng(0),
             score=self.simulator.score,
-            arrange=self.simulator.arranged,
+            arrange=self.simulator.order_and_score,
             bound=self.bound,
             progress=progress,
         )
@@ -46,7 +46,7 @@ class Question:
 
     def first_come_s(self, plan: Plan) -> float:
         """The step time of a plan's devices first come first served, its order forgotten."""
-        return self.simulator.arranged(plan_of(plan.device))[1].time_s
+        return self.simulator.order_and_score(plan_of(plan.device))[1].time_s
 
     @property
     def serial_s(self) -> float:
@@ -58,7 +58,7 @@ def warm() -> None:
     """Have every algorithm answer a small problem with and without room, so that all kernels are loaded."""
     for factor in (2.0, 1.05):
         question = question_of(never_freed("fork_join", 100, factor))
-        for name in own():
+        for name in own_algorithms():
             algorithm = placer(name)
             if not why_not(algorithm, question.problem):
                 question.ask(algorithm, Budget(count=200))

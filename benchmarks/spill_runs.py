@@ -30,7 +30,7 @@ from benchmarks.placed_runs import (
     timed,
 )
 from benchmarks.suites.gpu import Case
-from loadmaster.graph.spill import window_of
+from loadmaster.graph.spill import max_window_bytes
 from loadmaster.zoo.example import Example
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def _spilled(
     placement = lm.plan(problem, budget=_PLAN_S, spill="host")
     print(json.dumps({"members": [(m.name, m.score_s, m.reason) for m in placement.members]}))
     peaks = [round(peak / GIB, 3) for peak in placement.peak_bytes.tolist()]
-    window = window_of(placement.problem.graph) / GIB
+    window = max_window_bytes(placement.problem.graph) / GIB
     print(json.dumps({"window GiB": window, "predicted peaks GiB": peaks, "predicted_s": placement.score_s}))
     placed, fed = _built(case, placement)
     found = _under_the_cap(report, title, placed, fed, fused)

@@ -159,7 +159,7 @@ def trials(size: Size, count: int) -> list[Any]:
 
 def compared(size: Size, device: Any, count: int) -> dict[str, float]:
     """Seconds and bytes of a step of a group of one, then of all."""
-    from loadmaster.shards.model.built_model import build
+    from loadmaster.shards.model.built_model import build_trial
     from loadmaster.train.backbone.group import Group
 
     began = time.perf_counter()
@@ -167,7 +167,7 @@ def compared(size: Size, device: Any, count: int) -> dict[str, float]:
     found: dict[str, float] = {}
     waiting = trials(size, count)
     for number, trial in enumerate(waiting):
-        if group.join(build(trial, device=device.torch_device)) is None:
+        if group.join(build_trial(trial, device=device.torch_device)) is None:
             raise RuntimeError(f"{trial.name} does not share the backbone of the others")
         if number == 0:
             found["setup_s"] = time.perf_counter() - began

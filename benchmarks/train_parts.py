@@ -286,11 +286,11 @@ def _four(
 
 
 def _rates(found: Found, case: Case) -> Any:
-    from loadmaster.shards.plan.rates import TYPICAL_GPU, Beside, Rates
+    from loadmaster.shards.plan.rates import TYPICAL_GPU, OverlapRates, Rates
 
     rates = TYPICAL_GPU
     if found.rates is not None:
-        beside = {ways: Beside(**each) for ways, each in found.rates["beside"].items()}
+        beside = {ways: OverlapRates(**each) for ways, each in found.rates["beside"].items()}
         rates = Rates(**{**found.rates, "beside": beside})
     if found.resident_s is None or case is not FULL:
         return rates
@@ -303,7 +303,7 @@ def _limit(found: Found, plan: Any, case: Case, *, at_once: bool = False) -> Any
     No step beats it: bus and optimizer count with what each does without the other. `at_once` takes what they
     do while copies both ways and the optimizer run together.
     """
-    from loadmaster.shards.plan.step_limits import limit
+    from loadmaster.shards.plan.step_limits import find_step_limit
 
     rates = _rates(found, case)
     if at_once and rates.beside is not None:
@@ -314,7 +314,7 @@ def _limit(found: Found, plan: Any, case: Case, *, at_once: bool = False) -> Any
             down_bytes_per_s=all_of_it.down_bytes_per_s,
             beside=None,
         )
-    return limit(plan.work, rates)
+    return find_step_limit(plan.work, rates)
 
 
 def _aim(

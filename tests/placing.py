@@ -10,7 +10,7 @@ import torch
 import loadmaster as lm
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.plan import Plan, plan_of
-from loadmaster.runtime.placed import Options, Placed, placed_model
+from loadmaster.runtime.placed import Options, Placed, build_placed_model
 from loadmaster.zoo.example import Example
 from tests.allocations import plain_loss
 
@@ -38,7 +38,7 @@ def captured(example: Example) -> lm.Graph:
 
 def placed(example: Example, plan: Plan, *, num: int = 2, memory: str = "64MB", **options: Any) -> Placed:
     chosen = Options(**options)
-    return placed_model(example.model, captured(example), plan, devices(num, memory), options=chosen)
+    return build_placed_model(example.model, captured(example), plan, devices(num, memory), options=chosen)
 
 
 @dataclass

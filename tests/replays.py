@@ -19,7 +19,7 @@ from loadmaster.placers.search._moves import (
     first_effect_s,
 )
 from loadmaster.placers.search._replay import Tape, Weights, blank_tape, replay
-from loadmaster.placers.search.refine import _cast, _weights
+from loadmaster.placers.search.refine import _build_cast, _build_weights
 from loadmaster.simulator.events.engine import LINK_CODE
 from tests.strategies import picks, problems
 
@@ -78,8 +78,8 @@ def bench(problem: Problem, device: Sequence[int], key: Floats) -> Bench:
     cargo = lists.cargo
     least_s = np.where(cargo.fits[cargo.of_op], problem.device_compute_s, np.inf).min(axis=1)
     rank_s = upward_rank(lists.fixed, least_s, np.zeros(problem.graph.num_tensors))
-    weights = _weights(problem, lists, rank_s - least_s)
-    return Bench(lists, np.array(device, dtype=np.int32), key, weights, _cast(problem, cargo), least_s)
+    weights = _build_weights(problem, lists, rank_s - least_s)
+    return Bench(lists, np.array(device, dtype=np.int32), key, weights, _build_cast(problem, cargo), least_s)
 
 
 def copied(tape: Tape) -> Tape:

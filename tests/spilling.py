@@ -8,8 +8,8 @@ import numpy as np
 import loadmaster as lm
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
-from loadmaster.graph.spill import NEW, readings
-from loadmaster.placers.spill import spilled_problem
+from loadmaster.graph.spill import NEW, find_readings
+from loadmaster.placers.spill import spill_problem
 
 COMPUTES, STORES = 0, 1
 
@@ -17,7 +17,7 @@ COMPUTES, STORES = 0, 1
 def spilling(problem: Problem, chosen: Callable[[str], bool], *, window_bytes: int) -> tuple[Problem, Plan]:
     """Everything on the first device, but the weights of some names, which stay on the second."""
     graph = problem.graph
-    found = readings(graph)
+    found = find_readings(graph)
     params = [param for param in found if chosen(graph.op_name[param])]
     home = np.zeros(graph.num_ops, dtype=np.int32)
     for param in params:
@@ -25,7 +25,7 @@ def spilling(problem: Problem, chosen: Callable[[str], bool], *, window_bytes: i
         if graph.group[param] >= 0:
             home[graph.group == graph.group[param]] = STORES
     picked = [reading for param in params for reading in found[param]]
-    made, origin = spilled_problem(problem, picked, home, window_bytes=window_bytes)
+    made, origin = spill_problem(problem, picked, home, window_bytes=window_bytes)
     where = np.where(origin == NEW, STORES, home[np.maximum(origin, 0)]).astype(np.int32)
     return made, plan_of(where, np.arange(len(where), dtype=np.int32))
 
@@ -39,8 +39,8 @@ def spilled_model(
     **options: Any,
 ) -> Any:
     """A placed model whose chosen weights stay on the second device."""
-    from loadmaster.runtime.placed import placed_model
+    from loadmaster.runtime.placed import build_placed_model
     from tests.placing import captured
 
     problem, plan = spilling(lm.problem(captured(example), devices), chosen, window_bytes=window_bytes)
-    return placed_model(example.model, problem.graph, plan, problem.cluster, **options)
+    return build_placed_model(example.model, problem.graph, plan, problem.cluster, **options)

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="capture needs the extra [torch]")
 from torch import nn  # noqa: E402
 
-from loadmaster.zoo.example import Example, tokens  # noqa: E402
-from loadmaster.zoo.hf import Size, sized  # noqa: E402
+from loadmaster.zoo.example import Example, random_tokens  # noqa: E402
+from loadmaster.zoo.hf import Size, build_example  # noqa: E402
 from loadmaster.zoo.recurrent import Lstm  # noqa: E402
 from loadmaster.zoo.vision import ResNet  # noqa: E402
 
@@ -75,7 +75,7 @@ def _hf(name: str) -> Callable[[], Example]:
 def hf_tiny(name: str, device: str) -> Example:
     """A model of transformers on a device."""
     pytest.importorskip("transformers", reason="hf: models need the extra [hf]")
-    return sized(_SIZES[name], batch=BATCH, seq=SEQ, device=device)
+    return build_example(_SIZES[name], batch=BATCH, seq=SEQ, device=device)
 
 
 def _resnet() -> Example:
@@ -83,7 +83,9 @@ def _resnet() -> Example:
 
 
 def _lstm() -> Example:
-    return Example(Lstm(vocab=VOCAB, width=WIDTH, num_layers=2), (tokens(BATCH, SEQ, VOCAB, device="cpu"),))
+    return Example(
+        Lstm(vocab=VOCAB, width=WIDTH, num_layers=2), (random_tokens(BATCH, SEQ, VOCAB, device="cpu"),)
+    )
 
 
 def _branching() -> Example:

@@ -33,7 +33,7 @@ def _examples() -> dict[str, Any]:
     from tests.torch_models import example
 
     from loadmaster.zoo.example import Example
-    from loadmaster.zoo.hf import Size, hf_example, sized
+    from loadmaster.zoo.hf import Size, build_example, hf_example
     from loadmaster.zoo.named import zoo_example
     from loadmaster.zoo.vision import ResNet
 
@@ -41,7 +41,7 @@ def _examples() -> dict[str, Any]:
         made: Example = family(name, batch=batch, seq=seq, device="cpu")
         return made
 
-    gpt = sized(Size("GPT2Config", "GPT2LMHeadModel", "text", _SMALL), batch=4, seq=128, device="cpu")
+    gpt = build_example(Size("GPT2Config", "GPT2LMHeadModel", "text", _SMALL), batch=4, seq=128, device="cpu")
     resnet = Example(ResNet((1, 1), width=32, num_classes=100), (torch.randn(8, 3, 96, 96),))
     return {
         "tiny GPT-2": example("gpt2"),
@@ -80,14 +80,14 @@ def _step_s(made: Any) -> float:
     """The median of a few real training steps."""
     import torch
 
-    from loadmaster.graph.torch_capture.training_step import loss_of
+    from loadmaster.graph.torch_capture.training_step import compute_loss
 
     optimizer = torch.optim.AdamW(made.model.parameters())
     taken = []
     for step in range(12):
         began = time.process_time()
         optimizer.zero_grad()
-        loss_of(made.model(*made.args, **made.kwargs), made.loss).backward()
+        compute_loss(made.model(*made.args, **made.kwargs), made.loss).backward()
         optimizer.step()
         if step >= 3:
             taken.append(time.process_time() - began)

@@ -224,13 +224,13 @@ def real_step(case: Case) -> dict[str, Any]:
 def _step(made: Any, optimizer: Any, case: Case) -> None:
     import torch
 
-    from loadmaster.graph.torch_capture.training_step import loss_of
+    from loadmaster.graph.torch_capture.training_step import compute_loss
 
     optimizer.zero_grad()
     mixed = case.precision == "bf16-mixed"
     with torch.autocast("cuda", dtype=torch.bfloat16) if mixed else nullcontext():
         out = made.model(*made.args, **made.kwargs)  # held to the end, as most loops do
-        loss = loss_of(out, made.loss)
+        loss = compute_loss(out, made.loss)
     loss.backward()
     optimizer.step()
 

@@ -3,7 +3,7 @@
 from benchmarks.cases import budget_s
 from benchmarks.measure import Report
 from loadmaster import api
-from loadmaster.placers.registry import available, placer, why_not
+from loadmaster.placers.registry import list_algorithms, placer, why_not
 
 SUITE = "placers"
 CASES = (
@@ -16,7 +16,7 @@ def run(report: Report) -> None:
     """Gap and seconds of every algorithm that serves the case."""
     for source, devices in CASES:
         problem = api.problem(source, devices)
-        for name in available():
+        for name in list_algorithms():
             algorithm = placer(name)
             if why_not(algorithm, problem):
                 continue

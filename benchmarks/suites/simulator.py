@@ -79,7 +79,7 @@ def _grow(report: Report, size: int) -> None:
     problem = api.problem(f"gen:fork_join:{size}")
     plan, simulator = random_plan(problem), prepare(problem)
     for dispatch in (Dispatch.READY, Dispatch.IN_ORDER):
-        chosen = plan if dispatch == Dispatch.READY else simulator.ordered(plan)
+        chosen = plan if dispatch == Dispatch.READY else simulator.order_by_start(plan)
         seconds = median_s(
             lambda p=chosen, d=dispatch: simulator.run(p, dispatch=d),
             warm=3,

@@ -22,24 +22,24 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.io import MAX_BYTES, load, save
-from loadmaster.core.pins import pins
+from loadmaster.core.pins import resolve_pins
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
-from loadmaster.core.run import Bound, Budget, parse_budget, silent
+from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_bytes, parse_bytes
-from loadmaster.cost.cost_request import COSTS, costs_from_measuring, measure_seconds, optimized
+from loadmaster.cost.cost_request import COSTS, apply_optimizer, load_or_measure_costs, measure_seconds
 from loadmaster.cost.measure import DEFAULT_BUDGET_S
-from loadmaster.cost.roofline import roofline
-from loadmaster.graph.models import Asked
+from loadmaster.cost.roofline import roofline_costs
+from loadmaster.graph.models import CaptureOptions
 from loadmaster.graph.source import is_model, read_source
-from loadmaster.placers.ask import Ask, answered
+from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
 
 if TYPE_CHECKING:
     from loadmaster.core.fit_answer import Fit
-    from loadmaster.runtime.place_request import Wish
+    from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
     from loadmaster.runtime.verify.verification import Verification
@@ -92,7 +92,7 @@ def problem(
     measure_budget: Budget | float | str = DEFAULT_BUDGET_S,
     database: str | os.PathLike[str] | None = None,
     tell: Callable[[str], None] | None = None,
-    progress: Callable[[str, float], None] = silent,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> Problem:
     """A source on devices (its own if it brings some and none are named), and what is asked.
 
@@ -111,7 +111,7 @@ def problem(
     if captured and target is None and named is not None:
         target = "cpu" if named.on_host[named.kind].all() else "cuda"
     exact = "bf16-mixed" if captured and precision == "mixed" else precision
-    step = Asked(
+    step = CaptureOptions(
         batch=batch,
         seq=seq,
         optimizer=optimizer,
@@ -125,7 +125,7 @@ def problem(
     workload = read_source(source, format=format, max_bytes=max_bytes, asked=step)
     graph, cluster, given = workload.graph, workload.cluster, workload.costs
     if not captured:
-        graph = optimized(graph, optimizer or workload.optimizer, precision)
+        graph = apply_optimizer(graph, optimizer or workload.optimizer, precision)
     if named is not None:
         cluster, given = named, None
     if cluster is None:
@@ -137,19 +137,19 @@ def problem(
     if costs == "measured":
         if given is not None:
             raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
-        given = costs_from_measuring(graph, cluster, budget_s, database, tell, progress)
-    asked = _choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else workload.objective)
+        given = load_or_measure_costs(graph, cluster, budget_s, database, tell, progress)
+    asked = _parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else workload.objective)
     own = devices is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
     return Problem(
         graph=graph,
         cluster=cluster,
-        costs=given if given is not None else roofline(graph, cluster),
+        costs=given if given is not None else roofline_costs(graph, cluster),
         objective=asked,
-        links=_choice(Links, links) or (workload.links if own else Links.SHARED),
-        split=_choice(Split, split) or own_split or _default_split(asked),
-        load=_choice(Load, load) or workload.load or Load.SUM,
-        pinned=pins(graph, cluster, pin or {}, workload.pinned if own else None),
+        links=_parse_choice(Links, links) or (workload.links if own else Links.SHARED),
+        split=_parse_choice(Split, split) or own_split or _default_split(asked),
+        load=_parse_choice(Load, load) or workload.load or Load.SUM,
+        pinned=resolve_pins(graph, cluster, pin or {}, workload.pinned if own else None),
         pipeline=pipeline or (workload.pipeline if pipeline is None and asked == workload.objective else ""),
     )
 
@@ -167,7 +167,7 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
-    progress: Callable[[str, float], None] = silent,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
@@ -176,14 +176,14 @@ def plan(
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
     """
-    chosen = _chosen(algorithm)
+    chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
-    question = _question(problem_or_source, devices, objective, links, split, pipeline)
+    question = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, question)
-    return answered(question, Ask(chosen, parse_budget(budget), seed, order, spill, progress))
+    return find_placement(question, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
 
 
 def fit(
@@ -200,41 +200,45 @@ def fit(
     budget: Budget | float | str = "60x",
     quick: bool = False,
     every: bool = False,
-    progress: Callable[[str, float], None] = silent,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Fit":
     """Whether a step fits on each device and on all of them, what it holds, and what would make it fit.
 
     Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
     `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
     """
-    from loadmaster.capacity.fit_request import Question, ask
+    from loadmaster.capacity.fit_request import Question, answer_question
 
     asked = Question(
         source, devices, batch, seq, optimizer, precision, parse_bytes(reserve_bytes), format, max_bytes
     )
-    return ask(asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
+    return answer_question(
+        asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress
+    )
 
 
 def place(
-    model: Any, plan_or_inputs: Any, *, devices: Devices = "auto", **wishes: "Unpack[Wish]"
+    model: Any, plan_or_inputs: Any, *, devices: Devices = "auto", **wishes: "Unpack[PlaceOptions]"
 ) -> "Placed":
     """The model on its plan: same class, same weights, same numbers (docs/running.md).
 
     `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
     plan on `devices` is made first. What else may be wished for is listed in `runtime.asking.Wish`.
     """
-    from loadmaster.runtime.place_request import placed
+    from loadmaster.runtime.place_request import place_model
 
-    return placed(model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_nearest)
+    return place_model(
+        model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_repair_plan
+    )
 
 
 def verify(
     model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
 ) -> "Verification":
     """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes."""
-    from loadmaster.runtime.place_request import verified
+    from loadmaster.runtime.place_request import verify_plan
 
-    return verified(model, plan, batch, loss=loss, seed=seed)
+    return verify_plan(model, plan, batch, loss=loss, seed=seed)
 
 
 def run(
@@ -251,9 +255,9 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `how` may have `seed`, `tell` and `progress`.
     """
-    from loadmaster.runtime.run.launch import launched
+    from loadmaster.runtime.run.launch import run_plan
 
-    return launched(plan, simulate, model=model, steps=steps, calibrate=calibrate, database=database, **how)
+    return run_plan(plan, simulate, model=model, steps=steps, calibrate=calibrate, database=database, **how)
 
 
 def simulate(
@@ -263,8 +267,8 @@ def simulate(
     _require_plan(problem, plan)
     from loadmaster.simulator.events import engine
 
-    how = _choice(engine.Dispatch, dispatch)
-    return engine.simulate(problem, plan, links=_choice(Links, links), dispatch=how)
+    how = _parse_choice(engine.Dispatch, dispatch)
+    return engine.simulate(problem, plan, links=_parse_choice(Links, links), dispatch=how)
 
 
 def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None = None) -> float:
@@ -272,7 +276,7 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     _require_plan(problem, plan)
     from loadmaster.simulator.events.throughput import steady_state
 
-    return steady_state(replace(problem, links=_choice(Links, links) or problem.links), plan).time_s
+    return steady_state(replace(problem, links=_parse_choice(Links, links) or problem.links), plan).time_s
 
 
 def lower_bound(
@@ -286,12 +290,12 @@ def lower_bound(
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
     from loadmaster.placers.bounds import quick_bound
-    from loadmaster.simulator.bounds.step_programme import relaxed_step
+    from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
 
-    problem = _question(problem_or_source, devices, None, None, None, None)
+    problem = _resolve_problem(problem_or_source, devices, None, None, None, None)
     best = quick_bound(problem)
     if problem.objective == Objective.STEP and not best.infeasible:
-        programme = Bound(relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
+        programme = Bound(solve_relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
         best = max(best, programme, key=lambda bound: bound.seconds)
     if budget is None or best.infeasible:
         return best
@@ -330,7 +334,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
     return compare.compare(predicted, measured)
 
 
-def _question(
+def _resolve_problem(
     given: Problem | Source,
     devices: Devices | None,
     objective: Objective | str | None,
@@ -343,23 +347,23 @@ def _question(
         return problem(given, devices, objective, links=links, split=split, pipeline=pipeline)
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
-    asked = _choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else given.objective)
+    asked = _parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else given.objective)
     kept = given.split if asked == given.objective else _default_split(asked)
     staged = pipeline or (given.pipeline if pipeline is None and asked == given.objective else "")
-    wanted = (asked, _choice(Links, links) or given.links, _choice(Split, split) or kept, staged)
+    wanted = (asked, _parse_choice(Links, links) or given.links, _parse_choice(Split, split) or kept, staged)
     if wanted == (given.objective, given.links, given.split, given.pipeline):
         return given
     return replace(given, objective=asked, links=wanted[1], split=wanted[2], pipeline=staged)
 
 
-def _nearest(problem: Problem, start: Plan) -> Placement:
+def _repair_plan(problem: Problem, start: Plan) -> Placement:
     """A plan that fits, repaired from one that does not."""
     from loadmaster.placers.search.refine import Refine
 
     return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
 
 
-def _chosen(algorithm: str | Placer | Plan) -> Placer:
+def _resolve_algorithm(algorithm: str | Placer | Plan) -> Placer:
     """By its name, or as it is; a plan is its own answer."""
     if isinstance(algorithm, Plan):
         from loadmaster.placers.fixed_plan import Given
@@ -390,7 +394,7 @@ def _require_plan(problem: object, plan: object) -> None:
         raise InputError(f"{type(plan).__name__} is not a Plan; {hint}")
 
 
-def _choice(kind: type[E], value: object) -> E | None:
+def _parse_choice(kind: type[E], value: object) -> E | None:
     """A member of an enumeration by its value; None stays None."""
     if value is None or isinstance(value, kind):
         return value

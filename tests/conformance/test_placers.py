@@ -21,7 +21,7 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Links, Objective, Problem
 from loadmaster.core.run import Budget, Run, Score
-from loadmaster.placers.registry import available, placer, why_not
+from loadmaster.placers.registry import list_algorithms, placer, why_not
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.events.engine import prepare
 from tests import reference
@@ -43,7 +43,7 @@ def answered(algorithm: str, name: str) -> Placement:
 
 @functools.cache
 def served() -> list[tuple[str, str]]:
-    pairs = [(algorithm, name) for algorithm in available() for name in PROBLEMS]
+    pairs = [(algorithm, name) for algorithm in list_algorithms() for name in PROBLEMS]
     return [(algorithm, name) for algorithm, name in pairs if not reason(algorithm, name)]
 
 
@@ -139,7 +139,7 @@ class Scorer:
 
     def arrange(self, plan: Plan) -> tuple[Plan, Score]:
         self.calls += 1
-        return self.simulator.arranged(plan)
+        return self.simulator.order_and_score(plan)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -157,7 +157,7 @@ def test_a_count_budget_is_kept(algorithm: str, name: str, count: int) -> None:
     placement = placer(algorithm)(problem, run)
     assert scorer.calls >= 1
     # A portfolio may give each member that has no plan yet one try.
-    assert scorer.calls <= count + (len(available()) if algorithm == "auto" else 0)
+    assert scorer.calls <= count + (len(list_algorithms()) if algorithm == "auto" else 0)
     assert placement.plan is not None or placement.least_overflow_plan is not None
 
 
@@ -180,7 +180,7 @@ def test_the_same_plan_under_another_hash_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "name"), [(a, n) for a in available() for n in PROBLEMS if (a, n) not in served()]
+    ("algorithm", "name"), [(a, n) for a in list_algorithms() for n in PROBLEMS if (a, n) not in served()]
 )
 def test_a_problem_it_does_not_serve_is_refused_in_words(algorithm: str, name: str) -> None:
     with pytest.raises(ProblemError) as refused:
@@ -200,14 +200,14 @@ def test_some_pairs_are_refused_and_most_are_served() -> None:
 class TestInfeasible:
     """What is said when nothing fits: the lacking bytes, and the certificate."""
 
-    @pytest.mark.parametrize("algorithm", [a for a in available() if not reason(a, "too large")])
+    @pytest.mark.parametrize("algorithm", [a for a in list_algorithms() if not reason(a, "too large")])
     def test_an_op_larger_than_every_device(self, algorithm: str) -> None:
         placement = answered(algorithm, "too large")
         assert placement.status == Status.INFEASIBLE
         assert "30 B on one device, the largest allowed has 25 B; free 5 B more" in placement.proof
         assert int(placement.shortfall_bytes.sum()) >= 5
 
-    @pytest.mark.parametrize("algorithm", [a for a in available() if not reason(a, "too much")])
+    @pytest.mark.parametrize("algorithm", [a for a in list_algorithms() if not reason(a, "too much")])
     def test_more_than_all_devices_hold(self, algorithm: str) -> None:
         placement = answered(algorithm, "too much")
         assert placement.status == Status.INFEASIBLE
@@ -258,9 +258,9 @@ class TestRegistry:
 
     def test_every_own_algorithm_has_a_family_and_a_summary(self) -> None:
         assert {"single_device", "round_robin", "fastest_device", "chain_balance", "brute_force"} <= set(
-            available()
+            list_algorithms()
         )
-        for entry in available().values():
+        for entry in list_algorithms().values():
             assert entry.family
             assert 10 < len(entry.summary) < 120
 
@@ -271,7 +271,7 @@ class TestRegistry:
             tmp_path, "mine = loadmaster_mine:LastDevice\ngone = loadmaster_mine:Gone\nlost = no_such:Thing\n"
         )
         monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
-        entry = available()["mine"]
+        entry = list_algorithms()["mine"]
         assert (entry.family, entry.summary) == ("third party", "loadmaster_mine:LastDevice")
         assert "loadmaster_mine" not in sys.modules  # listed without being imported
         placement = api.plan(tiny_chain(), algorithm="mine", budget=BUDGET)
@@ -289,7 +289,7 @@ class TestRegistry:
     ) -> None:
         install(tmp_path, "round_robin = loadmaster_mine:LastDevice\n")
         monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
-        assert available()["round_robin"].family == "heuristic"
+        assert list_algorithms()["round_robin"].family == "heuristic"
 
 
 MINE = '''

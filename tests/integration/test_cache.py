@@ -11,10 +11,10 @@ import pytest
 WHERE = "from loadmaster.simulator.jit import cache_folder; print(cache_folder())"
 KERNEL = (
     "from loadmaster.simulator.jit import cache_folder, kernel\n"
-    "from loadmaster.simulator.events.kernel import in_sequence\n"
+    "from loadmaster.simulator.events.kernel import sort_by_priority\n"
     "import numpy as np\n"
-    "print(in_sequence(np.array([2, 0, 1], dtype=np.int32)).tolist())\n"
-    "print(len(list(cache_folder().rglob('*in_sequence*.nbi'))))\n"
+    "print(sort_by_priority(np.array([2, 0, 1], dtype=np.int32)).tolist())\n"
+    "print(len(list(cache_folder().rglob('*sort_by_priority*.nbi'))))\n"
 )
 
 

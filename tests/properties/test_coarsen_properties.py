@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import NO_GROUP, Graph, Phase, edges, units
-from loadmaster.graph.coarsen import Coarse, by_module, chains, coarsen, coarsen_costs, expand
+from loadmaster.graph.coarsen import (
+    CoarseGraph,
+    coarsen,
+    coarsen_costs,
+    expand,
+    label_by_module,
+    label_chains,
+)
 from tests.builders import costs_of, plan_on
 from tests.strategies import graphs, picks
 
@@ -130,7 +137,7 @@ def test_every_op_its_own_label_changes_nothing_but_dead_tensors(graph: Graph) -
 @settings(deadline=None)
 @given(graphs(max_ops=12))
 def test_chains_have_one_way_in_and_one_way_out(graph: Graph) -> None:
-    label = chains(graph)
+    label = label_chains(graph)
     source, target = (side.tolist() for side in edges(graph))
     for row in set(label.tolist()):
         members = np.flatnonzero(label == row).tolist()
@@ -138,6 +145,6 @@ def test_chains_have_one_way_in_and_one_way_out(graph: Graph) -> None:
             assert [b for a, b in zip(source, target, strict=True) if a == left] == [right]
             assert [a for a, b in zip(source, target, strict=True) if b == right] == [left]
         assert len({(graph.phase[op], graph.group[op]) for op in members}) == 1
-    coarse: Coarse = coarsen(graph, label)
+    coarse: CoarseGraph = coarsen(graph, label)
     assert coarse.graph.num_ops == len(set(label.tolist()))  # rows never close a circle
-    assert coarsen(graph, by_module(graph, 1)).graph.num_ops == graph.num_ops  # no modules: all alone
+    assert coarsen(graph, label_by_module(graph, 1)).graph.num_ops == graph.num_ops  # no modules: all alone

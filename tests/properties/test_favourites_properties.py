@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from loadmaster.core.problem import Links, Problem
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.simulator.bounds.favourite_children import NONE, favourites, matching
+from loadmaster.simulator.bounds.favourite_children import NONE, find_favourites, match_favourites
 from tests.builders import problem_of, star_cluster
 from tests.oracle import best_of_all
 from tests.strategies import problems
@@ -20,13 +20,13 @@ def check(problem: Problem) -> bool:
     """Whether the published form exceeds the best plan; the clipped one never may."""
     best = best_of_all(problem).any_s
     assert best is not None
-    clipped, published = favourites(problem), favourites(problem, clipped=False)
+    clipped, published = find_favourites(problem), find_favourites(problem, clipped=False)
     assert clipped.solved
     assert clipped.bound_s <= best
     assert clipped.makespan_s <= best * (1 + 1e-9)
     assert published.bound_s <= best
     for found in (clipped, published):
-        favourite = matching(found, problem.graph.num_ops).tolist()
+        favourite = match_favourites(found, problem.graph.num_ops).tolist()
         chosen = [child for child in favourite if child != NONE]
         assert len(set(chosen)) == len(chosen)
     return published.makespan_s > best * (1 + 1e-9)
@@ -86,8 +86,8 @@ def test_no_plan_beats_the_clipped_programme_where_the_published_one_fails_at_le
 @quick
 @given(problems(6, 3, issue=False), st.floats(0.0, 1.0))
 def test_favourites_are_a_matching_for_any_threshold(problem: Problem, threshold: float) -> None:
-    found = favourites(problem)
-    favourite = matching(found, problem.graph.num_ops, threshold)
+    found = find_favourites(problem)
+    favourite = match_favourites(found, problem.graph.num_ops, threshold)
     chosen = np.flatnonzero(favourite != NONE)
     assert len(np.unique(favourite[chosen])) == len(chosen)
     pairs = set(zip(found.source.tolist(), found.target.tolist(), strict=True))

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from loadmaster.core.check import check_plan
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Graph, Phase, units
 from loadmaster.core.problem import FREE, Problem
-from loadmaster.placers.grouping import Grouped, grouped
+from loadmaster.placers.grouping import GroupedProblem, group_ops
 from loadmaster.simulator.events.engine import simulate
 from tests.builders import graph_of, problem_of, star_cluster
 from tests.strategies import picks, plans, problems
 
 
 @st.composite
-def groupings(draw: st.DrawFn) -> tuple[Problem, Grouped]:
+def groupings(draw: st.DrawFn) -> tuple[Problem, GroupedProblem]:
     """A problem with its grouping under drawn limits, often generous ones."""
     problem = draw(problems(max_ops=14))
-    group = grouped(
+    group = group_ops(
         problem,
         bound_s=draw(st.sampled_from((None, 1e3))),
         max_ops=draw(st.sampled_from((None, None, 1, 3))),
@@ -42,7 +42,7 @@ def _order(graph: Graph) -> "nx.DiGraph[int]":
 
 @settings(deadline=None)
 @given(groupings())
-def test_groups_stand_in_topological_order_and_hold_one_phase(case: tuple[Problem, Grouped]) -> None:
+def test_groups_stand_in_topological_order_and_hold_one_phase(case: tuple[Problem, GroupedProblem]) -> None:
     problem, group = case
     op_of = group.coarse.op_of.tolist()
     assert set(op_of) == set(range(group.problem.graph.num_ops))
@@ -52,7 +52,7 @@ def test_groups_stand_in_topological_order_and_hold_one_phase(case: tuple[Proble
 
 @settings(deadline=None)
 @given(groupings())
-def test_work_and_seconds_are_kept(case: tuple[Problem, Grouped]) -> None:
+def test_work_and_seconds_are_kept(case: tuple[Problem, GroupedProblem]) -> None:
     problem, group = case
     fine, small = problem.graph, group.problem.graph
     assert small.flops.sum() == fine.flops.sum()
@@ -66,7 +66,7 @@ def test_work_and_seconds_are_kept(case: tuple[Problem, Grouped]) -> None:
 
 @settings(deadline=None)
 @given(groupings())
-def test_what_belongs_together_is_tied(case: tuple[Problem, Grouped]) -> None:
+def test_what_belongs_together_is_tied(case: tuple[Problem, GroupedProblem]) -> None:
     problem, group = case
     unit, _ = units(group.problem.graph)
     place = unit[group.coarse.op_of]
@@ -80,7 +80,7 @@ def test_what_belongs_together_is_tied(case: tuple[Problem, Grouped]) -> None:
 @settings(deadline=None)
 @given(groupings(), st.data())
 def test_any_plan_of_the_groups_comes_back_valid_and_runs(
-    case: tuple[Problem, Grouped], data: st.DataObject
+    case: tuple[Problem, GroupedProblem], data: st.DataObject
 ) -> None:
     problem, group = case
     plan = data.draw(plans(group.problem))
@@ -120,7 +120,7 @@ def _true_branches(net: "nx.DiGraph[int]", inside: set[int], join: int) -> list[
 @settings(deadline=None, max_examples=200)
 @given(_forward_problems(times=(1.0, 2.0, 3.0)), st.booleans())
 def test_at_most_one_branch_of_a_join_is_in_its_group(problem: Problem, merge_branches: bool) -> None:
-    group = grouped(problem, bound_s=1e6, merge_branches=merge_branches)
+    group = group_ops(problem, bound_s=1e6, merge_branches=merge_branches)
     net = nx.transitive_reduction(_order(problem.graph))  # an edge beside a longer path is no branch
     for op in range(group.problem.graph.num_ops):
         inside = set(np.flatnonzero(group.coarse.op_of == op).tolist())
@@ -133,7 +133,7 @@ def test_at_most_one_branch_of_a_join_is_in_its_group(problem: Problem, merge_br
 @settings(deadline=None)
 @given(_forward_problems())
 def test_without_branches_the_longest_path_grows_by_sources_alone(problem: Problem) -> None:
-    group = grouped(problem, bound_s=1e6, merge_branches=False)
+    group = group_ops(problem, bound_s=1e6, merge_branches=False)
     seconds = problem.costs.compute_s[:, 0]
     assert problem.graph.phase.tolist() == [Phase.FORWARD] * problem.graph.num_ops
     longest = [

@@ -13,10 +13,17 @@ from loadmaster.core.check import check_plan
 from loadmaster.core.graph import edges
 from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Links, Problem
-from loadmaster.placers.heuristic._insert_kernel import insert, ready_order
-from loadmaster.placers.heuristic._list_kernel import NEVER, NOWHERE, PUBLISHED, WAITING, Rules, construct
+from loadmaster.placers.heuristic._insert_kernel import insert_ops, ready_order
+from loadmaster.placers.heuristic._list_kernel import (
+    NEVER,
+    NOWHERE,
+    PUBLISHED,
+    WAITING,
+    Rules,
+    construct_plan,
+)
 from loadmaster.placers.heuristic._lists import VIEWS, Lists, load_lists
-from loadmaster.placers.heuristic.heft import inserted
+from loadmaster.placers.heuristic.heft import plan_by_insertion
 from loadmaster.simulator.events.kernel import PARALLEL
 from tests import reference
 from tests.builders import arrows, graph_of, problem_of, star_cluster
@@ -32,7 +39,7 @@ def nowhere(lists: Lists) -> Ints:
 
 
 def assert_same(lists: Lists, rules: Rules) -> None:
-    device, position = construct(lists.fixed, rules)
+    device, position = construct_plan(lists.fixed, rules)
     assert SlowList(lists, rules).run() == (device.tolist(), position.tolist())
 
 
@@ -76,7 +83,7 @@ class TestConstruct:
         slow = SlowList(lists, rules)
         expected = slow.run()
         assume(not slow.left_alone)  # the defect that R11 shows, see test_published_defects.py
-        device, position = construct(lists.fixed, rules)
+        device, position = construct_plan(lists.fixed, rules)
         assert expected == (device.tolist(), position.tolist())
 
     @pytest.mark.parametrize("seed", range(20))
@@ -120,7 +127,7 @@ class TestInsert:
     def test_every_op_goes_where_it_ends_first(self, case: tuple[Lists, Ints, Ints]) -> None:
         lists, order, _ = case
         rules = lists.rules(None, PARALLEL)
-        device, start = insert(lists.fixed, rules, order, nowhere(lists))
+        device, start = insert_ops(lists.fixed, rules, order, nowhere(lists))
         slow = SlowInsert(lists, rules).run(order.tolist(), nowhere(lists).tolist())
         assert slow == (device.tolist(), start.tolist())
 
@@ -129,7 +136,7 @@ class TestInsert:
     def test_a_device_asked_for_is_taken(self, case: tuple[Lists, Ints, Ints]) -> None:
         lists, order, wanted = case
         rules = lists.rules(None, PARALLEL)._replace(room=np.full_like(lists.room_bytes, 1e9))
-        device, start = insert(lists.fixed, rules, order, wanted)
+        device, start = insert_ops(lists.fixed, rules, order, wanted)
         slow = SlowInsert(lists, rules).run(order.tolist(), wanted.tolist())
         assert slow == (device.tolist(), start.tolist())
 
@@ -139,9 +146,9 @@ class TestInsert:
         seconds = np.where(problem.costs.compute_s == 0, 1.0, problem.costs.compute_s)
         problem = replace(problem, costs=replace(problem.costs, compute_s=seconds))
         lists = load_lists(problem)
-        order = ready_order(lists.fixed, -lists.upward(transfers=True))
-        device, start = insert(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
-        plan = inserted(lists, order, nowhere(lists))
+        order = ready_order(lists.fixed, -lists.compute_upward_rank(transfers=True))
+        device, start = insert_ops(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
+        plan = plan_by_insertion(lists, order, nowhere(lists))
         assert plan.device.tolist() == device.tolist()
         replay = reference.simulate(problem, plan, dispatch="in_order", links="parallel")
         assert not replay.stuck
@@ -182,7 +189,10 @@ def test_ranks_are_longest_ways(problem: Problem, transfers: bool) -> None:
         way = ("out", int(graph.tensor_op[tensor])), ("in", user)
         longest = max(send_s[tensor], net.get_edge_data(*way, {"weight": 0.0})["weight"])
         net.add_edge(*way, weight=longest)
-    up, down = lists.upward(transfers=transfers), lists.downward(transfers=transfers)
+    up, down = (
+        lists.compute_upward_rank(transfers=transfers),
+        lists.compute_downward_rank(transfers=transfers),
+    )
     for op in range(problem.graph.num_ops):
         after = net.subgraph({("in", op)} | nx.descendants(net, ("in", op)))
         before = net.subgraph({("in", op)} | nx.ancestors(net, ("in", op)))
@@ -209,7 +219,7 @@ def any_pass(draw: st.DrawFn) -> tuple[Lists, Rules]:
 def test_r9_groups_pins_and_support_hold_under_every_rule(case: tuple[Lists, Rules]) -> None:
     """Published: the urgent pick did not look at where an op's group may go."""
     lists, rules = case
-    device, position = construct(lists.fixed, rules)
+    device, position = construct_plan(lists.fixed, rules)
     assert sorted(position.tolist()) == list(range(len(position)))
     broken = check_plan(lists.problem, plan_of(device, position))
     assert [rule.message for rule in broken if rule.rule != "memory"] == []
@@ -223,7 +233,7 @@ class TestInsertByHand:
         graph = graph_of({}, {"resident_bytes": 8}, {"resident_bytes": 8})
         lists = load_lists(problem_of(graph, star_cluster(3, memory=10), [9, 1, 1]))
         order, wanted = np.arange(3, dtype=np.int32), np.array([0, 2, 2], dtype=np.int32)
-        device, _ = insert(lists.fixed, lists.rules(None, PARALLEL), order, wanted)
+        device, _ = insert_ops(lists.fixed, lists.rules(None, PARALLEL), order, wanted)
         assert device.tolist() == [0, 2, 1]
 
     @pytest.mark.xfail(
@@ -237,7 +247,7 @@ class TestInsertByHand:
         problem = replace(problem, pinned=np.array([0, 0, 1], dtype=np.int32))
         lists = load_lists(problem)
         order = np.arange(3, dtype=np.int32)  # by rank: 5, 4, 4
-        _, start = insert(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
+        _, start = insert_ops(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
         assert start.tolist() == [0, 0, 0]
-        plan = inserted(lists, order, nowhere(lists))
+        plan = plan_by_insertion(lists, order, nowhere(lists))
         assert reference.simulate(problem, plan, dispatch="in_order", links="parallel").step_s == 5.0

@@ -33,7 +33,7 @@ def test_what_is_held_at_a_peak_is_the_peak(case: tuple[Problem, Plan]) -> None:
 @given(placed_problems(issue=False))
 def test_it_is_the_peak_of_the_reference_simulator_too(case: tuple[Problem, Plan]) -> None:
     problem, plan = case
-    order = prepare(problem).ordered(plan)
+    order = prepare(problem).order_by_start(plan)
     _, held = held_at_peaks(prepare(problem), order)
     witness = reference.simulate(problem, order, dispatch="in_order", links=problem.links.value)
     assert [what.peak_bytes for what in held] == list(witness.peak_bytes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
-from loadmaster.placers.registry import available, placer, why_not
+from loadmaster.placers.registry import list_algorithms, placer, why_not
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.events.engine import prepare
 from tests.oracle import Best, best_of_all
@@ -44,13 +44,13 @@ def check(data: st.DataObject, question: str, size: tuple[int, int]) -> None:
     problem = draw_problem(data, question, size)
     best, bound, simulator = best_of_all(problem), lower_bound(problem), prepare(problem)
     assert_bound_holds(bound, best)
-    for name in available():
+    for name in list_algorithms():
         if not why_not(placer(name), problem):
             run = Run(
                 budget=Budget(count=COUNTS.get(name, 200)),
                 rng=np.random.default_rng(0),
                 score=simulator.score,
-                arrange=simulator.arranged,
+                arrange=simulator.order_and_score,
                 bound=bound,
             )
             answer = placer(name)(problem, run)

@@ -92,8 +92,8 @@ def test_replaying_the_start_order_gives_the_same_timeline(data: st.DataObject, 
     again = simulator.run(ready, dispatch=Dispatch.IN_ORDER)
     assert again.op_start.tolist() == first.op_start.tolist()
     assert again.peak_bytes.tolist() == first.peak_bytes.tolist()
-    ordered = simulator.ordered(plan)
-    assert simulator.score(ordered) == simulator.score(simulator.ordered(ordered))
+    ordered = simulator.order_by_start(plan)
+    assert simulator.score(ordered) == simulator.score(simulator.order_by_start(ordered))
 
 
 @some

@@ -13,8 +13,8 @@ from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Status
 from loadmaster.core.problem import Links, Problem
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
-from loadmaster.simulator.bounds.step_programme import relaxed_step
-from loadmaster.simulator.bounds.travel import travel
+from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
+from loadmaster.simulator.bounds.travel import compute_travel
 from tests import reference
 from tests.builders import cluster_of, graph_of, problem_of
 from tests.oracle import assignments, best_of_all, orders
@@ -66,11 +66,11 @@ def check_bounds(seed: int, *, tight: bool) -> None:
     best = best_s(problem)
     if best is None:
         return
-    assert travel(problem).bound_s <= best * SLACK
+    assert compute_travel(problem).bound_s <= best * SLACK
     found = lower_bound(problem)
     assert not found.infeasible
     assert found.seconds <= best
-    assert relaxed_step(problem).bound_s <= best * SLACK
+    assert solve_relaxed_step(problem).bound_s <= best * SLACK
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -90,8 +90,8 @@ def test_no_plan_of_thousands_of_problems_beats_a_bound(block: int) -> None:
 def test_no_plan_beats_a_bound_whatever_the_features(problem: Problem) -> None:
     best = best_s(problem)
     if best is not None:
-        assert travel(problem).bound_s <= best * SLACK
-        assert relaxed_step(problem).bound_s <= best * SLACK
+        assert compute_travel(problem).bound_s <= best * SLACK
+        assert solve_relaxed_step(problem).bound_s <= best * SLACK
         assert lower_bound(problem).seconds <= best
 
 
@@ -99,7 +99,7 @@ def test_no_plan_beats_a_bound_whatever_the_features(problem: Problem) -> None:
 def test_heads_and_tails_hold_in_every_run(seed: int) -> None:
     """Not only the sum: no op starts before its head, nor is the step over sooner than its tail after it."""
     problem = small(seed, tight=False)
-    found = travel(problem)
+    found = compute_travel(problem)
     for at, device in enumerate(assignments(problem)):
         if at % 3:
             continue
@@ -162,5 +162,5 @@ def test_a_bound_scales_with_all_times(seed: int) -> None:
             link_latency_s=4 * problem.cluster.link_latency_s,
         ),
     )
-    for bound in (lambda p: travel(p).bound_s, lambda p: relaxed_step(p).bound_s):
+    for bound in (lambda p: compute_travel(p).bound_s, lambda p: solve_relaxed_step(p).bound_s):
         assert bound(longer) == pytest.approx(4 * bound(problem), rel=1e-6)

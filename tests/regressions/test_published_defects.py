@@ -19,10 +19,10 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Links, Problem
 from loadmaster.cost.memory import with_optimizer
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.generate import FAMILIES, brought
+from loadmaster.graph.generate import FAMILIES, with_benchmark_cluster
 from loadmaster.graph.transformer import transformer
-from loadmaster.placers.grouping import grouped
-from loadmaster.placers.heuristic._insert_kernel import insert
+from loadmaster.placers.grouping import group_ops
+from loadmaster.placers.heuristic._insert_kernel import insert_ops
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, WAITING
 from loadmaster.placers.heuristic._lists import load_lists
 from loadmaster.simulator.events.kernel import HALF_DUPLEX, PARALLEL
@@ -55,7 +55,7 @@ def planned(problem: Problem, algorithm: str, budget: str = BUDGET) -> Placement
 def published(family: str, num_ops: int, *, factor: float = 2.0, links: Links = Links.SHARED) -> Problem:
     """A generated graph on the four devices of the benchmark, with `factor` times the memory it needs."""
     graph = FAMILIES[family](num_ops, 0)
-    workload = brought(graph)
+    workload = with_benchmark_cluster(graph)
     assert workload.cluster is not None
     assert workload.costs is not None
     need = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
@@ -157,7 +157,7 @@ class TestSharedOutputs:
         )
         lists = load_lists(problem)
         assert lists.footprint.tolist() == [3, 2, 2]
-        device, _ = insert(
+        device, _ = insert_ops(
             lists.fixed,
             lists.rules(None, PARALLEL),
             np.arange(3, dtype=np.int32),
@@ -181,10 +181,13 @@ class TestGrouping:
         """m_etf keeps the better of both; published, all 69 groups were on one device: the serial time."""
         problem = published("fork_join", 1000)
         simulator_s = []
-        groups = grouped(problem)
+        groups = group_ops(problem)
         coarse, fine = load_lists(groups.problem), load_lists(problem)
         for key in ("number", "rank"):
-            rank_c, rank_f = -coarse.upward(transfers=False), -fine.upward(transfers=False)
+            rank_c, rank_f = (
+                -coarse.compute_upward_rank(transfers=False),
+                -fine.compute_upward_rank(transfers=False),
+            )
             key_c = rank_c if key == "rank" else np.arange(len(rank_c), dtype=np.float64)
             key_f = rank_f if key == "rank" else np.arange(len(rank_f), dtype=np.float64)
             at_once = api.simulate(problem, groups.back(coarse.placed(key_c, HALF_DUPLEX))).step_s
@@ -365,7 +368,7 @@ class TestGraphs:
 
     def test_r22_groups_that_are_placed_stand_in_topological_order(self) -> None:
         for problem in (fork_join(), published("many_source", 100), one_layer()):
-            coarse = grouped(problem)
+            coarse = group_ops(problem)
             source, target = edges(coarse.problem.graph)
             assert (source < target).all()
             plan = coarse.back(load_lists(coarse.problem).placed(None, PARALLEL))

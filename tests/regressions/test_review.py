@@ -49,7 +49,7 @@ def test_ready_dispatch_takes_priorities_that_would_deadlock_in_order() -> None:
     assert lm.simulate(problem, plan, dispatch="ready").step_s == expected.step_s
     with pytest.raises(PlanError, match="deadlock"):
         lm.simulate(problem, plan, dispatch="in_order")
-    ordered = prepare(problem).ordered(plan)
+    ordered = prepare(problem).order_by_start(plan)
     assert lm.simulate(problem, ordered, dispatch="in_order").step_s == expected.step_s
 
 

@@ -10,13 +10,13 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.shards.device.arena import Arena, Booked
+from loadmaster.shards.device.arena import Arena, BookingStack
 from loadmaster.shards.device.cpu_device import CpuDevice
-from loadmaster.shards.model.built_model import build
+from loadmaster.shards.model.built_model import build_trial
 from loadmaster.shards.model.live_bytes import LiveBytes
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import TYPICAL_GPU, Rates
-from loadmaster.shards.plan.slot_needs import Need
+from loadmaster.shards.plan.slot_needs import MemoryNeed
 from loadmaster.train.execute.device_slots import Places
 
 
@@ -36,7 +36,7 @@ def test_what_is_given_back_can_be_taken_again_and_the_peak_stays() -> None:
 
 def test_books_are_given_back_in_the_other_order_and_after_an_exception() -> None:
     arena = _arena(1000)
-    booked = Booked(arena, "boundaries")
+    booked = BookingStack(arena, "boundaries")
     booked.push(300)
     booked.push(200)
     booked.pop()
@@ -50,13 +50,13 @@ def test_books_are_given_back_in_the_other_order_and_after_an_exception() -> Non
 def test_places_grow_for_who_needs_larger_ones_and_shrink_when_it_leaves() -> None:
     device = CpuDevice(cap_bytes=10_000)
     places = Places(device)
-    small, large = Need((), 256, 2), Need((1024,), 512, 3, 256, 2)
+    small, large = MemoryNeed((), 256, 2), MemoryNeed((1024,), 512, 3, 256, 2)
     places.join("small", small)
     assert device.arena.used_bytes == 512
     places.join("large", large)
     assert device.arena.used_bytes == 1024 + 3 * 512 + 2 * 256
     with pytest.raises(DeviceMemoryError, match="places for shards"):
-        places.join("huge", Need((9_000,), 256, 2))
+        places.join("huge", MemoryNeed((9_000,), 256, 2))
     assert device.arena.used_bytes == 1024 + 3 * 512 + 2 * 256
     places.leave("large", None)
     assert device.arena.used_bytes == 512
@@ -109,8 +109,8 @@ def test_what_is_planned_is_what_is_taken(wish: str, share: int) -> None:
         for at in range(share)
     ]
     plan = make_plan(
-        build(_trial(), device=torch.device("cpu")), cap_bytes=300_000, rates=_SLOW, optimizer_placement=wish,
-        share=share,
+        build_trial(_trial(), device=torch.device("cpu")), cap_bytes=300_000, rates=_SLOW,
+        optimizer_placement=wish, share=share,
     )  # fmt: skip
     for _ in lt.interleave(runners, device, 3):
         assert len(device.tenants) <= share
@@ -131,7 +131,8 @@ _SLOW = Rates(
 def test_what_blocks_and_the_loss_make_for_a_moment_is_counted(hungry: lt.Trial) -> None:
     cpu = torch.device("cpu")
     plans = [
-        make_plan(build(trial, device=cpu), cap_bytes=1 << 30, rates=_SLOW) for trial in (_trial(), hungry)
+        make_plan(build_trial(trial, device=cpu), cap_bytes=1 << 30, rates=_SLOW)
+        for trial in (_trial(), hungry)
     ]
     assert plans[1].peak_bytes - plans[0].peak_bytes >= 4 * 64 * 100 * 4
 
@@ -144,7 +145,7 @@ def _host(params_per_s: float) -> dict[str, Any]:
 
 def test_the_split_follows_the_rates() -> None:
     """A fast host steps all that streams; a slow one nothing that the bus can carry."""
-    built = build(_trial(precision="bf16"), device=torch.device("cpu"))
+    built = build_trial(_trial(precision="bf16"), device=torch.device("cpu"))
 
     def counts(**rates: Any) -> tuple[int, int]:
         found = make_plan(built, cap_bytes=300_000, rates=replace(TYPICAL_GPU, **rates)).placement

@@ -10,7 +10,7 @@ from torch import nn
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
 from loadmaster.shards.device.cpu_device import CpuDevice
-from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model.blocks import build_chain
 
 
 class UNet(nn.Module):
@@ -104,7 +104,7 @@ def test_a_model_that_is_no_chain_is_cut_and_trains_to_the_bits_of_a_plain_loop(
     kind: str, shards: str
 ) -> None:
     trial = _trial(kind)
-    num_blocks = len(chain_of(trial, trial.build()).blocks)
+    num_blocks = len(build_chain(trial, trial.build()).blocks)
     assert num_blocks >= 4
     cuts = list(range(num_blocks)) if shards == "each" else [0, num_blocks // 2]
     device = CpuDevice(cap_bytes=1 << 24, jitter_s=1e-4)
@@ -121,7 +121,7 @@ def test_a_model_that_is_no_chain_is_cut_and_trains_to_the_bits_of_a_plain_loop(
 
 def test_a_skip_across_a_cut_is_one_more_leaf() -> None:
     trial = _trial("unet")
-    chain = chain_of(trial, trial.build().train())
+    chain = build_chain(trial, trial.build().train())
     value: Any = torch.randn(2, 1, 8, 8)
     widths = []
     for index, block in enumerate(chain.blocks):
@@ -154,7 +154,7 @@ def test_a_forward_that_looks_at_values_is_refused_with_the_reason_and_the_way_o
 
     trial = _trial("unet", build=Looking)
     with pytest.raises(InputError, match=r"Looking shows no chain of blocks.*give Trial\(blocks"):
-        chain_of(trial, Looking())
+        build_chain(trial, Looking())
 
 
 def _own_init() -> nn.Module:
@@ -188,17 +188,18 @@ def _usual() -> nn.Module:
 def test_a_build_without_memory_gives_the_numbers_of_a_plain_one_or_is_not_taken(
     build: Any, empty: bool, precision: Any
 ) -> None:
-    from loadmaster.train.execute import trial_state as state
+    from loadmaster.shards.model import built_model
+    from loadmaster.train.execute import trial_state
 
     made = torch.Generator().manual_seed(1)
     data = [(torch.randn(6, 8, generator=made), torch.randint(4, (6,), generator=made))] * 3
     trial = _trial("unet", build=build, data=lambda: data, precision=precision)
     before = torch.get_rng_state()
-    built = state.build(trial, device=torch.device("cpu"))
+    built = built_model.build_trial(trial, device=torch.device("cpu"))
     assert built.empty is empty
     if empty:
         assert all(p.untyped_storage().nbytes() <= 4 for p in built.chain.parameters)
-    held = state.hold(built, [0, 1], landing=False)
+    held = trial_state.store_on_host(built, [0, 1], landing=False)
     torch.manual_seed(trial.seed)
     witness = build()
     assert torch.equal(held.generators.host, torch.get_rng_state())

@@ -10,7 +10,16 @@ import torch
 
 from loadmaster.core.errors import FileError, FormatError
 from loadmaster.train.disk import checkpoints
-from loadmaster.train.disk.checkpoints import FACTS, MODEL, STATE, Saved, Snapshot, load, save, sweep
+from loadmaster.train.disk.checkpoints import (
+    FACTS,
+    MODEL,
+    STATE,
+    SavedCheckpoint,
+    Snapshot,
+    load,
+    save,
+    sweep,
+)
 from loadmaster.train.disk.journal import DiskFullError
 from loadmaster.train.disk.tensor_files import read_tensors
 
@@ -145,4 +154,4 @@ def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
     bad: dict[str, Any] = {"loader": object()}
     with pytest.raises(FileError, match="not JSON"):
         save(tmp_path, Snapshot(1, {}, {}, bad), trial="a", generation=1, fence=0)
-    assert isinstance(Saved("a", 1, 0, 1, 0).folder, str)
+    assert isinstance(SavedCheckpoint("a", 1, 0, 1, 0).folder, str)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.shards.model.built_model import build
-from loadmaster.shards.plan.ring_chunks import chunk_places, chunks, divided, ring_size
-from loadmaster.train.execute.trial_state import hold
+from loadmaster.shards.model.built_model import build_trial
+from loadmaster.shards.plan.ring_chunks import chunk_places, divide_positions, make_chunks, ring_size
+from loadmaster.train.execute.trial_state import store_on_host
 
 
 def _pieces() -> list[Any]:
@@ -20,7 +20,7 @@ def _pieces() -> list[Any]:
         optim=lambda ps: torch.optim.AdamW(ps, lr=0.01),
         precision="bf16",
     )
-    return hold(build(trial, device=torch.device("cpu")), [0], landing=True).pieces
+    return store_on_host(build_trial(trial, device=torch.device("cpu")), [0], landing=True).pieces
 
 
 def _filled(host: Any) -> dict[tuple[int, str], torch.Tensor]:
@@ -42,7 +42,7 @@ def test_what_is_brought_lies_in_the_ring_as_on_the_host() -> None:
     tensors = _filled(host)
     positions = list(range(len(host.master)))
     limit = chunk_places(host, positions)[1]
-    (chunk,) = chunks(host, positions, limit)
+    (chunk,) = make_chunks(host, positions, limit)
     ring = torch.zeros(limit, dtype=torch.uint8)
     for copy in chunk.brought(ring):
         copy.target.copy_(copy.source)
@@ -61,7 +61,7 @@ def test_what_is_sent_changes_its_own_tensors_and_no_others() -> None:
     grads = [None if grad is None else grad.fill_(7.0) for grad in host.grads]
     chosen = [0, 2, 3]  # not neighbours all
     limit = chunk_places(host, chosen)[1]
-    (chunk,) = chunks(host, chosen, limit)
+    (chunk,) = make_chunks(host, chosen, limit)
     ring = torch.zeros(limit, dtype=torch.uint8)
     for places in chunk.places:
         for place in places.values():
@@ -76,7 +76,7 @@ def test_what_is_sent_changes_its_own_tensors_and_no_others() -> None:
 
 def test_before_the_first_step_only_the_master_is_brought() -> None:
     (host,) = _pieces()
-    (chunk,) = chunks(host, [0], chunk_places(host, [0])[1])
+    (chunk,) = make_chunks(host, [0], chunk_places(host, [0])[1])
     assert chunk.up_bytes == 4 * host.master[0].numel()
 
 
@@ -87,6 +87,6 @@ def test_small_parameters_ride_with_the_large_one_before_them() -> None:
     assert ring_size([]) == 0
     (host,) = _pieces()
     largest = max(chunk_places(host, [at])[1] for at in range(len(host.master)))
-    runs = divided(host, range(len(host.master)), largest)
+    runs = divide_positions(host, range(len(host.master)), largest)
     assert sorted(at for run in runs for at in run) == list(range(len(host.master)))
     assert all(chunk_places(host, run)[1] <= largest for run in runs)

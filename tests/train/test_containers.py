@@ -12,9 +12,9 @@ from torch import nn
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.shards.device.cpu_device import CpuDevice
-from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model import built_model
+from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.plan.partition import make_plan
-from loadmaster.train.execute import trial_state as state
 from loadmaster.train.execute.runner import default_rates
 
 _LAYERS, _WIDTH, _LENGTH = 5, 16, 6
@@ -177,7 +177,10 @@ def _plain(trial: lt.Trial) -> tuple[list[float], nn.Module]:
 
 
 def _least_cap(trial: lt.Trial) -> int:
-    built, rates = state.build(trial, device=torch.device("cpu")), default_rates(torch.device("cpu"))
+    built, rates = (
+        built_model.build_trial(trial, device=torch.device("cpu")),
+        default_rates(torch.device("cpu")),
+    )
     for cap_bytes in range(64 << 10, 1 << 20, 4 << 10):
         try:
             make_plan(built, cap_bytes=cap_bytes, rates=rates, optimizer_placement="device")
@@ -235,7 +238,7 @@ def _patched() -> nn.Module:
 @pytest.mark.parametrize("inner", [lambda: _encoder(cls=Own), _hooked, _patched])
 def test_a_container_that_does_something_of_its_own_stays_whole_and_a_refusal_names_it(inner: Any) -> None:
     trial = _trial(lambda: Bare(inner()))
-    assert len(chain_of(trial, trial.build()).blocks) <= 3
+    assert len(build_chain(trial, trial.build()).blocks) <= 3
     device = CpuDevice(cap_bytes=1 << 24)
     runner = lt.open_runner(trial, device=device, optimizer_placement="device")
     assert [done.loss for done in runner.steps(device, 99)] == list(lt.reference(trial).losses)

@@ -10,7 +10,7 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.shards.device.cpu_device import CpuDevice
-from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.plan.layout import lay_out
 
 OPTIMIZERS: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _placement(kind: str, num_pieces: int) -> list[Any]:
 
 def _equals_plain(trial: lt.Trial, cuts: list[int], kind: str) -> None:
     device = CpuDevice(cap_bytes=1 << 24, jitter_s=1e-4)
-    chain = chain_of(trial, trial.build())
+    chain = build_chain(trial, trial.build())
     num_pieces = len(lay_out(chain, cuts, compute_dtype=None, castable=[False] * 99).pieces)
     runner = lt.open_runner(
         trial,

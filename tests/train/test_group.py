@@ -125,7 +125,7 @@ def test_a_member_that_is_stopped_leaves_the_others_bit_equal() -> None:
     device = _device()
     group = open_group(_sweep(), device=device, cuts=EACH_BLOCK, num_places=3)
     first = _run(group, 2)
-    group.part(group.states[0])
+    group.remove_member(group.states[0])
     rest = _run(group)
     assert len(group.states) == 2
     for state in list(group.states):
@@ -173,12 +173,14 @@ def test_a_study_puts_adapter_trials_on_one_backbone_and_each_ends_with_its_own_
 
 
 def test_a_member_whose_steps_were_done_ahead_is_seen_where_its_study_thinks_it_is() -> None:
-    from loadmaster.shards.model.built_model import build
-    from loadmaster.train.backbone.group_runner import Groups
+    from loadmaster.shards.model.built_model import build_trial
+    from loadmaster.train.backbone.group_runner import GroupRegistry
 
     device = _device()
-    groups = Groups()
-    one, two = (groups.runner(build(trial, device=device.torch_device), device) for trial in _sweep()[:2])
+    groups = GroupRegistry()
+    one, two = (
+        groups.runner(build_trial(trial, device=device.torch_device), device) for trial in _sweep()[:2]
+    )
     assert len(list(one.steps(device, 3))) == 3
     assert (one.step, two.step, two.state.step) == (3, 0, 3)
     assert [done.step for done in two.steps(device, 1)] == [1]

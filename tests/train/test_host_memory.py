@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loadmaster.shards.device.host_bytes import _free_of_container_bytes
-from loadmaster.shards.plan.host_store import host_memory
+from loadmaster.shards.plan.host_store import allocate_host_memory
 
 _PROGRAM = '''
 import json, gc, sys
@@ -114,7 +114,7 @@ def test_memory_for_a_gpu_is_of_huge_pages_where_the_system_gives_them() -> None
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not switch.exists() or "[never]" in switch.read_text():
         pytest.skip("this system gives no huge pages")
-    memory = host_memory(64 << 20, for_gpu=True)
+    memory = allocate_host_memory(64 << 20, for_gpu=True)
     assert not memory.any()
     memory.fill_(1)
     assert _huge_bytes(memory) >= 32 << 20
@@ -127,8 +127,8 @@ def test_a_fork_has_the_memory_of_a_cpu_run_and_not_that_of_a_gpu(for_gpu: bool)
     text = f"""
 import os, torch
 torch.set_num_threads(1)
-from loadmaster.shards.plan.host_store import host_memory
-memory = host_memory(1 << 16, for_gpu={for_gpu})
+from loadmaster.shards.plan.host_store import allocate_host_memory
+memory = allocate_host_memory(1 << 16, for_gpu={for_gpu})
 memory.fill_(3)
 child = os.fork()
 if child == 0:

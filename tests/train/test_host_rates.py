@@ -6,7 +6,7 @@ import time
 import torch
 
 from loadmaster.shards.device.host_kernels import adam_step, table_of
-from loadmaster.shards.plan.host_rates import make_pieces, rates_beside
+from loadmaster.shards.plan.host_rates import make_pieces, measure_rates_beside
 
 _NUM_PARAMS = 64 * 1024
 
@@ -14,7 +14,9 @@ _NUM_PARAMS = 64 * 1024
 def test_this_thread_issues_while_another_steps() -> None:
     pieces = make_pieces(2, _NUM_PARAMS)
     seen = []
-    rates = rates_beside(pieces, lambda: seen.append(threading.get_ident()), num_threads=1, num_updates=5)
+    rates = measure_rates_beside(
+        pieces, lambda: seen.append(threading.get_ident()), num_threads=1, num_updates=5
+    )
     assert len(rates) == 5
     assert all(rate > 0 for rate in rates)
     assert set(seen) == {threading.get_ident()}
@@ -23,7 +25,7 @@ def test_this_thread_issues_while_another_steps() -> None:
 
 def test_rates_are_those_of_the_kernel_by_itself_within_an_order() -> None:
     pieces = make_pieces(2, _NUM_PARAMS)
-    rates = sorted(rates_beside(pieces, lambda: time.sleep(1e-3), num_threads=1, num_updates=9))
+    rates = sorted(measure_rates_beside(pieces, lambda: time.sleep(1e-3), num_threads=1, num_updates=9))
     slab = torch.zeros(_NUM_PARAMS * 16, dtype=torch.uint8)
     wide = slab[: _NUM_PARAMS * 12].view(torch.float32).view(3, _NUM_PARAMS)
     half = slab[_NUM_PARAMS * 12 :].view(torch.bfloat16).view(2, _NUM_PARAMS)
@@ -42,7 +44,7 @@ def test_every_piece_is_stepped_in_turn() -> None:
     pieces = make_pieces(3, 32)
     for slab in pieces.slabs:
         slab[32 * 12 : 32 * 14].view(torch.bfloat16).fill_(1.0)
-    rates_beside(pieces, lambda: time.sleep(1e-4), num_threads=1, num_updates=4)  # and two before
+    measure_rates_beside(pieces, lambda: time.sleep(1e-4), num_threads=1, num_updates=4)  # and two before
     means = [slab[32 * 4 : 32 * 8].view(torch.float32) for slab in pieces.slabs]
     expected = torch.full((32,), 1 - 0.9**2)
     assert all(torch.allclose(mean, expected) for mean in means)

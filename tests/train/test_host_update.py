@@ -12,8 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.shards.device import host_kernels, update
+from loadmaster.shards.device import host_kernels
 from loadmaster.shards.device.cpu_device import CpuDevice
+from loadmaster.train.execute import optimizer_step
 
 WIDTH = 16
 
@@ -155,8 +156,8 @@ def test_the_cores_of_updates_do_not_become_fewer(monkeypatch: pytest.MonkeyPatc
 def test_what_the_kernel_steps_is_laid_out_once_also_beside_what_it_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, made = update.table_of, []
-    monkeypatch.setattr(update, "table_of", lambda *given: made.append(1) or right(*given))
+    right, made = optimizer_step.table_of, []
+    monkeypatch.setattr(optimizer_step, "table_of", lambda *given: made.append(1) or right(*given))
     trial = _trial(
         build=lambda: nn.Sequential(*(nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, 3))),
         data=lambda: [(x, x[:, :3]) for x, _ in _rows()],

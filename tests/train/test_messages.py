@@ -10,7 +10,7 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.result import TrialStatus
 from tests.train.small_trials import trial
 
 
@@ -42,7 +42,7 @@ def test_nan_in_shards_is_recorded_as_nan_with_what_to_do(tmp_path: Path) -> Non
     result = lt.Study([wild, trial("a", max_steps=2)], dir=tmp_path, devices="cpu").fit()
     assert result["wild"].error_kind == "nan"
     assert "lower the learning rate" in result["wild"].error
-    assert result["a"].status == Status.DONE
+    assert result["a"].status == TrialStatus.DONE
 
 
 def test_an_evaluation_that_gives_a_bare_number_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
-from loadmaster.shards.model.meta_build import on_meta, reset  # noqa: E402
+from loadmaster.shards.model.meta_build import build_on_meta, reset_modules  # noqa: E402
 
 
 def _chain() -> nn.Module:
@@ -31,18 +31,18 @@ def _other_numbers() -> nn.Module:
 def test_a_chain_that_modules_fill_themselves_gets_the_numbers_of_a_plain_build() -> None:
     torch.manual_seed(3)
     plain = _chain()
-    empty = on_meta(_chain)
+    empty = build_on_meta(_chain)
     assert empty is not None
     empty.to_empty(device="cpu")
     torch.manual_seed(3)
-    reset(empty)
+    reset_modules(empty)
     for name, weight in empty.named_parameters():
         assert torch.equal(weight, plain.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("build", [_tied, _other_numbers])
 def test_a_build_that_does_more_than_resets_is_left_to_itself(build) -> None:  # type: ignore[no-untyped-def]
-    assert on_meta(build) is None
+    assert build_on_meta(build) is None
 
 
 def _silent_on_meta(init: str) -> nn.Module:
@@ -93,4 +93,4 @@ def test_an_initialisation_that_does_nothing_on_meta_is_still_that_of_the_trial(
     ],
 )
 def test_modules_that_reset_themselves_are_still_built_without_memory(module) -> None:  # type: ignore[no-untyped-def]
-    assert on_meta(lambda: nn.Sequential(nn.Linear(4, 4), module())) is not None
+    assert build_on_meta(lambda: nn.Sequential(nn.Linear(4, 4), module())) is not None

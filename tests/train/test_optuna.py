@@ -7,7 +7,7 @@ import pytest
 
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.result import TrialStatus
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 from tests.train.test_study import Stop
@@ -40,8 +40,8 @@ def test_optuna_proposes_prunes_and_is_told(tmp_path: Path) -> None:
     result = search(tmp_path, study, batch=2)
     states = [each.state.name for each in study.trials]
     assert len(states) == 6
-    assert states.count("COMPLETE") == sum(t.status == Status.DONE for t in result.trials) >= 1
-    assert states.count("PRUNED") == sum(t.status == Status.STOPPED for t in result.trials) >= 1
+    assert states.count("COMPLETE") == sum(t.status == TrialStatus.DONE for t in result.trials) >= 1
+    assert states.count("PRUNED") == sum(t.status == TrialStatus.STOPPED for t in result.trials) >= 1
     assert study.best_value == pytest.approx(result.best.metrics["loss"])
     lr = study.best_params["lr"]
     assert digest(result.best.state_dict()) == plainly(trial("x", lr=lr, eval_every=None))

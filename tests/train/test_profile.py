@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.model.profile import profile
 
 BATCH, LENGTH, WIDTH, HEADS, SHARED = 3, 5, 32, 4, 2
@@ -57,7 +57,7 @@ def test_keys_that_heads_share_count_for_each_head_whatever_torchs_own_formula_s
 
     monkeypatch.setattr("torch.utils.flop_counter.sdpa_flop_count", as_it_is_in_torch_2_11)
     trial = attentive(precision=precision)
-    chain = chain_of(trial, trial.build())
+    chain = build_chain(trial, trial.build())
     facts = profile(trial, chain, next(iter(trial.data())), device=torch.device("cpu"))
     rows = BATCH * LENGTH
     linear = 2 * rows * WIDTH * (WIDTH + 2 * WIDTH * SHARED // HEADS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
@@ -50,7 +50,7 @@ def test_two_actors_train_to_the_weights_of_the_plain_loop(cluster: None, tmp_pa
 
     result = study(tmp_path, trials, callbacks=[Watch()]).fit()
     for one in trials:
-        assert result[one.name].status == Status.DONE
+        assert result[one.name].status == TrialStatus.DONE
         assert digest(result[one.name].state_dict()) == plainly(one)
     assert seen == {"cpu#0", "cpu#1"}
 

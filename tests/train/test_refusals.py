@@ -226,13 +226,13 @@ def test_workers_of_a_killed_study_do_not_hold_its_folder(tmp_path: Path) -> Non
 
 
 def test_a_folder_is_still_for_one_at_a_time(tmp_path: Path) -> None:
-    from loadmaster.train.disk.folder_lock import locked
+    from loadmaster.train.disk.folder_lock import lock_folder
 
-    with locked(tmp_path):
-        with pytest.raises(FileError, match="in use"), locked(tmp_path):
+    with lock_folder(tmp_path):
+        with pytest.raises(FileError, match="in use"), lock_folder(tmp_path):
             pass
         assert os.waitpid(in_child(lambda: None), 0)[1] == 0  # a child lets go of its own handle alone
-        with pytest.raises(FileError, match="in use"), locked(tmp_path):
+        with pytest.raises(FileError, match="in use"), lock_folder(tmp_path):
             pass
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass

@@ -16,9 +16,9 @@ import pytest
 
 import loadmaster.train as lt
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.result import Status
-from loadmaster.train.coordination.scheduler import Standing
-from loadmaster.train.coordination.study_forecast import forecast
+from loadmaster.train.coordination.result import TrialStatus
+from loadmaster.train.coordination.scheduler import TrialStanding
+from loadmaster.train.coordination.study_forecast import forecast_study
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import Rows, digest, plainly, trial
@@ -43,7 +43,7 @@ def test_r3_r26_public_calls_take_names_not_positions() -> None:
 def test_r15_a_worker_that_raises_loses_its_trial_and_not_its_device(tmp_path: Path) -> None:
     bad = trial("bad", build=lambda: Bomb("exception"))
     result = Study([bad, trial("a"), trial("b", lr=0.1)], dir=tmp_path, engine=Plain()).fit()
-    assert result["bad"].status == Status.FAILED
+    assert result["bad"].status == TrialStatus.FAILED
     assert digest(result["a"].state_dict()) == plainly(trial("a"))
 
 
@@ -61,8 +61,8 @@ def test_r17_a_thousand_runs_with_turns_of_no_length_book_no_trial_twice() -> No
     for _ in range(1000):
         num, devices = rng.randint(1, 5), rng.randint(1, 4)
         left = [rng.randint(1, 6) for _ in range(num)]
-        standings = [Standing(trial=i, num_left=left[i], step_s=rng.random()) for i in range(num)]
-        seen = forecast(
+        standings = [TrialStanding(trial=i, num_left=left[i], step_s=rng.random()) for i in range(num)]
+        seen = forecast_study(
             standings, num_devices=devices, step_time=lambda i, k: rng.choice([0.0, rng.random()])
         )
         for i in range(num):
@@ -97,7 +97,7 @@ def test_r19_remaining_time_is_right_at_the_border_of_an_epoch(tmp_path: Path) -
 
     class Watch:
         def on_step(self, name: str, done: Any) -> None:
-            for each in holder[0]._standings():
+            for each in holder[0]._collect_standings():
                 seen.append((holder[0].book.entries[name].step, each.num_left))
 
     study = Study([trial("a", evaluate=None)], dir=tmp_path, engine=Plain(), callbacks=[Watch()])

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loadmaster.train.coordination.scheduler import Standing, choose, lower_bound_s, quantum
-from loadmaster.train.coordination.study_forecast import Forecast, forecast
+from loadmaster.train.coordination.scheduler import TrialStanding, choose_turn, compute_quantum, lower_bound_s
+from loadmaster.train.coordination.study_forecast import Forecast, forecast_study
 
 Instance = list[list[list[float]]]  # [trial][minibatch][unit] seconds
 
@@ -35,18 +35,21 @@ def _trial(rng: random.Random, *, num_units: int, num_batches: int, scale: float
 
 def by_step(instance: Instance, num_devices: int, **options: float) -> Forecast:
     standings = [
-        Standing(trial=i, num_left=len(trial), step_s=sum(trial[0])) for i, trial in enumerate(instance)
+        TrialStanding(trial=i, num_left=len(trial), step_s=sum(trial[0])) for i, trial in enumerate(instance)
     ]
-    return forecast(standings, num_devices=num_devices, step_time=lambda i, k: sum(instance[i][k]), **options)
+    return forecast_study(
+        standings, num_devices=num_devices, step_time=lambda i, k: sum(instance[i][k]), **options
+    )
 
 
 def by_unit(instance: Instance, num_devices: int) -> Forecast:
     flat = [list(itertools.chain(*trial)) for trial in instance]
     left = [[0.0, *itertools.accumulate(reversed(units))][::-1] for units in flat]
     standings = [
-        Standing(trial=i, num_left=len(units), step_s=sum(units) / len(units)) for i, units in enumerate(flat)
+        TrialStanding(trial=i, num_left=len(units), step_s=sum(units) / len(units))
+        for i, units in enumerate(flat)
     ]
-    return forecast(
+    return forecast_study(
         standings,
         num_devices=num_devices,
         most_steps=1,
@@ -86,8 +89,8 @@ def test_the_lower_bound_holds_for_every_schedule_of_tiny_instances() -> None:
         work = [rng.randint(1, 4) for _ in range(3)]
         best = _brute_force(work, 2)
         assert lower_bound_s(work, 2) <= best
-        standings = [Standing(trial=i, num_left=w, step_s=1.0) for i, w in enumerate(work)]
-        assert best <= forecast(standings, num_devices=2, most_steps=1).makespan_s <= best + 1
+        standings = [TrialStanding(trial=i, num_left=w, step_s=1.0) for i, w in enumerate(work)]
+        assert best <= forecast_study(standings, num_devices=2, most_steps=1).makespan_s <= best + 1
 
 
 def _brute_force(work: list[int], num_devices: int) -> int:
@@ -106,8 +109,8 @@ def _brute_force(work: list[int], num_devices: int) -> int:
 
 def test_every_small_study_ends_with_each_step_served_once() -> None:
     for num_trials, num_devices, num_steps in itertools.product(range(1, 7), repeat=3):
-        standings = [Standing(trial=i, num_left=num_steps, step_s=0.0) for i in range(num_trials)]
-        seen = forecast(standings, num_devices=num_devices)
+        standings = [TrialStanding(trial=i, num_left=num_steps, step_s=0.0) for i in range(num_trials)]
+        seen = forecast_study(standings, num_devices=num_devices)
         steps = [sum(s.turn.num_steps for s in seen.served if s.turn.trial == i) for i in range(num_trials)]
         assert steps == [num_steps] * num_trials
 
@@ -117,9 +120,10 @@ def test_a_trial_is_never_on_two_devices_at_once() -> None:
     for _ in range(1000):
         num = rng.randint(1, 6)
         standings = [
-            Standing(trial=i, num_left=rng.randint(1, 9), step_s=rng.choice([0.0, 1.0])) for i in range(num)
+            TrialStanding(trial=i, num_left=rng.randint(1, 9), step_s=rng.choice([0.0, 1.0]))
+            for i in range(num)
         ]
-        seen = forecast(
+        seen = forecast_study(
             standings,
             num_devices=rng.randint(1, 6),
             step_time=lambda i, k: rng.choice([0.0, 0.0, rng.random()]),
@@ -130,21 +134,21 @@ def test_a_trial_is_never_on_two_devices_at_once() -> None:
 
 
 def test_fewer_trials_than_devices_run_side_by_side_and_the_rest_is_idle() -> None:
-    seen = forecast([Standing(trial=i, num_left=4, step_s=1.0) for i in range(2)], num_devices=5)
+    seen = forecast_study([TrialStanding(trial=i, num_left=4, step_s=1.0) for i in range(2)], num_devices=5)
     assert seen.makespan_s == 4.0
     assert sorted(seen.busy_s) == [0.0, 0.0, 0.0, 4.0, 4.0]
 
 
 def test_a_trial_stays_on_its_device_while_it_is_about_as_long_as_the_longest() -> None:
     standings = [
-        Standing(trial=0, num_left=100, step_s=1.0, device=1),
-        Standing(trial=1, num_left=95, step_s=1.0, device=0),
+        TrialStanding(trial=0, num_left=100, step_s=1.0, device=1),
+        TrialStanding(trial=1, num_left=95, step_s=1.0, device=0),
     ]
-    turn = choose(standings, 0, num_devices=2)
+    turn = choose_turn(standings, 0, num_devices=2)
     assert turn is not None
     assert turn.trial == 1
-    far = [standings[0], Standing(trial=1, num_left=50, step_s=1.0, device=0)]
-    turn = choose(far, 0, num_devices=2)
+    far = [standings[0], TrialStanding(trial=1, num_left=50, step_s=1.0, device=0)]
+    turn = choose_turn(far, 0, num_devices=2)
     assert turn is not None
     assert turn.trial == 0
 
@@ -161,7 +165,7 @@ def test_residency_saves_loads_and_keeps_the_makespan() -> None:
 
 def test_turns_are_as_long_as_loading_asks_for_and_shrink_towards_the_end() -> None:
     def long(left: int, load_s: float) -> int:
-        return quantum(Standing(trial=0, num_left=left, step_s=1.0, load_s=load_s))
+        return compute_quantum(TrialStanding(trial=0, num_left=left, step_s=1.0, load_s=load_s))
 
     assert long(1000, 0.0) == 1  # copies hide under compute: turns of one step are free
     assert long(1000, 0.1) == 5  # ceil(0.1 / (0.02 * 1.0))
@@ -172,37 +176,39 @@ def test_turns_are_as_long_as_loading_asks_for_and_shrink_towards_the_end() -> N
 
 def test_nobody_waits_longer_than_patience_allows() -> None:
     lengths = [1000, 400, 30, 20, 10]
-    standings = [Standing(trial=i, num_left=n, step_s=1.0) for i, n in enumerate(lengths)]
-    patient = forecast(standings, num_devices=1, patience=4)
+    standings = [TrialStanding(trial=i, num_left=n, step_s=1.0) for i, n in enumerate(lengths)]
+    patient = forecast_study(standings, num_devices=1, patience=4)
     assert patient.most_passed <= 4 * len(lengths) + len(lengths)
-    starving = forecast(standings, num_devices=1, patience=10**9)
+    starving = forecast_study(standings, num_devices=1, patience=10**9)
     assert starving.most_passed > 2 * patient.most_passed  # what the rule is for
     assert patient.makespan_s == starving.makespan_s == sum(lengths)
 
 
 def test_patience_does_not_hold_up_a_critical_trial() -> None:
     lengths = [200, *[10] * 12]
-    standings = [Standing(trial=i, num_left=n, step_s=1.0) for i, n in enumerate(lengths)]
-    seen = forecast(standings, num_devices=2, patience=1)
+    standings = [TrialStanding(trial=i, num_left=n, step_s=1.0) for i, n in enumerate(lengths)]
+    seen = forecast_study(standings, num_devices=2, patience=1)
     assert seen.makespan_s == 200.0
 
 
 def test_the_prediction_of_who_follows_is_no_booking() -> None:
-    standings = [Standing(trial=i, num_left=10, step_s=1.0) for i in range(3)]
-    first = choose(standings, 0, num_devices=2)
+    standings = [TrialStanding(trial=i, num_left=10, step_s=1.0) for i in range(3)]
+    first = choose_turn(standings, 0, num_devices=2)
     assert first is not None
     assert first.then is not None
     assert first.then != first.trial
     again = [
-        s if s.trial != first.trial else Standing(trial=s.trial, num_left=10, step_s=1.0, running=True)
+        s if s.trial != first.trial else TrialStanding(trial=s.trial, num_left=10, step_s=1.0, running=True)
         for s in standings
     ]
-    second = choose(again, 1, num_devices=2)
+    second = choose_turn(again, 1, num_devices=2)
     assert second is not None
     assert second.trial == first.then  # another device may take it
 
 
 def test_no_idle_trial_is_no_turn() -> None:
-    assert choose([], 0, num_devices=1) is None
-    assert choose([Standing(trial=0, num_left=3, step_s=1.0, running=True)], 0, num_devices=2) is None
-    assert choose([Standing(trial=0, num_left=0, step_s=1.0)], 0, num_devices=2) is None
+    assert choose_turn([], 0, num_devices=1) is None
+    assert (
+        choose_turn([TrialStanding(trial=0, num_left=3, step_s=1.0, running=True)], 0, num_devices=2) is None
+    )
+    assert choose_turn([TrialStanding(trial=0, num_left=0, step_s=1.0)], 0, num_devices=2) is None

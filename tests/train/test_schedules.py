@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from loadmaster.train.disk.json_values import told, untold
+from loadmaster.train.disk.json_values import decode_plain, encode_plain
 from loadmaster.train.plain_loop import reference
-from loadmaster.train.shard_engine import num_steps
+from loadmaster.train.shard_engine import count_steps
 from loadmaster.train.study import Study
 from tests.train.small_trials import trial
 from tests.train.test_study import Stop
@@ -27,7 +27,7 @@ def test_what_json_does_not_know_comes_back_as_it_was() -> None:
         "rates": [torch.tensor(0.1), torch.tensor([1, 2])],
         "nested": {"__kind__": "mine", "content": None},
     }
-    found = untold(json.loads(json.dumps(told(value))))
+    found = decode_plain(json.loads(json.dumps(encode_plain(value))))
     assert repr(found) == repr(value)
     assert type(found["milestones"]) is Counter
     assert found["rates"][1].dtype == torch.int64
@@ -94,6 +94,6 @@ def _double() -> torch.nn.Module:
 
 def test_steps_of_a_stream_without_an_end_are_counted_whatever_the_epochs() -> None:
     endless = trial("t", data=lambda: itertools.repeat((None, None)), epochs=3, max_steps=7, accumulate=2)
-    assert num_steps(endless, None) == 7
+    assert count_steps(endless, None) == 7
     short = trial("t", data=lambda: iter([(None, None)] * 5), epochs=3, max_steps=99, accumulate=2)
-    assert num_steps(short, None) == 9
+    assert count_steps(short, None) == 9

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.coordination.searchers import (
     Asha,
     Decision,
@@ -86,7 +86,7 @@ def test_halving_decides_the_same_for_any_number_of_devices(tmp_path: Path) -> N
         assert digest(result.best.state_dict()) == plainly(best)
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert sorted(step for _, step in outcomes[0].values()) == [2] * 6 + [6] * 2 + [18]
-    assert [status for status, _ in outcomes[0].values()].count(Status.DONE) == 1
+    assert [status for status, _ in outcomes[0].values()].count(TrialStatus.DONE) == 1
 
 
 def test_an_interrupted_halving_ends_as_one_that_was_not(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_asha_replayed_from_the_journal_decides_nothing_anew(tmp_path: Path) -> 
     again = run(tmp_path, Asha(eta=3, min_steps=2), engine=engine)
     assert decisions(tmp_path) == before
     assert engine.opened == []
-    assert again.best.status == Status.DONE
+    assert again.best.status == TrialStatus.DONE
 
 
 def test_asha_promotes_as_soon_as_one_is_among_the_best_third() -> None:
@@ -140,7 +140,7 @@ def test_asha_promotes_as_soon_as_one_is_among_the_best_third() -> None:
 def test_few_trials_under_asha_still_end_with_a_best_one(tmp_path: Path) -> None:
     given = trials()[:2]
     result = Study(given, dir=tmp_path, searcher=Asha(eta=3, min_steps=2), engine=Plain()).fit()
-    assert sorted(each.status for each in result.trials) == [Status.DONE, Status.STOPPED]
+    assert sorted(each.status for each in result.trials) == [TrialStatus.DONE, TrialStatus.STOPPED]
 
 
 def test_a_pause_opens_nothing_again_and_loses_no_step(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ class Below(RunAll):
 
 def test_a_searcher_of_ones_own_is_asked_at_fixed_steps(tmp_path: Path) -> None:
     result = run(tmp_path, Below(lambda step: (step // 5 + 1) * 5))
-    assert {(each.status, each.step) for each in result.trials} == {(Status.STOPPED, 10)}
+    assert {(each.status, each.step) for each in result.trials} == {(TrialStatus.STOPPED, 10)}
 
 
 @pytest.mark.parametrize("way", [lambda step: step + 5, lambda step: step, lambda step: 5])

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.shards.model.built_model import build
+from loadmaster.shards.model.built_model import build_trial
 from loadmaster.shards.plan.partition import make_plan
-from loadmaster.shards.plan.rates import Beside, Rates
-from loadmaster.shards.plan.sizes import sizes_of
-from loadmaster.shards.plan.step_forecast import _Engine, _Job, _speeds, forecast_step_s
-from loadmaster.shards.plan.step_limits import limit
+from loadmaster.shards.plan.rates import OverlapRates, Rates
+from loadmaster.shards.plan.sizes import measure_sizes
+from loadmaster.shards.plan.step_forecast import _compute_speeds, _CopyEngine, _Job, forecast_step_s
+from loadmaster.shards.plan.step_limits import find_step_limit
 
 _FAST = Rates(
     device="cuda", flops_per_s=1e18, up_bytes_per_s=1e18, down_bytes_per_s=1e18, host_bytes_per_s=1e18,
@@ -31,9 +31,9 @@ def _plan(wish: str, rates: Rates, **more: Any) -> tuple[Any, Any, Any]:
         optim=lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
         precision="bf16",
     )
-    built = build(trial, device=torch.device("cpu"))
+    built = build_trial(trial, device=torch.device("cpu"))
     given = {"cap_bytes": 330_000, "rates": rates, "optimizer_placement": wish, "cuts": range(16)}
-    return built, make_plan(built, **{**given, **more}), sizes_of(built)
+    return built, make_plan(built, **{**given, **more}), measure_sizes(built)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_where_one_thing_binds_a_step_takes_what_that_takes(wish: str, slow: dic
     """Up to the ends of a step, where the first shards wait for their own update."""
     rates = replace(_FAST, **slow)
     built, plan, sizes = _plan(wish, rates)
-    least = limit(plan.work, rates).seconds
+    least = find_step_limit(plan.work, rates).seconds
     taken = forecast_step_s(built, plan, sizes, rates)
     assert 0.99 * least <= taken <= 1.02 * least
 
@@ -111,22 +111,22 @@ def test_one_more_slot_is_taken_where_it_fits_and_weights_come_sooner_for_it() -
 
 
 _BESIDE = {  # the host's rates with copies beside the optimizer: none, one way, both
-    "": Beside(0.0, 0.0, 4.5e9),
-    "up": Beside(43e9, 0.0, 3.5e9),
-    "down": Beside(0.0, 49e9, 2.9e9),
-    "up down": Beside(34e9, 48e9, 2.6e9),
+    "": OverlapRates(0.0, 0.0, 4.5e9),
+    "up": OverlapRates(43e9, 0.0, 3.5e9),
+    "down": OverlapRates(0.0, 49e9, 2.9e9),
+    "up down": OverlapRates(34e9, 48e9, 2.6e9),
 }
 
 
 def test_without_copies_beside_it_the_optimizer_has_the_rate_it_has_alone() -> None:
     slow = {ways: replace(each, params_per_s=5e4) for ways, each in _BESIDE.items()}
     endless = {ways: replace(each, up_bytes_per_s=1e18, down_bytes_per_s=1e18) for ways, each in slow.items()}
-    rates = replace(_FAST, host_params_per_s=5e4, beside={**endless, "": Beside(0.0, 0.0, 1e5)})
+    rates = replace(_FAST, host_params_per_s=5e4, beside={**endless, "": OverlapRates(0.0, 0.0, 1e5)})
     built, plan, sizes = _plan("host", rates)
     numbers = [n for p in plan.layout.pieces if plan.placement[p.index] == "host" for n in p.parameters]
     least = sum(sizes.numel[n] for n in numbers) / 1e5
     assert 0.99 * least <= forecast_step_s(built, plan, sizes, rates) <= 1.02 * least
-    assert limit(plan.work, rates).terms["optimizer"] == pytest.approx(least)
+    assert find_step_limit(plan.work, rates).terms["optimizer"] == pytest.approx(least)
 
 
 @pytest.mark.parametrize("ways", _BESIDE)
@@ -134,18 +134,18 @@ def test_with_the_same_copies_beside_the_optimizer_the_measured_rates_come_back(
     rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
     lanes = [f"{way} 0" for way in ways.split()]
     jobs = [_Job(stream, 1.0) for stream in (*lanes, "host", "compute")]
-    found = dict(zip(("host", *lanes), _speeds([jobs[-2], *jobs[:-2]], rates), strict=True))
+    found = dict(zip(("host", *lanes), _compute_speeds([jobs[-2], *jobs[:-2]], rates), strict=True))
     expected = _BESIDE[ways]
     assert found["host"] == expected.params_per_s
     assert found.get("up 0", 0.0) == expected.up_bytes_per_s
     assert found.get("down 0", 0.0) == expected.down_bytes_per_s
-    assert _speeds(jobs, rates)[-1] == 1.0
+    assert _compute_speeds(jobs, rates)[-1] == 1.0
 
 
 def test_without_the_optimizer_copies_have_the_whole_bus() -> None:
     rates = replace(_FAST, up_bytes_per_s=50e9, down_bytes_per_s=51e9, beside=_BESIDE)
     jobs = [_Job(stream, 1.0) for stream in ("up 1", "down 0", "compute")]
-    assert _speeds(jobs, rates) == [50e9, 51e9, 1.0]
+    assert _compute_speeds(jobs, rates) == [50e9, 51e9, 1.0]
 
 
 def test_an_engine_ends_its_copy_and_stays_with_a_lane_that_has_more() -> None:
@@ -154,12 +154,12 @@ def test_an_engine_ends_its_copy_and_stays_with_a_lane_that_has_more() -> None:
         "up 1": [_Job("up 1", 1.0), _Job("up 1", 1.0)],
     }
     first, second = lanes["up 1"]
-    engine = _Engine("up", lane=1)
-    assert engine.copying(lanes) is first
-    assert engine.copying(lanes) is first  # not done yet
+    engine = _CopyEngine("up", lane=1)
+    assert engine.pick_copy(lanes) is first
+    assert engine.pick_copy(lanes) is first  # not done yet
     first.done = True
     lanes["up 1"].remove(first)
-    assert engine.copying(lanes) is second  # though weights wait
+    assert engine.pick_copy(lanes) is second  # though weights wait
     second.done = True
     lanes["up 1"].remove(second)
-    assert engine.copying(lanes) is lanes["up 0"][0]
+    assert engine.pick_copy(lanes) is lanes["up 0"][0]

@@ -13,8 +13,8 @@ import torch
 
 from loadmaster.core.errors import FileError, InputError, LoadmasterError, RunError
 from loadmaster.train.coordination.callbacks import CsvLogger, JsonlLogger
-from loadmaster.train.coordination.result import Status
-from loadmaster.train.disk.folder_lock import locked
+from loadmaster.train.coordination.result import TrialStatus
+from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import DiskFullError, read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
@@ -32,7 +32,7 @@ def test_every_trial_ends_with_the_weights_of_the_plain_loop(num_devices: int, t
     engine = Plain(num_devices)
     result = study(tmp_path, trials, engine=engine).fit()
     for one in trials:
-        assert result[one.name].status == Status.DONE
+        assert result[one.name].status == TrialStatus.DONE
         assert digest(result[one.name].state_dict()) == plainly(one)
     assert all(runner.closed for runner in engine.opened)
 
@@ -133,7 +133,7 @@ def test_a_trial_that_fails_leaves_the_others_as_if_it_had_not_been(
     bad = trial("bad", build=lambda: Bomb(how)) if how != "loader" else trial("bad", data=lambda: BadRows())
     engine = Plain(2)
     result = study(tmp_path, [trial("a"), bad, trial("b", lr=0.1)], engine=engine).fit()
-    assert result["bad"].status == Status.FAILED
+    assert result["bad"].status == TrialStatus.FAILED
     assert result["bad"].error_kind == kind
     assert result["bad"].durable_step == 6
     assert "Traceback" in result["bad"].error
@@ -144,16 +144,16 @@ def test_a_trial_that_fails_leaves_the_others_as_if_it_had_not_been(
 
 def test_nan_may_be_ignored(tmp_path: Path) -> None:
     result = study(tmp_path, [trial("bad", build=lambda: Bomb("nan"), on_nan="ignore")]).fit()
-    assert result["bad"].status == Status.DONE
+    assert result["bad"].status == TrialStatus.DONE
 
 
 def test_a_failed_trial_stays_failed_until_it_is_asked_for_again(tmp_path: Path) -> None:
     bad = trial("a", build=lambda: Bomb("exception"))
     study(tmp_path, [bad]).fit()
-    assert study(tmp_path, [trial("a")]).fit()["a"].status == Status.FAILED
+    assert study(tmp_path, [trial("a")]).fit()["a"].status == TrialStatus.FAILED
     good = trial("a", build=lambda: Bomb("never"))
     result = study(tmp_path, [good]).fit(retry_failed=True)
-    assert result["a"].status == Status.DONE
+    assert result["a"].status == TrialStatus.DONE
 
 
 def test_data_that_hangs_fails_by_its_timeout(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_full_disk_is_said_and_the_next_call_goes_on(
         calls[0] += 1
         if calls[0] == 8:
             path.write_bytes(b"half")
-            raise checkpoints.unwritable(path, OSError(errno.ENOSPC, "No space left on device"))
+            raise checkpoints.make_write_error(path, OSError(errno.ENOSPC, "No space left on device"))
         return write(path, tensors)
 
     monkeypatch.setattr(checkpoints, "write_tensors", full)
@@ -267,12 +267,12 @@ def test_trials_that_do_not_fit_together_wait_for_room(tmp_path: Path) -> None:
 
     result = study(tmp_path, trials, engine=engine, host_cap=1300, callbacks=[Watch()]).fit()
     assert max(peak) == 2
-    assert {each.status for each in result.trials} == {Status.DONE}
+    assert {each.status for each in result.trials} == {TrialStatus.DONE}
 
 
 def test_two_processes_cannot_use_one_folder(tmp_path: Path) -> None:
     other = study(tmp_path, [trial("a")])
-    with locked(tmp_path / "run"), pytest.raises(FileError, match="in use by another process"):
+    with lock_folder(tmp_path / "run"), pytest.raises(FileError, match="in use by another process"):
         other.fit()
 
 
@@ -394,6 +394,6 @@ def test_a_study_that_is_done_is_read_again_where_the_disk_is_full(
     study(tmp_path, one).fit()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
-    assert study(tmp_path, one).fit()["a"].status == Status.DONE
+    assert study(tmp_path, one).fit()["a"].status == TrialStatus.DONE
     with pytest.raises(InputError, match=r"checkpoints need .* of 100 B free"):
         study(tmp_path, [*one, trial("b", lr=0.1)]).fit()

@@ -9,7 +9,7 @@ import torch
 import loadmaster.train as lt
 from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.train.backbone import group as groups
-from loadmaster.train.backbone.cuda_graphs import Tape
+from loadmaster.train.backbone.cuda_graphs import UnitTape
 from loadmaster.train.backbone.group import Group, open_group, steps
 from loadmaster.train.backbone.group_member_executor import Member
 from loadmaster.train.backbone.weight_stream import Belt
@@ -36,7 +36,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "Member", member_with_pool)
-    monkeypatch.setattr(Tape, "_recorded", lambda self, work, bind: Played(self._units, work, bind))
+    monkeypatch.setattr(UnitTape, "_record_unit", lambda self, work, bind: Played(self._units, work, bind))
 
 
 def member_with_pool(state: Any, device: Any, *, pool: Any, **more: Any) -> Member:
@@ -56,7 +56,7 @@ def swept(**more: Any) -> list[lt.Trial]:
     return [lora(f"t{n}", lr=1e-2 / (n + 1), seed=n, epochs=3, **more) for n in range(3)]
 
 
-def equal_their_plain_loops(group: Group) -> list[Tape]:
+def equal_their_plain_loops(group: Group) -> list[UnitTape]:
     states = list(group.states)
     found: dict[str, list[float]] = {state.trial.name: [] for state in states}
     for told in steps(group, 99):

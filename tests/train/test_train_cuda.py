@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import loadmaster.train as lt
 from loadmaster.shards.device.cuda_device import CudaDevice
-from loadmaster.shards.model.blocks import chain_of
+from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.plan.layout import lay_out
 from loadmaster.train.backbone.group import open_group, steps
 from tests.train.lora_trials import NUM_LAYERS, build, lora
@@ -56,7 +56,7 @@ def trial_of(model: str, optimizer: str, **more: Any) -> lt.Trial:
 
 
 def equals_plain(device: CudaDevice, trial: lt.Trial, cuts: list[int], kind: str) -> None:
-    chain = chain_of(trial, trial.build())
+    chain = build_chain(trial, trial.build())
     num_pieces = len(lay_out(chain, cuts, compute_dtype=None, castable=[False] * 99).pieces)
     placement: Any = list(itertools.islice(itertools.cycle(MIXES[kind]), num_pieces))
     given: dict[str, Any] = {"cuts": cuts, "placement": placement, "num_slots": 2, "depth": 1}

@@ -10,9 +10,16 @@ import pytest
 
 from loadmaster.core.errors import InputError
 from loadmaster.train.coordination import process_workers as workers
-from loadmaster.train.coordination.messages import Lost, Release, Released, Stepped, Task, Turned
-from loadmaster.train.coordination.process_workers import FolderParcel, ProcessCrew, by_value
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.messages import (
+    Release,
+    StepEnded,
+    Task,
+    TrialReleased,
+    TurnEnded,
+    WorkerLost,
+)
+from loadmaster.train.coordination.process_workers import FolderParcel, ProcessCrew, pickle_by_value
+from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
@@ -53,7 +60,7 @@ def test_two_processes_train_to_the_weights_of_the_plain_loop_and_survive_a_kill
     trials = [trial("a"), trial("b", lr=0.1), trial("c", lr=0.001, num_batches=6)]
     result = study(tmp_path, trials, callbacks=[KillOne(9)]).fit()
     for one in trials:
-        assert result[one.name].status == Status.DONE
+        assert result[one.name].status == TrialStatus.DONE
         assert digest(result[one.name].state_dict()) == plainly(one)
     assert not list(Path("/dev/shm").glob("loadmaster-*/*"))
 
@@ -83,7 +90,7 @@ class Deadly:
 @pytest.mark.slow
 def test_a_trial_that_kills_its_worker_every_time_fails_alone(tmp_path: Path) -> None:
     result = study(tmp_path, [trial("bad", data=Deadly), trial("a")]).fit()
-    assert result["bad"].status == Status.FAILED
+    assert result["bad"].status == TrialStatus.FAILED
     assert "died 3 times" in result["bad"].error
     assert "signal 9" in result["bad"].error
     assert digest(result["a"].state_dict()) == plainly(trial("a"))
@@ -116,21 +123,21 @@ def test_a_trial_moves_between_processes_at_a_step_boundary_bit_for_bit(tmp_path
     crew = ProcessCrew(Plain(2), {"a": one}, ["cpu#0", "cpu#1"], tmp_path)
     try:
         crew.send(0, Task(trial="a", fence=1, num_steps=7, fresh=True))
-        assert drained(crew, Turned)[1].step == 7
+        assert drained(crew, TurnEnded)[1].step == 7
         crew.send(0, Release("a", 2))
-        released = drained(crew, Released)[1]
+        released = drained(crew, TrialReleased)[1]
         assert isinstance(released.parcel.content, FolderParcel)
         crew.send(1, Task(trial="a", fence=3, num_steps=99, parcel=released.parcel, generation=1))
-        device, turned = drained(crew, Turned)
+        device, turned = drained(crew, TurnEnded)
         assert (device, turned.step, turned.finished) == (1, 20, True)
         from loadmaster.train.disk.checkpoints import load
 
         assert digest(load(tmp_path, turned.saved).model) == plainly(one)
         os.kill(crew.process_ids[0], signal.SIGKILL)
-        assert "signal 9" in drained(crew, Lost)[1].reason
+        assert "signal 9" in drained(crew, WorkerLost)[1].reason
         crew.restart(0)
         crew.send(0, Task(trial="a", fence=4, num_steps=2, fresh=True))
-        assert drained(crew, Stepped)[1].done.step == 1
+        assert drained(crew, StepEnded)[1].done.step == 1
     finally:
         crew.close()
 
@@ -146,7 +153,7 @@ def test_events_under_an_old_fencing_number_change_nothing(tmp_path: Path) -> No
         def on_step(self, name: str, done: Any) -> None:
             coordinator = seen[0]
             before = coordinator.book.entries["a"].step
-            stale = Turned(trial="a", fence=1, step=999, finished=True)
+            stale = TurnEnded(trial="a", fence=1, step=999, finished=True)
             coordinator._handle(0, stale)
             assert coordinator.book.entries["a"].step == before
 
@@ -178,5 +185,5 @@ def test_what_cannot_be_sent_to_a_worker_is_said() -> None:
 
     lock = threading.Lock()
     with pytest.raises(InputError, match="cannot be sent to the workers"):
-        by_value({"a": trial("a", data=lambda: [lock])})
+        pickle_by_value({"a": trial("a", data=lambda: [lock])})
     assert workers.__doc__

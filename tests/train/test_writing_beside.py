@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loadmaster.train.disk import checkpoints
-from loadmaster.train.disk.background_writer import copied, copy_bytes
+from loadmaster.train.disk.background_writer import copy_snapshot, count_copy_bytes
 from loadmaster.train.disk.checkpoints import Snapshot
 from loadmaster.train.disk.journal import DiskFullError, read_journal
 from loadmaster.train.study import Study
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_beside_the_training_is_said_and_the_next_call_goes_
         calls[0] += 1
         if calls[0] > 4:
             assert threading.current_thread() is not threading.main_thread()
-            raise checkpoints.unwritable(path, OSError(errno.ENOSPC, "No space left on device"))
+            raise checkpoints.make_write_error(path, OSError(errno.ENOSPC, "No space left on device"))
         return write(path, tensors)
 
     monkeypatch.setattr(checkpoints, "write_tensors", full)
@@ -112,8 +112,8 @@ def test_a_copy_keeps_what_is_shared_shared_and_leaves_frozen_tensors_where_they
     model = {"w": weight, "f": frozen}
     tensors = {"model/w": weight, "model/f": frozen, "optim/w/m": moment}
     snapshot = Snapshot(1, model, tensors, {"rates": [1]}, frozenset({"f"}))
-    copy = copied(snapshot)
-    assert copy_bytes(snapshot) == weight.nbytes + moment.nbytes
+    copy = copy_snapshot(snapshot)
+    assert count_copy_bytes(snapshot) == weight.nbytes + moment.nbytes
     weight.add_(1)
     snapshot.facts["rates"].append(2)
     assert copy.model["w"].tolist() == [1, 1, 1]

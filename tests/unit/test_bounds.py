@@ -11,7 +11,7 @@ from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.core.problem import Links, Objective, Split
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
-from loadmaster.simulator.bounds.relaxation import Classes, fractional_s
+from loadmaster.simulator.bounds.relaxation import Classes, relaxed_bound_s
 from tests.builders import (
     chain,
     cluster_of,
@@ -273,7 +273,7 @@ class TestRelaxation:
         classes = random_classes(np.random.default_rng(seed), num_classes=3)
         for with_memory in (False, True):
             whole = full_programme_s(classes, with_memory=with_memory)
-            ours = fractional_s(classes, with_memory=with_memory)
+            ours = relaxed_bound_s(classes, with_memory=with_memory)
             assert whole is not None
             assert ours <= whole * (1 + 1e-9)
             assert ours >= whole * (1 - 1e-6)
@@ -283,7 +283,7 @@ class TestRelaxation:
         classes = random_classes(np.random.default_rng(1000 + seed), num_classes=4, slack=1.0001)
         whole = full_programme_s(classes, with_memory=True)
         assert whole is not None
-        assert whole * (1 - 1e-6) <= fractional_s(classes, with_memory=True) <= whole * (1 + 1e-9)
+        assert whole * (1 - 1e-6) <= relaxed_bound_s(classes, with_memory=True) <= whole * (1 + 1e-9)
 
     def test_the_last_free_bytes_may_be_worth_any_time(self) -> None:
         """
@@ -294,13 +294,13 @@ class TestRelaxation:
         classes = Classes(
             np.ones(2), np.array([1.0, 9.0]), np.array(small + large), np.array([1e-3] * 10 + [1 - 1e-3])
         )
-        assert fractional_s(classes, with_memory=True) == pytest.approx(900, rel=1e-6)
+        assert relaxed_bound_s(classes, with_memory=True) == pytest.approx(900, rel=1e-6)
 
     def test_some_programmes_are_bound_by_memory(self) -> None:
         """Guards the test above against rows that never bind."""
         drawn = [random_classes(np.random.default_rng(seed), num_classes=3) for seed in range(40)]
         gained = [
-            fractional_s(c, with_memory=True) > 1.01 * fractional_s(c, with_memory=False) for c in drawn
+            relaxed_bound_s(c, with_memory=True) > 1.01 * relaxed_bound_s(c, with_memory=False) for c in drawn
         ]
         assert sum(gained) >= 10
 

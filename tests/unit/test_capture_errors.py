@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 
 from loadmaster.core.errors import FileError, GraphError, InputError, UnknownNameError  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.models import Asked  # noqa: E402
+from loadmaster.graph.models import CaptureOptions  # noqa: E402
 from loadmaster.graph.source import read_source  # noqa: E402
 
 INPUT = (torch.ones(3, 8),)
@@ -125,14 +125,14 @@ def written(folder: Path, name: str) -> str:
 
 
 def test_a_users_own_file_is_captured(tmp_path: Path) -> None:
-    graph = read_source(written(tmp_path, "good"), asked=Asked(batch=5)).graph
+    graph = read_source(written(tmp_path, "good"), asked=CaptureOptions(batch=5)).graph
     assert "float32[5,8]" in graph.signature_table[graph.signature[graph.op_name.index("input")]]
     with_sgd = read_source(written(tmp_path, "dictionary")).graph
     assert with_sgd.resident_bytes.sum() == 4 * 36
     assert "sum" in with_sgd.op_kind
     assert (
         read_source(
-            written(tmp_path, "dictionary"), asked=Asked(optimizer="momentum")
+            written(tmp_path, "dictionary"), asked=CaptureOptions(optimizer="momentum")
         ).graph.resident_bytes.sum()
         == 8 * 36
     )
@@ -156,12 +156,12 @@ def test_a_bad_file_is_answered_with_what_is_wrong(
 ) -> None:
     sizes = {key: value for key, value in options.items() if key != "format"}
     with pytest.raises(error, match=message):
-        read_source(written(tmp_path, name), format=options.get("format"), asked=Asked(**sizes))
+        read_source(written(tmp_path, name), format=options.get("format"), asked=CaptureOptions(**sizes))
 
 
 def test_only_models_have_a_batch() -> None:
     with pytest.raises(InputError, match="is no model, so it has no batch"):
-        read_source("gen:chain:3", asked=Asked(batch=2))
+        read_source("gen:chain:3", asked=CaptureOptions(batch=2))
     with pytest.raises(FileError, match="no such file"):
         read_source("nowhere.py:build")
 

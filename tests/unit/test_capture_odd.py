@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from loadmaster.core.errors import GraphError, InputError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.training_step import loss_of  # noqa: E402
+from loadmaster.graph.torch_capture.training_step import compute_loss  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.odd_models import MODELS, NOT_EXPORTED, READS_VALUES, Odd, Unfakeable, With, x  # noqa: E402
@@ -32,7 +32,7 @@ def made(name: str) -> Odd:
 def real_peak(name: str) -> int:
     odd = made(name)
     given = odd.options.get("optimizer")
-    example = Example(odd.model.train(), odd.args, odd.kwargs, loss=lambda out: loss_of(out, None))
+    example = Example(odd.model.train(), odd.args, odd.kwargs, loss=lambda out: compute_loss(out, None))
     held = [value for thing in odd.args for value in getattr(thing, "__dict__", {}).values()]
     held_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
     return counted_peak(example, (lambda _: given) if given is not None else torch.optim.AdamW) + held_bytes

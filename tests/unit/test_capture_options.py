@@ -13,9 +13,9 @@ from loadmaster.core.check import why_not_runnable  # noqa: E402
 from loadmaster.core.errors import GraphError, InputError, UnknownNameError  # noqa: E402
 from loadmaster.core.graph import NO_GROUP, Graph, Phase  # noqa: E402
 from loadmaster.core.plan import Plan  # noqa: E402
-from loadmaster.cost.memory import weight_and_update_ops  # noqa: E402
+from loadmaster.cost.memory import pair_weights_with_updates  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.training_step import loss_of  # noqa: E402
+from loadmaster.graph.torch_capture.training_step import compute_loss  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_capture_memory import captured, simulated_peak  # noqa: E402
@@ -128,7 +128,7 @@ def test_a_scaled_loss_is_unscaled_and_checked_before_any_update() -> None:
         assert graph.group[unscale] == graph.group[update] == graph.group[graph.op_name.index(weight)]
         size = 4 * dict(mlp().named_parameters())[weight].numel()
         assert graph.bytes_moved[unscale] == 2 * size
-    _, update = weight_and_update_ops(graph)
+    _, update = pair_weights_with_updates(graph)
     assert sorted(graph.op_name[op] for op in update) == sorted(f"{weight}.update" for weight in weights)
     plain = capture(mlp(), INPUT, accumulation=2)
     assert simulated_peak(graph) == pytest.approx(simulated_peak(plain), rel=0.02)  # in place
@@ -269,6 +269,6 @@ def test_a_loss_beside_the_logits_it_is_made_of_is_the_loss(first: bool) -> None
 def test_a_scalar_weight_that_a_model_gives_is_its_loss_only_where_all_else_hangs_on_it() -> None:
     scale, layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(8, 4)
     rows = layer(*INPUT)
-    assert loss_of((scale, scale * 3), None) is scale
-    assert loss_of((scale, rows), None).item() == pytest.approx((scale + rows.mean()).item())
-    assert loss_of((rows.sum(), layer.weight), None).item() == rows.sum().item()
+    assert compute_loss((scale, scale * 3), None) is scale
+    assert compute_loss((scale, rows), None).item() == pytest.approx((scale + rows.mean()).item())
+    assert compute_loss((rows.sum(), layer.weight), None).item() == rows.sum().item()

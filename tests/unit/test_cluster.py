@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.cluster.presets import KINDS
 from loadmaster.cluster.probe import local_devices
-from loadmaster.cluster.topology import DeviceSpec, LinkSpec, add_default_links, assemble
+from loadmaster.cluster.topology import DeviceSpec, LinkSpec, add_default_links, assemble_cluster
 from loadmaster.core.cluster import NO_LINK, Cluster, star
 from loadmaster.core.errors import (
     ClusterError,
@@ -205,7 +205,7 @@ def test_routes_cost_what_networkx_finds_on_random_topologies() -> None:
             for a, b in itertools.combinations([*middle, *(d.name for d in devices)], 2)
             if rng.random() < 0.4 or middle[-1] in (a, b)
         ]
-        cluster = assemble("random", devices, KINDS, links, switches=middle)
+        cluster = assemble_cluster("random", devices, KINDS, links, switches=middle)
         cost = cluster.link_latency_s + 2**20 / cluster.link_bytes_per_s
         for a, b in itertools.permutations(range(6), 2):
             ends = {f"d{a}", f"d{b}"}
@@ -225,7 +225,7 @@ def test_routes_cost_what_networkx_finds_on_random_topologies() -> None:
 def test_of_parallel_links_the_faster_is_taken() -> None:
     devices = [DeviceSpec("a", "ref", "h", 1), DeviceSpec("b", "ref", "h", 1)]
     links = [LinkSpec("a", "b", 1e9, 0.0, "slow"), LinkSpec("b", "a", 2e9, 0.0, "fast")]
-    assert path_of(assemble("pair", devices, KINDS, links), "a", "b") == ["fast a->b"]
+    assert path_of(assemble_cluster("pair", devices, KINDS, links), "a", "b") == ["fast a->b"]
 
 
 def test_default_links_add_to_the_given_ones_without_touching_them() -> None:
@@ -546,7 +546,7 @@ def test_what_is_no_cluster_at_all_is_refused() -> None:
 )
 def test_a_link_without_a_usable_rate_or_latency_is_refused(link: LinkSpec) -> None:
     with pytest.raises(ClusterError, match="it needs a rate above 0"):
-        assemble("bad", [DeviceSpec("a", "ref", "h", 1)], KINDS, [link])
+        assemble_cluster("bad", [DeviceSpec("a", "ref", "h", 1)], KINDS, [link])
 
 
 # ---- this machine

@@ -11,7 +11,7 @@ from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_SIGNATURE, Dtype, Grap
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import BY_ROUTE, Costs, Origin
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.coarsen import by_module, chains, coarsen, coarsen_costs, expand
+from loadmaster.graph.coarsen import coarsen, coarsen_costs, expand, label_by_module, label_chains
 from loadmaster.graph.generate import FAMILIES, chain, fork_join, rnn_grid
 from tests.builders import diamond, loose_ops
 
@@ -175,14 +175,14 @@ def test_labels_by_module_compare_whole_names_and_leave_ops_without_module_alone
     for i, module in enumerate(["h.1.a", "h.1.b", "h.10.a", "", "h.1", ""]):
         builder.op(f"op{i}", module=module)
     graph = builder.build()
-    assert by_module(graph, 2).tolist() == [0, 0, 2, 3, 0, 5]
-    assert by_module(graph, 1).tolist() == [0, 0, 0, 3, 0, 5]
-    assert by_module(graph, 9).tolist() == [0, 1, 2, 3, 4, 5]
+    assert label_by_module(graph, 2).tolist() == [0, 0, 2, 3, 0, 5]
+    assert label_by_module(graph, 1).tolist() == [0, 0, 0, 3, 0, 5]
+    assert label_by_module(graph, 9).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_transformer_by_layer_keeps_its_phases_and_is_fit_for_training_rules() -> None:
     fine = FAMILIES["transformer"](1500, 0)
-    graph = coarsen(fine, by_module(fine, 2)).graph
+    graph = coarsen(fine, label_by_module(fine, 2)).graph
     ops = [(module, Phase(phase)) for module, phase in zip(graph.module, graph.phase, strict=True)]
     assert all(ops.count((f"h.{layer}", phase)) == 1 for layer in range(12) for phase in Phase)
     forward, backward = ops.index(("h.7", Phase.FORWARD)), ops.index(("h.7", Phase.BACKWARD))
@@ -194,14 +194,14 @@ def test_transformer_by_layer_keeps_its_phases_and_is_fit_for_training_rules() -
 
 
 def test_chain_becomes_one_op_and_a_grid_stays() -> None:
-    assert coarsen(chain(1000), chains(chain(1000))).graph.num_ops == 1
+    assert coarsen(chain(1000), label_chains(chain(1000))).graph.num_ops == 1
     grid = rnn_grid(64)
-    assert coarsen(grid, chains(grid)).graph.num_ops == 64
+    assert coarsen(grid, label_chains(grid)).graph.num_ops == 64
 
 
 def test_chains_of_a_fork_join_are_its_branches() -> None:
     fine = fork_join(300)
-    coarse = coarsen(fine, chains(fine)).graph
+    coarse = coarsen(fine, label_chains(fine)).graph
     branches = {module for module in fine.module if module.count(".") == 2}
     joins = {module for module in fine.module if module.count(".") == 1}
     assert coarse.num_ops == len(branches) + len(joins) + 1
@@ -216,8 +216,8 @@ def test_chain_breaks_at_groups_unless_they_may_join_and_always_at_phases() -> N
         if i:
             builder.use(builder.tensor(i - 1, 1), i)
     graph = builder.build()
-    assert coarsen(graph, chains(graph)).op_of.tolist() == [0, 0, 1, 2, 2, 3]
-    assert coarsen(graph, chains(graph, join_groups=True)).op_of.tolist() == [0, 0, 0, 0, 0, 1]
+    assert coarsen(graph, label_chains(graph)).op_of.tolist() == [0, 0, 1, 2, 2, 3]
+    assert coarsen(graph, label_chains(graph, join_groups=True)).op_of.tolist() == [0, 0, 0, 0, 0, 1]
 
 
 def test_costs_of_members_add_up_and_transfers_stay_as_given() -> None:
@@ -264,7 +264,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(GraphError, match=r"shape \[2\].*3"):
         coarsen(graph, _labels(0, 1))
     with pytest.raises(GraphError, match="depth 0"):
-        by_module(graph, 0)
+        label_by_module(graph, 0)
     other = coarsen(loose_ops(4), _labels(0, 1, 2, 3))
     plan = Plan(device=_labels(0), priority=_labels(0), recompute=np.zeros(1, dtype=np.bool_), pipeline=None)
     with pytest.raises(InputError, match="1 ops does not fit 2 coarse"):

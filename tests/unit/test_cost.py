@@ -12,7 +12,7 @@ from loadmaster.core.errors import CostError, GraphError, UnknownNameError
 from loadmaster.core.graph import NO_STORAGE, Dtype, Graph, Phase
 from loadmaster.core.problem import BY_ROUTE, Origin
 from loadmaster.cost.memory import OPTIMIZERS, state_bytes, with_optimizer
-from loadmaster.cost.roofline import roofline
+from loadmaster.cost.roofline import roofline_costs
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s, transfer_s
 from loadmaster.graph.build import GraphBuilder
 
@@ -34,7 +34,7 @@ def mixed_ops() -> Graph:
 
 def test_an_op_takes_the_larger_of_its_two_terms_plus_the_launch() -> None:
     graph = mixed_ops()
-    costs = roofline(graph, parse_cluster("V100, ref"))
+    costs = roofline_costs(graph, parse_cluster("V100, ref"))
     v100 = dict(zip(graph.op_name, costs.compute_s[:, 0], strict=True))
     assert v100["matmul"] == pytest.approx(157e9 / 15.7e12 + 5e-6)  # 10 ms and the launch
     assert v100["half"] == pytest.approx(1e-3 + 5e-6)
@@ -46,7 +46,7 @@ def test_an_op_takes_the_larger_of_its_two_terms_plus_the_launch() -> None:
 
 def test_parameters_views_and_empty_ops_take_no_time_and_no_launch() -> None:
     graph = mixed_ops()
-    costs = roofline(graph, parse_cluster("V100, cpu"))
+    costs = roofline_costs(graph, parse_cluster("V100, cpu"))
     for name in ("weight", "view", "nothing"):
         assert costs.compute_s[graph.op_name.index(name)].tolist() == [0.0, 0.0]
 
@@ -54,13 +54,13 @@ def test_parameters_views_and_empty_ops_take_no_time_and_no_launch() -> None:
 def test_efficiency_stretches_work_but_not_the_launch() -> None:
     graph = mixed_ops()
     matmul = graph.op_name.index("matmul")
-    costs = roofline(graph, parse_cluster("V100"), efficiency=0.5)
+    costs = roofline_costs(graph, parse_cluster("V100"), efficiency=0.5)
     assert costs.compute_s[matmul, 0] == pytest.approx(20e-3 + 5e-6)
 
 
 def test_roofline_says_what_it_is() -> None:
     graph = mixed_ops()
-    costs = roofline(graph, parse_cluster("V100"))
+    costs = roofline_costs(graph, parse_cluster("V100"))
     assert set(costs.origin.tolist()) == {Origin.ANALYTIC}
     assert set(costs.rel_error.tolist()) == {0.5}
     assert costs.transfer_s.tolist() == [BY_ROUTE] * graph.num_tensors
@@ -70,7 +70,7 @@ def test_roofline_says_what_it_is() -> None:
 @pytest.mark.parametrize("efficiency", [0.0, -1.0, 1.5, math.nan, math.inf])
 def test_an_efficiency_that_is_no_share_is_refused(efficiency: float) -> None:
     with pytest.raises(CostError, match="efficiency"):
-        roofline(mixed_ops(), parse_cluster("V100"), efficiency=efficiency)
+        roofline_costs(mixed_ops(), parse_cluster("V100"), efficiency=efficiency)
 
 
 # ---- transfers

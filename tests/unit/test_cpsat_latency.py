@@ -14,11 +14,11 @@ from loadmaster.core.problem import Links, Problem
 from loadmaster.core.run import Budget
 from loadmaster.graph.formats import msr
 from loadmaster.placers.exact._latency.pieces import CPU, best_pieces, pieces_latency_s
-from loadmaster.placers.exact._latency.symmetry import alike
-from loadmaster.placers.exact._latency.ticks import ticks_for
+from loadmaster.placers.exact._latency.symmetry import find_alike_devices
+from loadmaster.placers.exact._latency.ticks import choose_ticks
 from loadmaster.placers.registry import placer
 from loadmaster.simulator.bounds.certified import Rows, solve_certified
-from loadmaster.simulator.bounds.step_programme import relaxed_step, standing_bytes
+from loadmaster.simulator.bounds.step_programme import solve_relaxed_step, standing_bytes
 from tests import reference
 from tests.builders import (
     cluster_of,
@@ -110,13 +110,13 @@ class TestProgramme:
 
 class TestTicks:
     def test_microseconds_are_whole_ticks(self) -> None:
-        ticks = ticks_for(np.array([1e-6, 3e-6, 0.017]), 0.05)
+        ticks = choose_ticks(np.array([1e-6, 3e-6, 0.017]), 0.05)
         assert ticks.exact
         assert ticks.one(3e-6) == 3 * ticks.one(1e-6)
 
     def test_other_durations_are_rounded_down(self) -> None:
         seconds = np.random.default_rng(0).uniform(0, 1, 100)
-        ticks = ticks_for(seconds, 100.0)
+        ticks = choose_ticks(seconds, 100.0)
         assert not ticks.exact
         assert (ticks.down(seconds) / ticks.per_s <= seconds).all()
         assert (ticks.down(seconds) / ticks.per_s >= seconds - 1 / ticks.per_s).all()
@@ -125,17 +125,17 @@ class TestTicks:
 
 class TestSymmetry:
     def test_ports_of_a_star_are_alike_and_unlike_devices_are_not(self) -> None:
-        assert alike(problem_of(loose_ops(2), star_cluster(3), 1.0)) == [[0, 1, 2]]
+        assert find_alike_devices(problem_of(loose_ops(2), star_cluster(3), 1.0)) == [[0, 1, 2]]
         cluster = cluster_of({(0, 1): [0], (1, 0): [1]}, kind=[0, 1], on_host=(False, False))
-        assert alike(problem_of(loose_ops(2), cluster, [[1, 1]] * 2)) == []
+        assert find_alike_devices(problem_of(loose_ops(2), cluster, [[1, 1]] * 2)) == []
 
     def test_a_link_that_two_devices_share_sets_them_apart_from_a_third(self) -> None:
         routes = {(0, 1): [0], (1, 0): [1], (0, 2): [2], (2, 0): [3], (1, 2): [2], (2, 1): [3]}
         cluster = cluster_of(routes, kind=[0, 0, 0])
-        assert alike(problem_of(loose_ops(2), cluster, 1.0)) == [[0, 1]]
+        assert find_alike_devices(problem_of(loose_ops(2), cluster, 1.0)) == [[0, 1]]
 
     def test_a_pin_tells_devices_apart(self) -> None:
-        assert alike(problem_of(loose_ops(2), star_cluster(2), 1.0, pinned=[0, -1])) == []
+        assert find_alike_devices(problem_of(loose_ops(2), star_cluster(2), 1.0, pinned=[0, -1])) == []
 
 
 class TestStepProgramme:
@@ -143,7 +143,7 @@ class TestStepProgramme:
         """4 s, then three ops of 2 s that need its end, on two devices: 4 + 3, where work says 5."""
         ops: list[dict[str, Any]] = [{"makes": [0]}, *({"uses": [0]} for _ in range(3))]
         problem = problem_of(graph_of(*ops), star_cluster(2), [4, 2, 2, 2])
-        assert relaxed_step(problem).bound_s == pytest.approx(7, rel=1e-6)
+        assert solve_relaxed_step(problem).bound_s == pytest.approx(7, rel=1e-6)
 
     def test_what_the_forward_pass_leaves_behind_forces_a_slow_device(self) -> None:
         """Two blocks that each leave 10 bytes for their backward op; the fast device holds 15."""
@@ -158,8 +158,8 @@ class TestStepProgramme:
         )
         problem = problem_of(graph_of(*ops), cluster, [[1, 10]] * 4)
         free = problem_of(graph_of(*ops), star_cluster(1), 1.0)
-        assert relaxed_step(free).bound_s == pytest.approx(4, rel=1e-6)
-        assert relaxed_step(problem).bound_s > 4 + 0.5 * 18 - 1e-5  # half a block, 18 s more as a whole
+        assert solve_relaxed_step(free).bound_s == pytest.approx(4, rel=1e-6)
+        assert solve_relaxed_step(problem).bound_s > 4 + 0.5 * 18 - 1e-5  # half a block, 18 s more as a whole
 
     def test_what_stands_at_a_moment(self) -> None:
         graph = graph_of(

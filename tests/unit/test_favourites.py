@@ -13,9 +13,9 @@ from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.generate import FAMILIES, brought
-from loadmaster.simulator.bounds.favourite_children import NONE, Favourites, favourites, matching
-from loadmaster.simulator.bounds.small_communication import Network, solve, starts
+from loadmaster.graph.generate import FAMILIES, with_benchmark_cluster
+from loadmaster.simulator.bounds.favourite_children import NONE, Favourites, find_favourites, match_favourites
+from loadmaster.simulator.bounds.small_communication import Network, earliest_starts, solve
 from loadmaster.simulator.bounds.small_communication_part import Part
 from tests.builders import chain, cluster_of, graph_of, host_cluster, loose_ops, problem_of, star_cluster
 from tests.conformance.problems import unequal_cluster
@@ -47,7 +47,7 @@ def edge_problem(times: Sequence[float], edges: Sequence[Edge], devices: int = 2
 
 def generated(family: str, num_ops: int) -> Problem:
     graph = FAMILIES[family](num_ops, 0)
-    with_costs = brought(graph)
+    with_costs = with_benchmark_cluster(graph)
     assert with_costs.cluster is not None
     assert with_costs.costs is not None
     seconds, given = with_costs.costs.compute_s, with_costs.costs.transfer_s
@@ -59,20 +59,20 @@ class TestPublishedForm:
     def test_the_optimum_of_the_published_instances_is_the_published_one(
         self, case: Any, optimum: float
     ) -> None:
-        found = favourites(edge_problem(*case), clipped=False)
+        found = find_favourites(edge_problem(*case), clipped=False)
         assert found.solved
         assert found.makespan_s == pytest.approx(optimum, rel=1e-9)
 
     def test_its_optimum_may_exceed_the_best_plan_and_is_then_no_bound(self) -> None:
         """Ops of 1 s, transfers of 10 s: one device takes 3 s."""
         problem = edge_problem([1, 1, 1], [(0, 1, 10), (0, 2, 10)])
-        published = favourites(problem, clipped=False)
+        published = find_favourites(problem, clipped=False)
         assert published.makespan_s == pytest.approx(7)
         assert published.bound_s == 0
-        assert favourites(problem).bound_s == pytest.approx(2.5)
+        assert find_favourites(problem).bound_s == pytest.approx(2.5)
 
     def test_where_no_transfer_is_longer_than_an_op_it_is_a_bound(self) -> None:
-        found = favourites(edge_problem(*A), clipped=False)
+        found = find_favourites(edge_problem(*A), clipped=False)
         assert found.bound_s == pytest.approx(8)
         assert found.bound_s <= 8
 
@@ -102,20 +102,20 @@ class TestClippedBound:
     ) -> None:
         """The better of programme and work, to the digits that are recorded."""
         problem = generated(family, num_ops)
-        found = favourites(problem)
+        found = find_favourites(problem)
         assert found.solved
         ours_ms = 1e3 * max(found.bound_s, problem.device_compute_s.sum() / 16)  # summed over 4 devices
         assert ours_ms == pytest.approx(bound_ms, abs=0.06 if bound_ms < 1000 else 0.6)
 
     def test_a_chain_needs_no_transfer(self) -> None:
-        found = favourites(problem_of(chain(5, num_bytes=9), star_cluster(3), [1, 2, 3, 4, 5]))
+        found = find_favourites(problem_of(chain(5, num_bytes=9), star_cluster(3), [1, 2, 3, 4, 5]))
         assert found.bound_s == pytest.approx(15)
         assert (found.x == 0).all()
 
     def test_ops_that_have_nothing_to_do_with_each_other(self) -> None:
-        found = favourites(problem_of(loose_ops(3), star_cluster(2), [1, 2, 3]))
+        found = find_favourites(problem_of(loose_ops(3), star_cluster(2), [1, 2, 3]))
         assert found.bound_s == pytest.approx(3)
-        assert matching(found, 3).tolist() == [NONE] * 3
+        assert match_favourites(found, 3).tolist() == [NONE] * 3
 
     def test_it_takes_the_fastest_device_and_the_fastest_pair(self) -> None:
         """
@@ -124,86 +124,88 @@ class TestClippedBound:
         """
         graph = graph_of({"makes": [4]}, {"uses": [0]}, {"uses": [0]})
         cluster = cluster_of({(0, 1): [0], (1, 0): [1]}, kind=[0, 1], on_host=(False, False), rate=[2.0, 4.0])
-        found = favourites(problem_of(graph, cluster, [[2, 1], [3, 5], [5, 3]]))
+        found = find_favourites(problem_of(graph, cluster, [[2, 1], [3, 5], [5, 3]]))
         assert found.seconds.tolist() == [1, 1]
         assert found.bound_s == pytest.approx(1 + 0.5 + 3)
 
     def test_ops_pinned_apart_pay_their_transfer_in_full(self) -> None:
         problem = problem_of(chain(2, num_bytes=50), star_cluster(3), [1, 2], pinned=[0, 1])
-        assert favourites(problem).bound_s == pytest.approx(1 + 50 + 2)
-        assert favourites(
+        assert find_favourites(problem).bound_s == pytest.approx(1 + 50 + 2)
+        assert find_favourites(
             problem_of(chain(2, num_bytes=50), star_cluster(3), [1, 2])
         ).bound_s == pytest.approx(3)
 
     def test_an_op_pinned_apart_takes_no_place_among_the_favourites(self) -> None:
         graph = graph_of({"makes": [9]}, {"uses": [0]}, {"uses": [0]})
-        found = favourites(problem_of(graph, star_cluster(2), [1, 2, 3], pinned=[0, 1, -1]))
+        found = find_favourites(problem_of(graph, star_cluster(2), [1, 2, 3], pinned=[0, 1, -1]))
         assert found.bound_s == pytest.approx(1 + 9 + 2)
         assert found.x.tolist() == [1, 0]
 
     def test_ops_of_a_group_wait_for_each_other_however_fast_the_links(self) -> None:
         """Two children of 2 s on their parent's device: one waits; half of it is in the programme."""
         graph = graph_of({"group": 0, "makes": [0]}, {"group": 0, "uses": [0]}, {"group": 0, "uses": [0]})
-        assert favourites(problem_of(graph, star_cluster(2), [1, 2, 2])).bound_s == pytest.approx(1 + 1 + 2)
+        assert find_favourites(problem_of(graph, star_cluster(2), [1, 2, 2])).bound_s == pytest.approx(
+            1 + 1 + 2
+        )
 
     def test_one_device_is_bound_like_a_group(self) -> None:
         graph = graph_of({"makes": [0]}, {"uses": [0]}, {"uses": [0]})
-        assert favourites(problem_of(graph, star_cluster(1), [1, 2, 2])).bound_s == pytest.approx(4)
+        assert find_favourites(problem_of(graph, star_cluster(1), [1, 2, 2])).bound_s == pytest.approx(4)
 
     def test_a_sibling_without_time_does_not_hide_the_others(self) -> None:
         """Children of 2, 2 and 0 s with transfers of 10 s: of the two that take time one waits."""
         problem = edge_problem([1, 2, 2, 0], [(0, 1, 10), (0, 2, 10), (0, 3, 10)])
-        assert favourites(problem).bound_s == pytest.approx(1 + 1 + 2)
+        assert find_favourites(problem).bound_s == pytest.approx(1 + 1 + 2)
 
     def test_a_weight_among_the_inputs_does_not_hide_the_others(self) -> None:
         graph = graph_of(
             {"phase": Phase.PARAM, "makes": [9]}, {"makes": [9]}, {"makes": [9]}, {"uses": [0, 1, 2]}
         )
-        found = favourites(problem_of(graph, star_cluster(2), [0, 2, 2, 1]))
+        found = find_favourites(problem_of(graph, star_cluster(2), [0, 2, 2, 1]))
         assert found.bound_s == pytest.approx(2 + 1 + 1)
-        assert matching(found, 4)[0] == NONE
+        assert match_favourites(found, 4)[0] == NONE
 
     def test_of_several_tensors_the_slowest_counts(self) -> None:
         graph = graph_of({"makes": [1, 3]}, {"uses": [0, 1]})
-        assert favourites(problem_of(graph, star_cluster(2), 1.0, pinned=[0, 1])).bound_s == pytest.approx(
-            1 + 3 + 1
-        )
+        assert find_favourites(
+            problem_of(graph, star_cluster(2), 1.0, pinned=[0, 1])
+        ).bound_s == pytest.approx(1 + 3 + 1)
 
     def test_host_links_pay_a_write_and_a_read(self) -> None:
         """Pinned to two accelerators; then one of them to the CPU, which reads for nothing."""
         problem = problem_of(chain(2, num_bytes=3), host_cluster(2), 1.0, links=Links.HOST, pinned=[0, 1])
-        assert favourites(problem).bound_s == pytest.approx(1 + 3 + 3 + 1)
+        assert find_favourites(problem).bound_s == pytest.approx(1 + 3 + 3 + 1)
         problem = problem_of(chain(2, num_bytes=3), host_cluster(2), 1.0, links=Links.HOST, pinned=[0, 2])
-        assert favourites(problem).bound_s == pytest.approx(1 + 3 + 1)
+        assert find_favourites(problem).bound_s == pytest.approx(1 + 3 + 1)
         problem = problem_of(
             chain(2, num_bytes=3), host_cluster(2), 1.0, links=Links.HOST, pinned=[0, 1], transfer_s=5.0
         )
-        assert favourites(problem).bound_s == pytest.approx(1 + 5 + 5 + 1)
+        assert find_favourites(problem).bound_s == pytest.approx(1 + 5 + 5 + 1)
 
     def test_where_a_host_side_pair_is_free_nothing_is_added(self) -> None:
         graph = graph_of({"makes": [9]}, {"uses": [0]}, {"uses": [0]})
         free = problem_of(graph, host_cluster(1, 2), 1.0, links=Links.HOST)
-        assert favourites(free).bound_s == pytest.approx(2)
+        assert find_favourites(free).bound_s == pytest.approx(2)
         paid = problem_of(graph, host_cluster(2, 1), 1.0, links=Links.HOST)
-        assert favourites(paid).bound_s == pytest.approx(2.5)
+        assert find_favourites(paid).bound_s == pytest.approx(2.5)
 
     def test_devices_of_one_engine_pay_for_transfers_all_the_same(self) -> None:
         cluster = cluster_of({(0, 1): [0], (1, 0): [0]}, kind=[0, 0], engine=[3, 3])
         graph = graph_of({"makes": [9]}, {"uses": [0]}, {"uses": [0]})
-        assert favourites(problem_of(graph, cluster, [1, 2, 2])).bound_s == pytest.approx(1 + 1 + 2)
+        assert find_favourites(problem_of(graph, cluster, [1, 2, 2])).bound_s == pytest.approx(1 + 1 + 2)
 
     def test_a_pipeline_has_no_such_bound(self) -> None:
         problem = problem_of(chain(3), star_cluster(2), 1.0, objective=Objective.THROUGHPUT)
-        found = favourites(problem)
+        found = find_favourites(problem)
         assert found.bound_s == 0
-        assert matching(found, 3).tolist() == [1, 2, NONE]
+        assert match_favourites(found, 3).tolist() == [1, 2, NONE]
 
     def test_views_and_empty_tensors_wait_for_the_latency(self) -> None:
         graph = graph_of(
             {"makes": [4]}, {"uses": [0], "makes": [{"num_bytes": 0, "storage": 0}]}, {"uses": [1]}
         )
         problem = problem_of(graph, star_cluster(2, latency=0.25), 1.0, pinned=[0, 0, 1])
-        assert favourites(problem).bound_s == pytest.approx(3.25)
+        assert find_favourites(problem).bound_s == pytest.approx(3.25)
 
 
 class TestSolver:
@@ -224,7 +226,7 @@ class TestSolver:
             assert np.bincount(side, 1 - found.x).max() <= 1 + 1e-6
         assert (found.x >= 0).all()
         assert (found.x <= 1).all()
-        ends = starts(network, network.transfer_s * found.x) + network.op_s
+        ends = earliest_starts(network, network.transfer_s * found.x) + network.op_s
         assert ends.max() == pytest.approx(found.makespan_s)
 
     @pytest.mark.parametrize("scale", [1e-9, 1e6])
@@ -261,29 +263,29 @@ class TestSolver:
         assert len(set(proven)) > 10
 
     def test_a_large_bound_is_proven_to_almost_all_digits(self) -> None:
-        found = favourites(generated("fork_join", 1000))
+        found = find_favourites(generated("fork_join", 1000))
         assert found.makespan_s * (1 - 1e-8) < found.bound_s < found.makespan_s
 
     def test_the_same_problem_gets_the_same_answer(self) -> None:
         problem = generated("rnn_grid", 400)
-        first, second = favourites(problem), favourites(problem)
+        first, second = find_favourites(problem), find_favourites(problem)
         assert first.x.tobytes() == second.x.tobytes()
         assert first.bound_s == second.bound_s
 
     def test_without_effort_the_child_with_the_longest_way_is_favoured(self) -> None:
         """op0 feeds 1 (way 1 + transfer 4) and 2 (way 3 + 3, transfer 1)."""
         problem = edge_problem([1, 1, 3, 3], [(0, 1, 4), (0, 2, 1), (2, 3, 1)])
-        found = favourites(problem, effort=0.0)
+        found = find_favourites(problem, effort=0.0)
         assert not found.solved
         assert found.makespan_s == 0
         assert found.bound_s == 0
-        assert matching(found, 4).tolist() == [2, NONE, 3, NONE]
+        assert match_favourites(found, 4).tolist() == [2, NONE, 3, NONE]
         longer = edge_problem([1, 1, 3, 3], [(0, 1, 7), (0, 2, 1), (2, 3, 1)])
-        assert matching(favourites(longer, effort=0.0), 4).tolist() == [1, NONE, 3, NONE]
+        assert match_favourites(find_favourites(longer, effort=0.0), 4).tolist() == [1, NONE, 3, NONE]
 
     def test_a_programme_given_up_keeps_what_is_proven(self) -> None:
         """The longest chain is 41.738 ms, the optimum 43.34 ms."""
-        found = favourites(generated("rnn_grid", 1000), effort=0.01)
+        found = find_favourites(generated("rnn_grid", 1000), effort=0.01)
         assert not found.solved
         assert 0.041738 * (1 - 1e-9) <= found.bound_s <= 0.04335
 
@@ -297,8 +299,8 @@ class TestMatching:
     @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.9])
     def test_favourites_are_a_matching_of_edges(self, clipped: bool, threshold: float) -> None:
         problem = generated("layered", 200)
-        found = favourites(problem, clipped=clipped)
-        favourite = matching(found, problem.graph.num_ops, threshold)
+        found = find_favourites(problem, clipped=clipped)
+        favourite = match_favourites(found, problem.graph.num_ops, threshold)
         chosen = np.flatnonzero(favourite != NONE)
         assert len(np.unique(favourite[chosen])) == len(chosen) > 20
         pairs = set(zip(found.source.tolist(), found.target.tolist(), strict=True))
@@ -306,27 +308,27 @@ class TestMatching:
 
     def test_of_two_halves_the_longer_transfer_wins(self) -> None:
         found = by_hand([(0, 1, 3.0, 0.5), (0, 2, 4.0, 0.5), (3, 2, 1.0, 0.5)])
-        assert matching(found, 4).tolist() == [2, NONE, NONE, NONE]
+        assert match_favourites(found, 4).tolist() == [2, NONE, NONE, NONE]
 
     def test_an_op_taken_leaves_its_other_parents_their_other_children(self) -> None:
         found = by_hand([(0, 2, 3.0, 0.0), (1, 2, 5.0, 0.0), (0, 3, 1.0, 0.4)])
-        assert matching(found, 4).tolist() == [3, 2, NONE, NONE]
-        assert matching(found, 4, 0.3).tolist() == [NONE, 2, NONE, NONE]
+        assert match_favourites(found, 4).tolist() == [3, 2, NONE, NONE]
+        assert match_favourites(found, 4, 0.3).tolist() == [NONE, 2, NONE, NONE]
 
     def test_what_is_below_the_threshold_but_for_the_solver_is_below_it(self) -> None:
-        assert matching(by_hand([(0, 1, 1.0, 0.5 + 1e-12)]), 2).tolist() == [1, NONE]
-        assert matching(by_hand([(0, 1, 1.0, 0.6)]), 2).tolist() == [NONE, NONE]
+        assert match_favourites(by_hand([(0, 1, 1.0, 0.5 + 1e-12)]), 2).tolist() == [1, NONE]
+        assert match_favourites(by_hand([(0, 1, 1.0, 0.6)]), 2).tolist() == [NONE, NONE]
 
     def test_room_left_by_the_programme_is_used(self) -> None:
         """Both branches have time to spare: the programme does not care, and one is favoured all the same."""
         graph: Graph = graph_of({"makes": [1]}, {"uses": [0]}, {"uses": [0]}, {})
-        found = favourites(problem_of(graph, star_cluster(2), [1, 2, 3, 50]))
+        found = find_favourites(problem_of(graph, star_cluster(2), [1, 2, 3, 50]))
         assert found.makespan_s == pytest.approx(50)
-        assert matching(found, 4).tolist() == [2, NONE, NONE, NONE]
+        assert match_favourites(found, 4).tolist() == [2, NONE, NONE, NONE]
 
 
 def test_unequal_devices_are_accepted() -> None:
-    found = favourites(problem_of(chain(3), unequal_cluster(), [[1, 9], [8, 2], [3, 3]]))
+    found = find_favourites(problem_of(chain(3), unequal_cluster(), [[1, 9], [8, 2], [3, 3]]))
     assert found.bound_s == pytest.approx(1 + 2 + 3)
 
 

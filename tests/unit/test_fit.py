@@ -9,12 +9,12 @@ import pytest
 
 import loadmaster as lm
 from loadmaster import api
-from loadmaster.capacity.accumulate import accumulating
+from loadmaster.capacity.accumulate import with_accumulated_gradients
 from loadmaster.capacity.breakdown import modules_of, parts_of
-from loadmaster.capacity.clusters import only, preset_cluster, with_more, with_preset
-from loadmaster.capacity.largest import largest
-from loadmaster.capacity.peak_moment import Held, held_at_peaks
-from loadmaster.capacity.scale import scaled
+from loadmaster.capacity.clusters import preset_cluster, single_device_cluster, with_more, with_preset
+from loadmaster.capacity.largest import find_largest
+from loadmaster.capacity.peak_moment import HeldMemory, held_at_peaks
+from loadmaster.capacity.scale import scale_graph
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.errors import InputError, UnknownNameError
@@ -28,7 +28,7 @@ from tests.builders import plan_on, problem_of, star_cluster
 PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 
 
-def alone(graph: Graph) -> Held:
+def alone(graph: Graph) -> HeldMemory:
     problem = api.problem(graph, "H200")
     own = plan_of(np.zeros(graph.num_ops, np.int32), np.arange(graph.num_ops, dtype=np.int32))
     outcome, held = held_at_peaks(prepare(problem), own)
@@ -124,9 +124,9 @@ def test_of_modules_that_are_alike_one_is_opened() -> None:
 
 
 def test_gradients_of_earlier_passes_are_there_from_the_beginning() -> None:
-    graph = accumulating(tiny_step())
+    graph = with_accumulated_gradients(tiny_step())
     assert alone(graph).peak_bytes == 148  # 138 and the gradient of 10
-    late = accumulating(tiny_step(late=100))
+    late = with_accumulated_gradients(tiny_step(late=100))
     assert alone(late).peak_bytes == 142  # the update reads that gradient, not one more
 
 
@@ -142,7 +142,7 @@ def test_the_largest_number_is_found_from_any_start(limit: int, start: int) -> N
         asked.append(number)
         return number <= limit
 
-    assert largest(fits, start, most=1000) == limit
+    assert find_largest(fits, start, most=1000) == limit
     assert len(asked) == len(set(asked)) <= 22
     if start == limit < 1000:
         assert asked == [limit, limit + 1]
@@ -156,7 +156,7 @@ def two_sizes(batch: int) -> Graph:
 
 
 def test_a_line_through_two_batches_gives_a_third_to_the_byte() -> None:
-    found = scaled(two_sizes(4), two_sizes(8), 4, 8, 21)
+    found = scale_graph(two_sizes(4), two_sizes(8), 4, 8, 21)
     assert found is not None
     assert found.digest == two_sizes(21).digest
 
@@ -164,8 +164,8 @@ def test_a_line_through_two_batches_gives_a_third_to_the_byte() -> None:
 def test_there_is_no_line_through_graphs_that_differ() -> None:
     other = GraphBuilder("other")
     other.op("x")
-    assert scaled(two_sizes(4), other.build(), 4, 8, 16) is None
-    assert scaled(two_sizes(4), two_sizes(8), 4, 8, -9) is None
+    assert scale_graph(two_sizes(4), other.build(), 4, 8, 16) is None
+    assert scale_graph(two_sizes(4), two_sizes(8), 4, 8, -9) is None
 
 
 # ---- other clusters
@@ -173,7 +173,7 @@ def test_there_is_no_line_through_graphs_that_differ() -> None:
 
 def test_a_device_alone_is_that_device() -> None:
     cluster = parse_cluster("V100, 2xT4, cpu-64GB")
-    lone = only(cluster, 3)
+    lone = single_device_cluster(cluster, 3)
     assert (lone.num_devices, lone.kind_name, int(lone.memory_bytes[0])) == (1, ("cpu16",), 64 * 10**9)
 
 
@@ -182,7 +182,7 @@ def test_more_devices_are_like_the_one_named_and_reach_all_others() -> None:
     more = with_more(cluster, 1, 2)
     assert [more.kind_name[k] for k in more.kind] == ["V100", "T4", "T4", "T4"]
     assert len(set(more.device_name)) == len(set(more.engine.tolist())) == 4
-    hosted = with_preset(only(cluster, 0), KINDS["cpu16"])
+    hosted = with_preset(single_device_cluster(cluster, 0), KINDS["cpu16"])
     assert hosted.on_host[hosted.kind].tolist() == [False, True]
 
 
@@ -303,11 +303,11 @@ def source(tmp_path: Path) -> str:
 
 
 def example(source: str, batch: int) -> Any:
-    from loadmaster.graph.models import Asked, own_parts
+    from loadmaster.graph.models import CaptureOptions, load_own_parts
     from loadmaster.zoo.example import Example
 
     path, _, function = source.rpartition(":")
-    given = own_parts(path, function, Asked(batch))
+    given = load_own_parts(path, function, CaptureOptions(batch))
     return Example(given["model"], given["args"])
 
 
@@ -390,18 +390,18 @@ def test_several_passes_peak_where_a_real_loop_does(source: str) -> None:
             optimizer.zero_grad(set_to_none=True)
             del out, loss
     graph = lm.capture(real.model, real.args, optimizer="adamw")
-    assert alone(accumulating(graph)).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.05)
+    assert alone(with_accumulated_gradients(graph)).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.05)
 
 
 def test_recomputing_holds_less_and_leaves_the_model_as_it_was(source: str) -> None:
-    from loadmaster.graph.torch_capture.recompute import blocks, recomputing
+    from loadmaster.graph.torch_capture.recompute import checkpoint_blocks, find_blocks
     from tests.allocations import counted_peak
 
     real = example(source, 2048)
     before = [type(module) for module in real.model.modules()]
-    assert len(blocks(real.model)) == 2
+    assert len(find_blocks(real.model)) == 2
     plain = alone(lm.capture(real.model, real.args, path="traced"))
-    with recomputing(real.model):
+    with checkpoint_blocks(real.model):
         thrifty = lm.capture(real.model, real.args, path="traced")
         again = counted_peak(real)
     assert alone(thrifty).peak_bytes == pytest.approx(again, rel=0.05)
@@ -419,6 +419,6 @@ def test_the_cheapest_change_is_fewer_samples_a_pass_if_that_does(source: str) -
     batch = int(change.text.split(",")[0].removeprefix("batch "))
     assert 512 % batch == 0
     graph = api.problem(source, cpu_of(2**40), batch=batch).graph
-    assert alone(accumulating(graph)).peak_bytes <= 3 * whole // 5
+    assert alone(with_accumulated_gradients(graph)).peak_bytes <= 3 * whole // 5
     twice = api.problem(source, cpu_of(2**40), batch=2 * batch).graph
-    assert alone(accumulating(twice)).peak_bytes > 3 * whole // 5
+    assert alone(with_accumulated_gradients(twice)).peak_bytes > 3 * whole // 5

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from loadmaster.core.errors import FormatError, GraphError, InputError, SchemaError  # noqa: E402
 from loadmaster.core.graph import Dtype, Graph, Phase  # noqa: E402
 from loadmaster.graph.formats import onnx as reader  # noqa: E402
-from loadmaster.graph.models import Asked  # noqa: E402
+from loadmaster.graph.models import CaptureOptions  # noqa: E402
 from loadmaster.graph.source import read_source  # noqa: E402
 from tests.unit.damage import damaged  # noqa: E402
 from tests.unit.format_samples import by_name, tensors_of  # noqa: E402
@@ -297,7 +297,7 @@ def test_a_source_is_recognised_by_content_or_name(tmp_path: Path) -> None:
     broken.write_bytes(b"no model")
     assert read_source(plain).graph.digest == read(net()).digest
     plain.write_bytes(free("batch", 4).SerializeToString())
-    assert read_source(plain, asked=Asked(batch=2)).graph.flops.sum() == 2 * 2 * 4 * 5
+    assert read_source(plain, asked=CaptureOptions(batch=2)).graph.flops.sum() == 2 * 2 * 4 * 5
     with pytest.raises(FormatError, match=r"broken\.onnx: not an ONNX model"):
         read_source(broken)
 

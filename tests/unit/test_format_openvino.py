@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from loadmaster.core.errors import FormatError, GraphError, InputError, SchemaError
 from loadmaster.core.graph import Dtype, Graph, Phase
 from loadmaster.graph.formats import openvino
-from loadmaster.graph.models import Asked
+from loadmaster.graph.models import CaptureOptions
 from loadmaster.graph.source import read_source
 from tests.unit.damage import damaged
 from tests.unit.format_samples import by_name, tensors_of
@@ -155,7 +155,7 @@ def test_a_newer_version_is_a_schema_error() -> None:
 
 def test_batch_and_seq_are_refused() -> None:
     with pytest.raises(InputError, match="no batch"):
-        read_source(FILE, asked=Asked(batch=3))
+        read_source(FILE, asked=CaptureOptions(batch=3))
 
 
 def test_elements_that_say_nothing_are_passed_over() -> None:

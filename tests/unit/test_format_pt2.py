@@ -23,7 +23,7 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import FormatError, GraphError, InputError, SchemaError  # noqa: E402
 from loadmaster.core.graph import Graph, Phase  # noqa: E402
 from loadmaster.graph.formats import pt2  # noqa: E402
-from loadmaster.graph.models import Asked  # noqa: E402
+from loadmaster.graph.models import CaptureOptions  # noqa: E402
 from loadmaster.graph.source import read_source  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.damage import damaged  # noqa: E402
@@ -216,7 +216,7 @@ def test_a_source_is_recognised_and_batch_is_refused(tmp_path: Path) -> None:
     path.write_bytes(tiny_file())
     assert read_source(path).graph.digest == read(tiny_file()).digest
     with pytest.raises(InputError, match="no batch"):
-        read_source(path, asked=Asked(batch=4))
+        read_source(path, asked=CaptureOptions(batch=4))
 
 
 def test_the_older_layout_is_read_too() -> None:

@@ -10,7 +10,15 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Dtype, Graph, Phase, edges, held_bytes
 from loadmaster.core.problem import Links, Objective, Origin
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.generate import FAMILIES, brought, chain, diamond, fork_join, many_source, rnn_grid
+from loadmaster.graph.generate import (
+    FAMILIES,
+    chain,
+    diamond,
+    fork_join,
+    many_source,
+    rnn_grid,
+    with_benchmark_cluster,
+)
 from loadmaster.graph.measures import longest_path
 
 MIB = 2**20
@@ -115,7 +123,7 @@ def test_diamond_is_an_op_two_branches_and_a_join_again_and_again() -> None:
 def test_smallest_graph_of_every_family_has_an_op(family: str) -> None:
     graph = FAMILIES[family](1, 0)
     assert graph.num_ops >= 1
-    assert brought(graph).cluster is not None
+    assert with_benchmark_cluster(graph).cluster is not None
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -127,7 +135,7 @@ def test_impossible_sizes_are_refused(family: str, num_ops: int) -> None:
 
 def test_brought_cluster_is_four_ports_with_half_of_all_bytes_each() -> None:
     graph = fork_join(1000)
-    workload = brought(graph)
+    workload = with_benchmark_cluster(graph)
     cluster = workload.cluster
     assert cluster is not None
     total = sum(2 * (r // 2) + out for r, out in zip(graph.resident_bytes, graph.tensor_bytes, strict=True))
@@ -142,7 +150,7 @@ def test_brought_cluster_is_four_ports_with_half_of_all_bytes_each() -> None:
 
 def test_brought_times_are_whole_microseconds() -> None:
     graph = fork_join(100)
-    costs = brought(graph).costs
+    costs = with_benchmark_cluster(graph).costs
     assert costs is not None
     assert costs.compute_s[:, 0].tolist() == [int(flops / 1e6) / 1e6 for flops in graph.flops]
     expected = [round(0.0001754 * int(size) + 134) / 1e6 for size in graph.tensor_bytes]
@@ -170,6 +178,6 @@ def _mixed_graph() -> Graph:
 
 def test_brought_memory_lets_the_largest_op_run_and_counts_views_once() -> None:
     # all: 60 + 10 + 40 = 110, half of it 55; but `read` needs 500 + 40 + 60
-    cluster = brought(_mixed_graph()).cluster
+    cluster = with_benchmark_cluster(_mixed_graph()).cluster
     assert cluster is not None
     assert cluster.memory_bytes.tolist() == [600] * 4

@@ -15,8 +15,16 @@ from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.generate import FAMILIES, brought, chain, fork_join, layered, many_source, rnn_grid
-from loadmaster.placers.grouping import Grouped, grouped
+from loadmaster.graph.generate import (
+    FAMILIES,
+    chain,
+    fork_join,
+    layered,
+    many_source,
+    rnn_grid,
+    with_benchmark_cluster,
+)
+from loadmaster.placers.grouping import GroupedProblem, group_ops
 from loadmaster.simulator.events.engine import prepare, simulate
 from tests.builders import (
     cluster_of,
@@ -34,7 +42,7 @@ PARAM, FORWARD, BACKWARD, UPDATE = Phase.PARAM, Phase.FORWARD, Phase.BACKWARD, P
 
 def _published(graph: Graph, *, memory_factor: float = 2.0) -> Problem:
     """The benchmark's four devices, with that many times the memory of all weights, gradients and outputs."""
-    workload = brought(graph)
+    workload = with_benchmark_cluster(graph)
     assert workload.cluster is not None
     assert workload.costs is not None
     need = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
@@ -43,7 +51,7 @@ def _published(graph: Graph, *, memory_factor: float = 2.0) -> Problem:
     return replace(problem_of(graph, cluster, 0.0), costs=workload.costs)
 
 
-def _sets(group: Grouped) -> list[set[int]]:
+def _sets(group: GroupedProblem) -> list[set[int]]:
     return [
         set(np.flatnonzero(group.coarse.op_of == op).tolist()) for op in range(group.problem.graph.num_ops)
     ]
@@ -113,8 +121,8 @@ def test_chain_merges_up_to_the_longest_op() -> None:
         star_cluster(2),
         [2.0, 1.0, 4.0, 1.0],
     )
-    assert _sets(grouped(problem)) == [{0, 1}, {2}, {3}]  # 2 + 1 <= 4, but 3 + 4 and 4 + 1 are above
-    assert _sets(grouped(problem, bound_s=96.0)) == [{0, 1}, {2, 3}]  # 96 / (8 * 2) = 6
+    assert _sets(group_ops(problem)) == [{0, 1}, {2}, {3}]  # 2 + 1 <= 4, but 3 + 4 and 4 + 1 are above
+    assert _sets(group_ops(problem, bound_s=96.0)) == [{0, 1}, {2, 3}]  # 96 / (8 * 2) = 6
 
 
 @pytest.mark.parametrize(("keep", "size"), [(True, 2), (False, 3)])
@@ -124,7 +132,7 @@ def test_bytes_of_a_group_stay_within_a_sixteenth_of_the_smallest_device(keep: b
     ops: list[dict[str, Any]] = [{"resident_bytes": 3, "makes": makes}]
     ops += [{"resident_bytes": 3, "uses": [op], "makes": makes} for op in range(5)]
     cluster = cluster_of({(0, 1): [0], (1, 0): [0]}, kind=[0, 0], memory=[160, 900])
-    found = _sets(grouped(problem_of(graph_of(*ops), cluster, 1.0), bound_s=1e6))
+    found = _sets(group_ops(problem_of(graph_of(*ops), cluster, 1.0), bound_s=1e6))
     assert found == [set(range(first, first + size)) for first in range(0, 6, size)]
 
 
@@ -135,49 +143,51 @@ def test_bytes_read_by_the_backward_pass_count() -> None:
         {"phase": BACKWARD, "mirror": 0, "uses": [2]},
     ]
     problem = problem_of(graph_of(*forward, *backward), star_cluster(2, memory=8 * 16), 1.0)
-    assert grouped(problem, bound_s=1e6).problem.graph.num_ops == 2  # 4 + 4 bytes saved, the gradient is gone
+    assert (
+        group_ops(problem, bound_s=1e6).problem.graph.num_ops == 2
+    )  # 4 + 4 bytes saved, the gradient is gone
     tight = problem_of(graph_of(*forward, *backward), star_cluster(2, memory=8 * 16 - 1), 1.0)
-    assert grouped(tight, bound_s=1e6).problem.graph.num_ops == 4
+    assert group_ops(tight, bound_s=1e6).problem.graph.num_ops == 4
 
 
 def test_one_branch_merges_into_a_join_while_it_is_cheaper_to_run_than_to_send() -> None:
     problem = problem_of(diamond(5), star_cluster(2), [1.0, 2.0, 3.0, 1.0])
-    assert _sets(grouped(problem)) == [{0}, {2}, {1, 3}]  # saves 5 - 2 rather than 5 - 3
+    assert _sets(group_ops(problem)) == [{0}, {2}, {1, 3}]  # saves 5 - 2 rather than 5 - 3
 
 
 def test_no_branch_merges_into_a_join_when_sending_is_cheaper_or_it_is_not_wanted() -> None:
     cheap = problem_of(diamond(1), star_cluster(2), [1.0, 2.0, 3.0, 1.0])
-    assert grouped(cheap).problem.graph.num_ops == 4
+    assert group_ops(cheap).problem.graph.num_ops == 4
     dear = problem_of(diamond(5), star_cluster(2), [1.0, 2.0, 3.0, 1.0])
-    assert grouped(dear, merge_branches=False).problem.graph.num_ops == 4
+    assert group_ops(dear, merge_branches=False).problem.graph.num_ops == 4
 
 
 def test_the_other_branch_never_follows_the_first_into_the_join() -> None:
     # with the bound this high everything would be one group if rows of single consumers decided
     problem = problem_of(diamond(5), star_cluster(2), [1.0, 2.0, 3.0, 1.0])
-    assert _sets(grouped(problem, bound_s=1e6)) == [{0}, {2}, {1, 3}]
+    assert _sets(group_ops(problem, bound_s=1e6)) == [{0}, {2}, {1, 3}]
 
 
 def test_branches_of_a_fork_stay_apart() -> None:
     problem = problem_of(fan_out(3, 9), star_cluster(2), 1.0)
-    assert grouped(problem, bound_s=1e6).problem.graph.num_ops == 4
+    assert group_ops(problem, bound_s=1e6).problem.graph.num_ops == 4
 
 
 def test_ops_without_time_are_no_branches() -> None:
     problem = problem_of(diamond(5), star_cluster(2), [1.0, 0.0, 0.0, 1.0])
-    assert _sets(grouped(problem, bound_s=1e6)) == [{0, 1, 2, 3}]
+    assert _sets(group_ops(problem, bound_s=1e6)) == [{0, 1, 2, 3}]
 
 
 def test_sources_cheaper_than_their_transfer_merge_into_their_consumer_and_others_do_not() -> None:
     makes: list[dict[str, Any]] = [{"makes": [size]} for size in (4, 4, 1)]
     problem = problem_of(graph_of(*makes, {"uses": [0, 1, 2]}), star_cluster(2), [2.0, 2.0, 2.0, 1.0])
-    assert _sets(grouped(problem)) == [{2}, {0, 1, 3}]  # 2 + 2 + 1 s, though the longest op takes 2
+    assert _sets(group_ops(problem)) == [{2}, {0, 1, 3}]  # 2 + 2 + 1 s, though the longest op takes 2
 
 
 def test_edge_beside_a_longer_path_is_no_branch() -> None:
     # a residual connection: x -> f -> add and x -> add
     graph = graph_of({"makes": [1]}, {"uses": [0], "makes": [1]}, {"uses": [0, 1]})
-    assert _sets(grouped(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6)) == [{0, 1, 2}]
+    assert _sets(group_ops(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6)) == [{0, 1, 2}]
 
 
 def test_parameters_are_no_inputs_of_a_join_and_merge_as_their_readers_do() -> None:
@@ -189,7 +199,7 @@ def test_parameters_are_no_inputs_of_a_join_and_merge_as_their_readers_do() -> N
         {"phase": UPDATE, "group": 0, "uses": [0, 3]},
         {"phase": UPDATE, "group": 1, "uses": [1, 3]},
     )
-    coarse = grouped(problem_of(graph, star_cluster(2), [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]), bound_s=1e6)
+    coarse = group_ops(problem_of(graph, star_cluster(2), [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]), bound_s=1e6)
     assert _sets(coarse) == [{0, 1}, {2, 3}, {4, 5}]
     group = coarse.problem.graph.group
     assert group[0] == group[2] != NO_GROUP  # a parameter stays with its update
@@ -203,7 +213,7 @@ def test_backward_ops_merge_as_their_mirrors_and_stay_with_them() -> None:
         for mirror, tensor in ((2, 2), (1, 3), (0, 4))
     ]
     problem = problem_of(graph_of(*forward, *backward), star_cluster(2), [2.0, 1.0, 5.0, 5.0, 1.0, 2.0])
-    coarse = grouped(problem, bound_s=6 * 16.0)  # 2 + 1 + 1 + 2 is just allowed
+    coarse = group_ops(problem, bound_s=6 * 16.0)  # 2 + 1 + 1 + 2 is just allowed
     assert _sets(coarse) == [{0, 1}, {2}, {3}, {4, 5}]
     assert coarse.problem.graph.mirror.tolist() == [NO_MIRROR, NO_MIRROR, 1, 0]
     assert coarse.problem.graph.group.tolist() == [0, 1, 1, 0]
@@ -218,13 +228,13 @@ def test_backward_op_that_would_close_a_circle_stays_alone() -> None:
         {"phase": BACKWARD, "uses": [2], "makes": [1]},
         {"phase": BACKWARD, "mirror": 0, "uses": [3]},
     )
-    assert _sets(grouped(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6)) == [{0, 1}, {2}, {3}, {4}]
+    assert _sets(group_ops(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6)) == [{0, 1}, {2}, {3}, {4}]
 
 
 def test_phases_that_alternate_close_no_circle() -> None:
     # f0 -> b -> f1 and f0 -> f1: the two forward ops may not become one around b
     graph = graph_of({"makes": [1]}, {"phase": BACKWARD, "uses": [0], "makes": [1]}, {"uses": [0, 1]})
-    assert grouped(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6).problem.graph.num_ops == 3
+    assert group_ops(problem_of(graph, star_cluster(2), 1.0), bound_s=1e6).problem.graph.num_ops == 3
 
 
 def test_ops_that_no_device_may_run_together_are_not_merged() -> None:
@@ -233,9 +243,9 @@ def test_ops_that_no_device_may_run_together_are_not_merged() -> None:
     cluster = cluster_of(links, kind=[0, 1, 1], on_host=(False, False))
     seconds = np.array([[1.0, np.inf], [1.0, 1.0], [np.inf, 1.0], [1.0, 1.0]])
     problem = problem_of(graph, cluster, seconds)
-    assert _sets(grouped(problem, bound_s=1e6)) == [{0, 1}, {2, 3}]
+    assert _sets(group_ops(problem, bound_s=1e6)) == [{0, 1}, {2, 3}]
     pinned = replace(problem, pinned=np.array([-1, 0, 2, 1], dtype=np.int32))
-    coarse = grouped(pinned, bound_s=1e6)
+    coarse = group_ops(pinned, bound_s=1e6)
     assert _sets(coarse) == [{0, 1}, {2}, {3}]
     assert coarse.problem.pinned.tolist() == [0, 2, 1]
 
@@ -244,7 +254,7 @@ def test_ops_of_one_group_stay_tied_and_what_they_tie_counts_against_the_limit()
     # ops 0 and 3 belong together: merging 0 with 1 or 2 with 3 would tie 4 + 1 s, the limit is 4
     chained: list[dict[str, Any]] = [{"uses": [op], "makes": [1]} for op in range(3)]
     graph = graph_of({"makes": [1], "group": 7}, chained[0], chained[1], {**chained[2], "group": 7})
-    coarse = grouped(problem_of(graph, star_cluster(2), [2.0, 1.0, 1.0, 2.0]), bound_s=64.0)
+    coarse = group_ops(problem_of(graph, star_cluster(2), [2.0, 1.0, 1.0, 2.0]), bound_s=64.0)
     assert _sets(coarse) == [{0}, {1, 2}, {3}]
     assert coarse.problem.graph.group.tolist() == [0, NO_GROUP, 0]
 
@@ -254,7 +264,7 @@ def test_ops_of_one_group_stay_tied_and_what_they_tie_counts_against_the_limit()
 
 def test_r7_grouped_chain_fits_where_published_grouping_finds_no_device() -> None:
     problem = _published(chain(1000), memory_factor=1.3)
-    coarse = grouped(problem)
+    coarse = group_ops(problem)
     size = np.bincount(coarse.coarse.op_of, _op_bytes(problem.graph))
     assert len(size) >= 50  # at 1/16 of a device each, with 1.3 times the need in all: 64 / 1.3
     assert size.max() <= problem.cluster.memory_bytes.min() / 16
@@ -267,7 +277,7 @@ def test_r7_grouped_chain_fits_where_published_grouping_finds_no_device() -> Non
 
 def test_r8_blocks_keep_as_many_groups_as_branches() -> None:
     graph = fork_join(1000)
-    coarse = grouped(_published(graph))
+    coarse = group_ops(_published(graph))
     blocks: dict[str, dict[str, set[int]]] = {}
     for module, group in zip(graph.module, coarse.coarse.op_of.tolist(), strict=True):
         if module.count(".") == 2:
@@ -283,13 +293,13 @@ def test_r8_longest_path_stays_and_grows_by_a_seventh_at_most_where_branches_mer
     problem = _published(fork_join(1000))
     before_s = _longest_s(problem)
     assert before_s == pytest.approx(0.265662)
-    assert _longest_s(grouped(problem, merge_branches=False).problem) == pytest.approx(before_s)
-    assert before_s <= _longest_s(grouped(problem).problem) <= 1.15 * before_s
+    assert _longest_s(group_ops(problem, merge_branches=False).problem) == pytest.approx(before_s)
+    assert before_s <= _longest_s(group_ops(problem).problem) <= 1.15 * before_s
 
 
 def test_r8_grouped_plan_is_no_slower_than_an_ungrouped_one() -> None:
     problem = _published(fork_join(1000))
-    coarse = grouped(problem)
+    coarse = group_ops(problem)
     plain_s = _step_s(problem, _listed(problem))
     grouped_s = _step_s(problem, coarse.back(_listed(coarse.problem)))
     assert grouped_s <= plain_s
@@ -299,7 +309,7 @@ def test_r8_grouped_plan_is_no_slower_than_an_ungrouped_one() -> None:
 def test_every_source_is_with_its_consumer() -> None:
     graph = many_source(1000)
     for factor in (1.02, 2.0):
-        coarse = grouped(_published(graph, memory_factor=factor))
+        coarse = group_ops(_published(graph, memory_factor=factor))
         source, target = edges(graph)
         from_source = np.array([kind == "source" for kind in graph.op_kind])[source]
         assert from_source.sum() > 400
@@ -309,7 +319,7 @@ def test_every_source_is_with_its_consumer() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_work_and_bytes_are_kept(family: str) -> None:
     problem = _published(FAMILIES[family](1000, 0))
-    coarse = grouped(problem).problem
+    coarse = group_ops(problem).problem
     fine, small = problem.graph, coarse.graph
     assert small.flops.sum() == pytest.approx(fine.flops.sum(), rel=1e-12)
     assert small.bytes_moved.sum() == fine.bytes_moved.sum()
@@ -320,7 +330,7 @@ def test_work_and_bytes_are_kept(family: str) -> None:
 
 def test_groups_of_a_training_step_merge_backward_alike() -> None:
     graph = FAMILIES["transformer"](1500, 0)
-    coarse = grouped(_published(graph))
+    coarse = group_ops(_published(graph))
     op_of, mirror = coarse.coarse.op_of, graph.mirror
     back = np.flatnonzero(mirror != NO_MIRROR)
     pairs = set(zip(op_of[mirror[back]].tolist(), op_of[back].tolist(), strict=True))
@@ -346,7 +356,7 @@ def test_groups_of_a_training_step_merge_backward_alike() -> None:
 )
 def test_max_ops_is_reached_across_joins_and_said(graph: Graph, max_ops: int) -> None:
     problem = problem_of(graph, star_cluster(4, rate=1e9), np.maximum(graph.flops, 1.0) / 1e12)
-    plain, coarse = grouped(problem), grouped(problem, max_ops=max_ops)
+    plain, coarse = group_ops(problem), group_ops(problem, max_ops=max_ops)
     assert plain.joins_kept
     assert plain.problem.graph.num_ops > max_ops >= coarse.problem.graph.num_ops
     assert not coarse.joins_kept
@@ -356,21 +366,21 @@ def test_max_ops_is_reached_across_joins_and_said(graph: Graph, max_ops: int) ->
 def test_wide_and_recurrent_graphs_keep_their_parallelism_when_they_shrink() -> None:
     for graph, max_ops in ((layered(3000), 1200), (rnn_grid(3000), 300)):
         problem = _published(graph)
-        coarse = grouped(problem, max_ops=max_ops).problem
+        coarse = group_ops(problem, max_ops=max_ops).problem
         assert coarse.graph.num_ops <= max_ops
         assert _longest_s(coarse) <= problem.costs.compute_s.sum() / 4  # four devices can still be busy
 
 
 def test_bytes_are_not_given_up_for_fewer_groups() -> None:
     problem = _published(chain(1000), memory_factor=1.3)
-    coarse = grouped(problem, max_ops=1)
+    coarse = group_ops(problem, max_ops=1)
     size = np.bincount(coarse.coarse.op_of, _op_bytes(problem.graph))
     assert len(size) >= 16 * 4 / 1.3
     assert size.max() <= problem.cluster.memory_bytes.min() / 16
 
 
 def test_max_ops_that_the_rules_reach_keeps_joins() -> None:
-    coarse = grouped(_published(fork_join(1000)), max_ops=600)
+    coarse = group_ops(_published(fork_join(1000)), max_ops=600)
     assert coarse.joins_kept
     assert coarse.problem.graph.num_ops <= 600
 
@@ -384,19 +394,19 @@ def _round_robin(problem: Problem) -> Plan:
 
 
 def test_plan_without_an_order_comes_back_without_one() -> None:
-    coarse = grouped(_published(chain(100)))
+    coarse = group_ops(_published(chain(100)))
     plan = _round_robin(coarse.problem)
     fine = coarse.back(plan)
     assert len(set(fine.priority.tolist())) == 1
     assert fine.device.tolist() == plan.device[coarse.coarse.op_of].tolist()
-    assert coarse.device_back(plan.device).tolist() == fine.device.tolist()
+    assert coarse.expand_devices(plan.device).tolist() == fine.device.tolist()
 
 
 def test_order_of_groups_is_the_order_of_their_ops() -> None:
     problem = problem_of(
         graph_of({"makes": [9]}, {"makes": [9]}, {"uses": [0]}, {"uses": [1]}), star_cluster(1), 1.0
     )
-    coarse = grouped(problem, bound_s=1e6)
+    coarse = group_ops(problem, bound_s=1e6)
     assert _sets(coarse) == [{0, 2}, {1, 3}]
     assert coarse.back(plan_on([0, 0], [5, 2])).priority.tolist() == [2, 0, 3, 1]
 
@@ -405,7 +415,7 @@ def test_peak_of_the_way_back_counts_tensors_inside_a_group() -> None:
     # 0 -(6)-> 1 -(1)-> 2: the first two merge, and the tensor of 6 bytes is gone from the coarse graph
     graph = graph_of({"makes": [6]}, {"uses": [0], "makes": [1]}, {"uses": [1], "resident_bytes": 1})
     problem = problem_of(graph, star_cluster(2, memory=7 * 16), [1.0, 1.0, 2.0])
-    coarse = grouped(problem)
+    coarse = group_ops(problem)
     assert _sets(coarse) == [{0, 1}, {2}]
     assert simulate(coarse.problem, plan_on([0, 1])).peak_bytes.tolist() == [1, 2]
     assert simulate(problem, coarse.back(plan_on([0, 1]))).peak_bytes.tolist() == [7, 2]
@@ -413,19 +423,19 @@ def test_peak_of_the_way_back_counts_tensors_inside_a_group() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     problem = problem_of(diamond(5), star_cluster(2), [1.0, 2.0, 3.0, 1.0])
-    coarse = grouped(problem)
+    coarse = group_ops(problem)
     with pytest.raises(PlanError, match="4 ops does not fit 3 groups"):
         coarse.back(plan_on([0, 0, 0, 0]))
     with pytest.raises(PlanError, match="3 groups"):
-        coarse.device_back(np.zeros(4, dtype=np.int32))
+        coarse.expand_devices(np.zeros(4, dtype=np.int32))
     for wrong in ({"max_ops": 0}, {"time_share": 0}, {"byte_share": -1}):
         with pytest.raises(ProblemError, match="give 1 or more"):
-            grouped(problem, **wrong)  # type: ignore[arg-type]
+            group_ops(problem, **wrong)  # type: ignore[arg-type]
 
 
 def test_grouping_twice_gives_the_same() -> None:
     problem = _published(fork_join(500))
-    one, other = (grouped(problem, max_ops=40) for _ in range(2))
+    one, other = (group_ops(problem, max_ops=40) for _ in range(2))
     assert one.problem.digest == other.problem.digest
     labels: list[Ints] = [one.coarse.op_of, other.coarse.op_of]
     assert (labels[0] == labels[1]).all()
@@ -435,6 +445,6 @@ def test_groups_of_a_graph_from_the_builder_have_its_names() -> None:
     builder = GraphBuilder("row")
     a, b = builder.op("a", module="m.x"), builder.op("b", module="m.y")
     builder.use(builder.tensor(a, 1), b)
-    coarse = grouped(problem_of(builder.build(), star_cluster(2), 1.0), bound_s=1e6)
+    coarse = group_ops(problem_of(builder.build(), star_cluster(2), 1.0), bound_s=1e6)
     assert coarse.problem.graph.op_name == ("a",)  # of its first member
     assert coarse.problem.graph.module == ("m.x",)

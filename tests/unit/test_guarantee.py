@@ -13,7 +13,7 @@ from loadmaster.core.graph import Phase, edges
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.placers.heuristic._guarantee import etf_guarantee, sct_guarantee
-from loadmaster.placers.registry import available
+from loadmaster.placers.registry import list_algorithms
 from tests.builders import chain, cluster_of, diamond, graph_of, problem_of, star_cluster
 from tests.conformance.problems import unequal_cluster
 from tests.oracle import best_of_all
@@ -253,7 +253,7 @@ def test_the_guarantee_is_within_its_factor_of_the_best(problem: Problem, seed: 
     assert greedy_s(problem, np.random.default_rng(seed)) <= found.of_best * best * (1 + 1e-12)
 
 
-@pytest.mark.skipif("m_etf" not in available(), reason="m_etf is not registered")
+@pytest.mark.skipif("m_etf" not in list_algorithms(), reason="m_etf is not registered")
 @quick
 @given(equal_problems(max_ops=12, max_devices=4))
 def test_m_etf_keeps_its_promise(problem: Problem) -> None:
@@ -265,7 +265,7 @@ def test_m_etf_keeps_its_promise(problem: Problem) -> None:
         assert answer.score_s <= found.seconds * (1 + 1e-12)
 
 
-@pytest.mark.skipif("m_sct" not in available(), reason="m_sct is not registered")
+@pytest.mark.skipif("m_sct" not in list_algorithms(), reason="m_sct is not registered")
 @few
 @given(equal_problems(max_ops=5, max_devices=2, small=True))
 def test_m_sct_is_within_what_is_published_of_the_best(problem: Problem) -> None:

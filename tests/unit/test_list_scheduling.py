@@ -13,11 +13,11 @@ from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Status
 from loadmaster.core.problem import Links, Problem
 from loadmaster.placers.heuristic import cpop
-from loadmaster.placers.heuristic._insert_kernel import insert, ready_order
+from loadmaster.placers.heuristic._insert_kernel import insert_ops, ready_order
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, PUBLISHED, WAITING
 from loadmaster.placers.heuristic._lists import Lists, load_lists
-from loadmaster.placers.heuristic.heft import inserted
-from loadmaster.placers.heuristic.m_topo import fill
+from loadmaster.placers.heuristic.heft import plan_by_insertion
+from loadmaster.placers.heuristic.m_topo import fill_devices
 from loadmaster.placers.placement_units import load_cargo
 from loadmaster.placers.registry import placer
 from loadmaster.simulator.events.engine import prepare
@@ -103,7 +103,7 @@ class TestPublishedInstances:
 
     def test_upward_ranks_are_those_of_the_paper(self) -> None:
         lists = load_lists(tpds_example())
-        up, down = lists.upward(transfers=True), lists.downward(transfers=True)
+        up, down = lists.compute_upward_rank(transfers=True), lists.compute_downward_rank(transfers=True)
         thirds = [324, 231, 240, 240, 207, 190, 128, 107, 133, 44]
         assert up * 3 == pytest.approx(thirds)
         assert (up + down)[[0, 1, 8, 9]] == pytest.approx(108)  # the critical path of the paper
@@ -116,10 +116,10 @@ class TestPublishedInstances:
         problem = tpds_example()
         lists = load_lists(problem)
         order = np.array([1, 3, 4, 2, 5, 6, 9, 7, 8, 10], dtype=np.int32) - 1
-        device, start = insert(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
+        device, start = insert_ops(lists.fixed, lists.rules(None, PARALLEL), order, nowhere(lists))
         assert device.tolist() == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
         assert start.tolist() == [0, 27, 9, 18, 28, 26, 38, 57, 56, 73]
-        plan = inserted(lists, order, nowhere(lists))
+        plan = plan_by_insertion(lists, order, nowhere(lists))
         replay = reference.simulate(problem, plan, dispatch="in_order", links="parallel")
         assert replay.op_start == start.tolist()
         assert replay.step_s == 80.0
@@ -129,12 +129,12 @@ class TestPublishedInstances:
         """86: tasks 1, 2, 9, 10 on the second processor, 54 s; 85 s with the third, which the paper skips."""
         problem = tpds_example()
         lists = load_lists(problem)
-        rank = lists.upward(transfers=True) + lists.downward(transfers=True)
+        rank = lists.compute_upward_rank(transfers=True) + lists.compute_downward_rank(transfers=True)
         path = cpop.critical_path(lists, rank)
         assert path.tolist() == [0, 1, 8, 9]
         wanted = nowhere(lists)
         wanted[path] = 1
-        plan = inserted(lists, ready_order(lists.fixed, -rank), wanted)
+        plan = plan_by_insertion(lists, ready_order(lists.fixed, -rank), wanted)
         assert plan.device[path].tolist() == [1, 1, 1, 1]
         assert reference.simulate(problem, plan, dispatch="in_order", links="parallel").step_s == 86.0
         assert planned_s(problem, "cpop") == 85.0
@@ -154,7 +154,7 @@ class TestMTopo:
         """12 bytes on devices of 30 and 10: caps 9 + 2 and 3 + 2."""
         graph = graph_of(*({"resident_bytes": 2} for _ in range(6)))
         cargo = load_cargo(problem_of(graph, star_cluster(2), 1.0))
-        found = fill(cargo, cargo.held_bytes, np.array([30.0, 10.0]))
+        found = fill_devices(cargo, cargo.held_bytes, np.array([30.0, 10.0]))
         assert found.tolist() == [0, 0, 0, 0, 0, 1]
 
     def test_a_cap_is_never_above_what_a_device_has(self) -> None:
@@ -173,7 +173,12 @@ class TestMTopo:
             *({"resident_bytes": 2, "group": 0 if op in (0, 3) else op} for op in range(4)),
         )
         cargo = load_cargo(problem_of(graph, star_cluster(2, memory=100), 1.0))
-        assert fill(cargo, cargo.held_bytes, np.array([4.0, 4.0]))[cargo.of_op].tolist() == [0, 1, 1, 0]
+        assert fill_devices(cargo, cargo.held_bytes, np.array([4.0, 4.0]))[cargo.of_op].tolist() == [
+            0,
+            1,
+            1,
+            0,
+        ]
 
     def test_without_any_bytes_everything_is_on_the_first_device(self) -> None:
         assert devices(problem_of(loose_ops(3), star_cluster(2), 1.0), "m_topo") == [0, 0, 0]
@@ -304,7 +309,7 @@ class TestHeft:
         """d0 waits from 2 to 5 for the transfer of op 1; op 3 (3 s, the last by rank) fills that gap."""
         problem = arrows([2, 4, 6, 3], {(0, 2): 9.0, (1, 2): 1.0}, star_cluster(2))
         lists = load_lists(problem)
-        device, start = insert(
+        device, start = insert_ops(
             lists.fixed,
             lists.rules(None, PARALLEL),
             np.array([0, 1, 2, 3], dtype=np.int32),
@@ -326,7 +331,7 @@ class TestCpop:
         """The diamond's longer side: top, right, bottom take 1 + 6 + 1 on d1 and 2 + 12 + 2 on d0."""
         problem = problem_of(diamond(1), unequal_cluster(), [[2, 1], [4, 2], [12, 6], [2, 1]])
         lists = load_lists(problem)
-        rank = lists.upward(transfers=True) + lists.downward(transfers=True)
+        rank = lists.compute_upward_rank(transfers=True) + lists.compute_downward_rank(transfers=True)
         assert cpop.critical_path(lists, rank).tolist() == [0, 2, 3]
         found = devices(problem, "cpop")
         assert [found[op] for op in (0, 2, 3)] == [1, 1, 1]

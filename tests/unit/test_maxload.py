@@ -13,10 +13,10 @@ from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Budget, Run
 from loadmaster.graph.formats import msr
 from loadmaster.placers.bounds import quick_bound
-from loadmaster.placers.exact._maxload.chains import ideals_of
+from loadmaster.placers.exact._maxload.chains import find_ideals
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import free_model
-from loadmaster.placers.exact._maxload.reduce import least_busiest_s, reduced
+from loadmaster.placers.exact._maxload.reduce import least_busiest_s, reduce_model
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.warm import warm_up
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
@@ -76,7 +76,7 @@ def asked(problem: Problem, algorithm: Placer | str, budget: Budget | None = Non
         budget=budget or Budget(count=40),
         rng=np.random.default_rng(0),
         score=simulator.score,
-        arrange=simulator.arranged,
+        arrange=simulator.order_and_score,
         bound=lower_bound(problem),
     )
     return (placer(algorithm) if isinstance(algorithm, str) else algorithm)(problem, run)
@@ -113,7 +113,7 @@ class TestPublished:
     @pytest.mark.parametrize("name", IDEALS)
     def test_classes_and_ideals_are_as_many_as_published(self, name: str) -> None:
         model = chain_model(problem_from(throughput_input(name))).model
-        ideals = ideals_of(model, most=10**6, max_bytes=2**30)
+        ideals = find_ideals(model, most=10**6, max_bytes=2**30)
         assert ideals is not None
         assert (model.num_classes, ideals.num) == IDEALS[name]
 
@@ -254,7 +254,7 @@ class TestBruteForce:
             if best.value == INF:
                 continue
             assert least_busiest_s(model) <= best.value * (1 + 1e-9)
-            kept = reduced(model, best.value * (1 + 1e-9) + 1e-9)
+            kept = reduce_model(model, best.value * (1 + 1e-9) + 1e-9)
             assert kept is not None, "a split within the limit was lost"
             assert every_split_within(problem, kept.of_class[model.of_op], best.value)
 

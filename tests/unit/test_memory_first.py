@@ -12,7 +12,7 @@ from loadmaster.core.graph import NO_GROUP, Graph, held_bytes
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Problem
 from loadmaster.graph import generate
-from loadmaster.placers.heuristic._packing import best_fit, depth_first
+from loadmaster.placers.heuristic._packing import best_fit, order_depth_first
 from tests import reference
 from tests.builders import graph_of, loose_ops, problem_of, star_cluster
 from tests.conformance.problems import unequal_cluster
@@ -36,7 +36,7 @@ def tight(family: str, num_ops: int, factor: float, shares: tuple[float, ...] = 
         bytes_per_s=1.0 / (generate.US_PER_BYTE * 1e-6),
         latency_s=generate.US_PER_TRANSFER * 1e-6,
     )
-    costs = generate.brought(graph).costs
+    costs = generate.with_benchmark_cluster(graph).costs
     assert costs is not None
     return problem_of(graph, cluster, costs.compute_s, transfer_s=costs.transfer_s)
 
@@ -164,4 +164,4 @@ class TestPacking:
         """0 -> 1 -> 3 -> 5 and 0 -> 2 -> 4 -> 5: the first branch, the second, then the join."""
         pointer = np.array([0, 2, 3, 4, 5, 6, 6], dtype=np.int32)
         target = np.array([1, 2, 3, 4, 5, 5], dtype=np.int32)
-        assert depth_first(pointer, target).tolist() == [0, 1, 3, 2, 4, 5]
+        assert order_depth_first(pointer, target).tolist() == [0, 1, 3, 2, 4, 5]

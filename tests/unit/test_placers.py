@@ -13,7 +13,7 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.placers.placement_units import load_cargo
-from loadmaster.placers.registry import available, placer, why_not
+from loadmaster.placers.registry import list_algorithms, placer, why_not
 from tests import reference
 from tests.builders import (
     chain,
@@ -210,7 +210,7 @@ class TestAuto:
         placement = planned(pipeline(Split.FREE), "auto")
         reasons = {member.name: member.reason for member in placement.members}
         elsewhere = {"brute_force", "ideal_dp", "cpsat_latency"}  # tiny problems, chains, steps
-        assert {name.partition("(")[0] for name in reasons} == set(available()) - {"auto", *elsewhere}
+        assert {name.partition("(")[0] for name in reasons} == set(list_algorithms()) - {"auto", *elsewhere}
         assert list(reasons.values()).count("best") == 1
         assert reasons["chain_balance"] in ("best", "as good")
         assert reasons["round_robin"] == "46.5 s slower"  # 60 s against 13.5 s
@@ -343,7 +343,7 @@ class TestPublishedDefects:
         rng = np.random.default_rng(7)
         for _ in range(10):
             problem = scattered(rng)
-            for algorithm in available():
+            for algorithm in list_algorithms():
                 if not why_not(placer(algorithm), problem):
                     placement = api.plan(problem, algorithm=algorithm, budget="20x")
                     plan = placement.plan or placement.least_overflow_plan

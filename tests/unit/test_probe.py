@@ -119,11 +119,11 @@ def test_a_machine_with_gpus_is_read_back_as_it_was_written(tmp_path: Path) -> N
 
 def test_the_probe_of_this_machine_is_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the probe needs the extra [torch]")
-    from loadmaster.cluster.benchmark import benchmark
+    from loadmaster.cluster.benchmark import benchmark_machine
     from loadmaster.cluster.toml import machine_toml
 
     said: list[str] = []
-    machine = benchmark(largest_bytes=2**16, most_flops_s=1e-9, say=lambda text, _: said.append(text))
+    machine = benchmark_machine(largest_bytes=2**16, most_flops_s=1e-9, say=lambda text, _: said.append(text))
     (tmp_path / "here.toml").write_text(machine_toml(machine))
     cluster = parse_cluster(tmp_path / "here.toml")
     here = local_devices()
@@ -169,10 +169,10 @@ def test_a_gpu_and_its_links_are_measured(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the probe needs the extra [torch]")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from loadmaster.cluster.benchmark import benchmark
+    from loadmaster.cluster.benchmark import benchmark_machine
     from loadmaster.cluster.toml import machine_toml
 
-    machine = benchmark(say=lambda *_: None)
+    machine = benchmark_machine(say=lambda *_: None)
     (tmp_path / "here.toml").write_text(machine_toml(machine))
     cluster = parse_cluster(tmp_path / "here.toml")
     assert cluster.device_name[1] == "gpu0"

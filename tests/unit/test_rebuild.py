@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.cost.after_forward import CannotRebuild  # noqa: E402
-from loadmaster.cost.rebuild import casting, rebuild  # noqa: E402
-from loadmaster.cost.signature import Signature, read  # noqa: E402
+from loadmaster.cost.rebuild import autocast_context, rebuild_call  # noqa: E402
+from loadmaster.cost.signature import Signature, parse_signature  # noqa: E402
 
 CPU = torch.device("cpu")
 FLASH = (
@@ -32,15 +32,15 @@ class Log(TorchDispatchMode):
 
 
 def signature(text: str) -> Signature:
-    found = read(text)
+    found = parse_signature(text)
     assert found is not None
     return found
 
 
 def ops_of(text: str) -> list[str]:
     """What one call of a rebuilt op runs."""
-    call = rebuild(signature(text), CPU, grad=False)
-    with casting(signature(text), CPU), Log() as log:
+    call = rebuild_call(signature(text), CPU, grad=False)
+    with autocast_context(signature(text), CPU), Log() as log:
         call()
     return log.names
 
@@ -51,7 +51,7 @@ def test_the_last_words_say_how_an_op_ran() -> None:
     assert (cast.autocast, cast.num_views) == ("bfloat16", 0)
     assert signature("aten.relu.default float32[2] @views=3").num_views == 3
     assert plain.args == cast.args
-    assert read("aten.relu.default float32[2] @views=many") is None
+    assert parse_signature("aten.relu.default float32[2] @views=many") is None
 
 
 def test_views_beside_an_op_are_made_with_it() -> None:
@@ -66,7 +66,7 @@ def test_an_op_under_autocast_casts_what_it_is_given() -> None:
 
 def test_an_unknown_dtype_of_autocast_is_refused() -> None:
     with pytest.raises(CannotRebuild, match="no dtype float99"):
-        casting(signature("aten.relu.default float32[2] @autocast=float99"), CPU)
+        autocast_context(signature("aten.relu.default float32[2] @autocast=float99"), CPU)
 
 
 def test_the_backward_of_attention_is_the_one_this_device_runs() -> None:
@@ -77,7 +77,7 @@ def test_the_backward_of_attention_is_the_one_this_device_runs() -> None:
 def test_attention_that_this_device_writes_out_has_no_backward_of_its_own() -> None:
     dropped = FLASH.replace(" 0.0 True", " 0.5 True").format("float32[2,4,8,16]")
     with pytest.raises(CannotRebuild, match="no kernel like"):
-        rebuild(signature(dropped), CPU, grad=False)
+        rebuild_call(signature(dropped), CPU, grad=False)
 
 
 def test_the_backward_of_batch_norm_runs_after_its_forward() -> None:
@@ -88,11 +88,11 @@ def test_the_backward_of_batch_norm_runs_after_its_forward() -> None:
 def test_a_state_that_only_a_forward_makes_is_never_made_up() -> None:
     text = "aten._cudnn_rnn_backward.default float32[2,3] reserve=uint8[8]"
     with pytest.raises(CannotRebuild, match="not run on its own"):
-        rebuild(signature(text), CPU, grad=False)
+        rebuild_call(signature(text), CPU, grad=False)
     text = "aten._flash_attention_backward.default {0} {0} {0} {0} {0} float32[2,4,8] int32[2] int32[2]"
     text = text.format("float32[2,4,8,16]") + " 8 8 0.0 True uint64[2] uint64[]"
     with pytest.raises(CannotRebuild, match="which only its forward makes"):
-        rebuild(signature(text), CPU, grad=False)
+        rebuild_call(signature(text), CPU, grad=False)
 
 
 def test_capture_counts_the_views_of_the_backward_pass_where_autograd_makes_them() -> None:

@@ -36,7 +36,7 @@ class Counting:
 
     def arrange(self, plan: Plan) -> tuple[Plan, Score]:
         self.calls += 1
-        return self.simulator.arranged(plan)
+        return self.simulator.order_and_score(plan)
 
 
 def refined(problem: Problem, count: int, **parameters: object) -> tuple[Placement, int]:

@@ -14,12 +14,12 @@ from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Budget, Run
-from loadmaster.placers._partition import Schedule, Standing, Terms, settle
+from loadmaster.placers._partition import Schedule, Standing, Terms, anneal_partition
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.placement_units import Cargo, load_cargo
-from loadmaster.placers.repair import fitted, repaired
+from loadmaster.placers.repair import repair_assignment, repair_until_fits
 from loadmaster.placers.resident_memory import load_standing, running_bytes, standing_bytes
-from loadmaster.placers.unit_cuts import blocks, carved, cut_bytes
+from loadmaster.placers.unit_cuts import cut_bytes, cut_into_blocks, move_overflow
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.events.engine import prepare
 from tests import reference
@@ -141,7 +141,7 @@ class TestSearch:
         before = device.copy()
         standing = load_standing(problem, cargo)
         terms = terms_of(problem, cargo, room, running)
-        found, over, copied, tries = settle(standing, device, terms, schedule_of(seed=seed))
+        found, over, copied, tries = anneal_partition(standing, device, terms, schedule_of(seed=seed))
         assert device.tolist() == before.tolist()
         assert tries == (2000 if num > 1 else 0)
         assert cargo.fits[np.arange(cargo.num_units), found].all()
@@ -158,8 +158,8 @@ class TestSearch:
         problem, cargo, device = case
         standing = load_standing(problem, cargo)
         rooms = [room] * problem.cluster.num_devices
-        found, over, _, _ = settle(standing, device, terms_of(problem, cargo, rooms), schedule_of())
-        again, _, _, _ = settle(standing, device, terms_of(problem, cargo, rooms), schedule_of())
+        found, over, _, _ = anneal_partition(standing, device, terms_of(problem, cargo, rooms), schedule_of())
+        again, _, _, _ = anneal_partition(standing, device, terms_of(problem, cargo, rooms), schedule_of())
         lacking = sum(max(0, load - room) for load in by_hand(problem, device[cargo.of_op].tolist()))
         assert over <= lacking
         assert again.tolist() == found.tolist()
@@ -189,7 +189,7 @@ class TestSearch:
         hot = Schedule(1e9, 1e9, 1.0, 1.0, 10_001, 1, False)
         cargo = load_cargo(problem)
         start = np.zeros(2, dtype=np.int32)
-        found, over, _, _ = settle(
+        found, over, _, _ = anneal_partition(
             load_standing(problem, cargo), start, terms_of(problem, cargo, [3, 3]), hot
         )
         assert over == 0
@@ -206,7 +206,7 @@ class TestSearch:
         free = terms_of(problem, cargo, [20, 60, 60])
         timely = free._replace(limit_s=30.0, bytes_per_s=100.0)
         on_slow = [
-            int((settle(standing, start, terms, schedule_of(stop=True))[0] == 1).sum())
+            int((anneal_partition(standing, start, terms, schedule_of(stop=True))[0] == 1).sum())
             for terms in (free, timely)
         ]
         assert on_slow[0] >= 5
@@ -228,7 +228,9 @@ def searched(
 ) -> Any:
     cargo = load_cargo(problem)
     standing: Standing = load_standing(problem, cargo)
-    return settle(standing, start, terms_of(problem, cargo, room), schedule_of(num_tries, stop=stop))
+    return anneal_partition(
+        standing, start, terms_of(problem, cargo, room), schedule_of(num_tries, stop=stop)
+    )
 
 
 class TestCuts:
@@ -258,24 +260,26 @@ class TestCuts:
         problem = problem_of(graph_of(*ops), star_cluster(2), 1.0)
         cargo = load_cargo(problem)
         standing = load_standing(problem, cargo)
-        device = blocks(standing, cargo.fits, np.arange(8), np.array([500, 500]))
+        device = cut_into_blocks(standing, cargo.fits, np.arange(8), np.array([500, 500]))
         assert device.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-        turned = blocks(standing, cargo.fits, np.arange(8), np.array([500, 500]), devices=np.array([1, 0]))
+        turned = cut_into_blocks(
+            standing, cargo.fits, np.arange(8), np.array([500, 500]), devices=np.array([1, 0])
+        )
         assert turned.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-        uneven = blocks(standing, cargo.fits, np.arange(8)[::-1], np.array([200, 600]))
+        uneven = cut_into_blocks(standing, cargo.fits, np.arange(8)[::-1], np.array([200, 600]))
         assert uneven.tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
 
     def test_what_a_device_cannot_run_is_not_in_its_block(self) -> None:
         problem = problem_of(loose_ops(4), unequal_cluster(), [[1, 1], [float("inf"), 1], [1, 1], [1, 1]])
         cargo = load_cargo(problem)
         standing = load_standing(problem, cargo)._replace(unit_bytes=np.full(4, 10))
-        device = blocks(standing, cargo.fits, np.arange(4), np.array([30, 30]))
+        device = cut_into_blocks(standing, cargo.fits, np.arange(4), np.array([30, 30]))
         assert device.tolist() == [0, 1, 1, 1]
 
     def test_more_devices_than_units_leave_some_empty(self) -> None:
         problem = problem_of(chain(2), star_cluster(5), 1.0)
         cargo = load_cargo(problem)
-        device = blocks(load_standing(problem, cargo), cargo.fits, np.arange(2), np.full(5, 7))
+        device = cut_into_blocks(load_standing(problem, cargo), cargo.fits, np.arange(2), np.full(5, 7))
         assert ((device >= 0) & (device < 5)).all()
 
     def test_the_last_units_of_an_overfull_device_are_carved_off(self) -> None:
@@ -283,7 +287,7 @@ class TestCuts:
         problem = problem_of(graph, star_cluster(3), 1.0)
         cargo = load_cargo(problem)
         start = np.zeros(6, dtype=np.int32)
-        device = carved(load_standing(problem, cargo), cargo.fits, start, np.array([30, 20, 10]))
+        device = move_overflow(load_standing(problem, cargo), cargo.fits, start, np.array([30, 20, 10]))
         assert device.tolist() == [0, 0, 0, 2, 1, 1]
 
 
@@ -292,20 +296,22 @@ class TestRepaired:
         problem = problem_of(chain(6), star_cluster(3), 1.0)
         start = np.array([2, 0, 1, 1, 2, 0], dtype=np.int32)
         room = np.full(3, UNLIMITED_BYTES)
-        assert repaired(problem, load_cargo(problem), start, room).tolist() == start.tolist()
+        assert repair_assignment(problem, load_cargo(problem), start, room).tolist() == start.tolist()
 
     def test_one_byte_too_much_moves_one_unit(self) -> None:
         graph = graph_of(*({"resident_bytes": 1} for _ in range(50)))
         problem = problem_of(graph, star_cluster(2), 1.0)
         start = np.zeros(50, dtype=np.int32)
-        moved = repaired(problem, load_cargo(problem), start, np.array([49, 49]))
+        moved = repair_assignment(problem, load_cargo(problem), start, np.array([49, 49]))
         assert int((moved != start).sum()) == 1
 
     def test_units_go_where_they_may(self) -> None:
         seconds = [[1, float("inf")] if at % 2 else [1, 1] for at in range(10)]
         graph = graph_of(*({"resident_bytes": 1} for _ in range(10)))
         problem = problem_of(graph, unequal_cluster(), seconds, pinned=[0] + [-1] * 9)
-        moved = repaired(problem, load_cargo(problem), np.zeros(10, dtype=np.int32), np.array([6, 10]))
+        moved = repair_assignment(
+            problem, load_cargo(problem), np.zeros(10, dtype=np.int32), np.array([6, 10])
+        )
         assert np.flatnonzero(moved).tolist() == [2, 4, 6, 8]
 
     def test_a_chain_on_one_device_is_cut_not_torn(self) -> None:
@@ -313,7 +319,7 @@ class TestRepaired:
         graph = kept_chain(60)
         problem = problem_of(graph, star_cluster(4), 1.0)
         room = np.full(4, 17 * 10)
-        moved = repaired(problem, load_cargo(problem), np.zeros(60, dtype=np.int32), room)
+        moved = repair_assignment(problem, load_cargo(problem), np.zeros(60, dtype=np.int32), room)
         assert max(by_hand(problem, moved.tolist())) <= 170
 
 
@@ -333,7 +339,7 @@ def tally_of(problem: Problem, count: int = 1000) -> Tally:
         budget=Budget(count=count),
         rng=np.random.default_rng(0),
         score=simulator.score,
-        arrange=simulator.arranged,
+        arrange=simulator.order_and_score,
         bound=lower_bound(problem),
     )
     return Tally(problem, run)
@@ -343,7 +349,7 @@ class TestFitted:
     def test_the_plan_that_is_kept_fits_in_the_reference_simulator(self) -> None:
         problem = problem_of(kept_chain(40), star_cluster(4, memory=120), 1.0)
         tally = tally_of(problem)
-        assert fitted(problem, tally, load_cargo(problem), np.zeros(40, dtype=np.int32))
+        assert repair_until_fits(problem, tally, load_cargo(problem), np.zeros(40, dtype=np.int32))
         placement = tally.answer(algorithm="test")
         assert placement.plan is not None
         run = reference.simulate(problem, placement.plan, dispatch="in_order", links="shared")
@@ -352,7 +358,7 @@ class TestFitted:
     def test_activations_that_are_freed_count_through_the_simulator(self) -> None:
         problem = tight_activations()
         tally = tally_of(problem)
-        assert fitted(problem, tally, load_cargo(problem), np.zeros(8, dtype=np.int32))
+        assert repair_until_fits(problem, tally, load_cargo(problem), np.zeros(8, dtype=np.int32))
         assert tally.answer(algorithm="test").fits
 
     def test_workspace_is_used_before_memory_is_full(self) -> None:
@@ -362,14 +368,16 @@ class TestFitted:
         )
         problem = problem_of(graph, star_cluster(2, memory=12), 1.0, pinned=[0, 0, 1])
         tally = tally_of(problem)
-        assert fitted(problem, tally, load_cargo(problem), np.array([0, 0, 1], dtype=np.int32))
+        assert repair_until_fits(problem, tally, load_cargo(problem), np.array([0, 0, 1], dtype=np.int32))
         assert tally.scored == 2  # first come first served overflows, workspace first does not
 
     def test_the_given_order_is_tried_first(self) -> None:
         problem = problem_of(loose_ops(3), star_cluster(1), 1.0)
         tally = tally_of(problem)
         priority = np.array([2, 1, 0], dtype=np.int32)
-        assert fitted(problem, tally, load_cargo(problem), np.zeros(3, dtype=np.int32), priority=priority)
+        assert repair_until_fits(
+            problem, tally, load_cargo(problem), np.zeros(3, dtype=np.int32), priority=priority
+        )
         plan = tally.answer(algorithm="test").plan
         assert plan is not None
         assert plan.priority.tolist() == [2, 1, 0]
@@ -386,12 +394,12 @@ class TestFitted:
         )
         for problem in (infeasible, pipeline):
             tally = tally_of(problem)
-            assert not fitted(problem, tally, load_cargo(problem), start)
+            assert not repair_until_fits(problem, tally, load_cargo(problem), start)
             assert tally.scored == 0
 
     @pytest.mark.parametrize("count", [1, 2, 5])
     def test_a_count_budget_is_kept(self, count: int) -> None:
         problem = problem_of(kept_chain(40), star_cluster(4, memory=108), 1.0)
         tally = tally_of(problem, count)
-        fitted(problem, tally, load_cargo(problem), np.zeros(40, dtype=np.int32))
+        repair_until_fits(problem, tally, load_cargo(problem), np.zeros(40, dtype=np.int32))
         assert tally.scored <= count

@@ -200,9 +200,9 @@ def test_what_is_put_around_a_placed_models_forward_runs_around_its_plan() -> No
 
 def test_a_placed_model_that_its_own_model_calls_is_said_not_waited_for() -> None:
     from loadmaster.core.errors import RunError
-    from loadmaster.runtime.graph_engine.non_reentrant_lock import Alone
+    from loadmaster.runtime.graph_engine.non_reentrant_lock import NonReentrantLock
 
-    lock = Alone()
+    lock = NonReentrantLock()
     with lock, pytest.raises(RunError, match="called again while its graph was made"), lock:
         pass
     with lock:

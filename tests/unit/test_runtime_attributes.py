@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 from loadmaster.core.errors import PlanError, RunError  # noqa: E402
-from loadmaster.runtime.graph_engine.program import program_of  # noqa: E402
-from loadmaster.runtime.graph_engine.rewrite import Regions  # noqa: E402
+from loadmaster.runtime.graph_engine.program import export_program  # noqa: E402
+from loadmaster.runtime.graph_engine.rewrite import RegionStack  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -366,12 +366,12 @@ def test_what_a_model_says_of_its_devices_autocast_holds_on_a_gpu() -> None:
                 return super().forward(x)
 
     one = built(Rotary)
-    program = program_of(one.model, one.args, {}, training=True)
+    program = export_program(one.model, one.args, {}, training=True)
     regions = {node.meta["region"] for node in program.ops}
     assert [region[0][:2] for region in regions] == [("autocast", "cpu")], "exported on the CPU"
     torch.set_autocast_enabled("cuda", True)  # as torch.autocast("cuda") does where there is a GPU
     try:
-        entered = Regions()
+        entered = RegionStack()
         entered.change(regions.pop())
         inside = torch.is_autocast_enabled("cuda")
         entered.close()

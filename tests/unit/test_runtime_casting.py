@@ -13,9 +13,9 @@ from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import PlanError  # noqa: E402
 from loadmaster.graph.torch_capture.target_kernels import Casts  # noqa: E402
 from loadmaster.runtime.graph_engine import engine  # noqa: E402
-from loadmaster.runtime.graph_engine.gpu_autocast import exporting, region  # noqa: E402
-from loadmaster.runtime.graph_engine.program import Program, program_of  # noqa: E402
-from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export, autocast_region  # noqa: E402
+from loadmaster.runtime.graph_engine.program import Program, export_program  # noqa: E402
+from loadmaster.runtime.placed import build_placed_model  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
@@ -78,8 +78,8 @@ def step_alike(plain: Example, model: Any, casting: Any) -> None:
 
 
 def exported(model: Any, **how: Any) -> Program:
-    with exporting(**how):
-        return program_of(model, (torch.randn(4, 8),), {}, training=True)
+    with autocast_for_export(**how):
+        return export_program(model, (torch.randn(4, 8),), {}, training=True)
 
 
 def asked(program: Program) -> tuple[list[Any], list[Any]]:
@@ -151,7 +151,7 @@ def test_without_casts_a_graph_is_that_of_a_plan_made_without_autocast() -> None
 
 def test_a_region_of_the_cpu_is_one_of_the_gpu() -> None:
     with gpu_autocast(torch.float16):
-        with region("cpu", None, False, True):
+        with autocast_region("cpu", None, False, True):
             assert not torch.is_autocast_enabled("cuda")
         assert torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cuda") == torch.float16
@@ -163,7 +163,9 @@ def test_a_plan_made_without_autocast_runs_under_it(name: str, dtype: Any) -> No
     """T5 has four casts more there."""
     plain, again = example(name), example(name)
     graph = lm.capture(again.model, again.args, again.kwargs)
-    model = placed_model(again.model, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
+    model = build_placed_model(
+        again.model, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB")
+    )
     step_alike(plain, model, lambda: torch.autocast("cpu", dtype=dtype))
 
 
@@ -173,7 +175,7 @@ def test_a_plan_for_another_model_is_refused_under_autocast_too() -> None:
         torch.nn.Sequential(torch.nn.Linear(8, 8), kind()) for kind in (torch.nn.ReLU, torch.nn.Tanh)
     )
     graph = lm.capture(planned, (x,))
-    model = placed_model(run, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
+    model = build_placed_model(run, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(PlanError, match="another model"):
         model(x)
 
@@ -212,7 +214,7 @@ def under_autocast(
     plain, again = kind(), kind()
     again.load_state_dict(plain.state_dict())
     graph = lm.capture(again, args[:1], autocast=torch.bfloat16, train=train)
-    model = placed_model(again, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
+    model = build_placed_model(again, graph, random_plan(graph, 2, 0), parse_cluster("cpu#0-8GB, cpu#1-8GB"))
     plain.train(train)
     model.train(train)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grad):
@@ -235,7 +237,7 @@ def test_a_model_that_runs_under_autocast_alone_has_graphs_for_other_inputs() ->
 @contextmanager
 def exporting_as_on_a_gpu(*, for_gpu: bool, **how: Any) -> Iterator[None]:
     """There the CPU's autocast is off."""
-    with torch.autocast("cpu", enabled=False), exporting(for_gpu=True, **how):
+    with torch.autocast("cpu", enabled=False), autocast_for_export(for_gpu=True, **how):
         yield
 
 
@@ -253,8 +255,8 @@ def test_a_gpus_autocast_played_on_the_cpu_is_that_of_the_unplaced_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both run on the CPU with the casts of a GPU; the placed one was exported for it."""
-    monkeypatch.setattr(engine, "exporting", exporting_as_on_a_gpu)
+    monkeypatch.setattr(engine, "autocast_for_export", exporting_as_on_a_gpu)
     plain, again = made(name), made(name)
     graph = lm.capture(again.model, again.args, again.kwargs)
-    model = placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
+    model = build_placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cpu-8GB"))
     step_alike(plain, model, as_a_gpu_casts)

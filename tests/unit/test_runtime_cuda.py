@@ -16,11 +16,11 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.runtime.placed import build_placed_model  # noqa: E402
 from loadmaster.runtime.spill import weight_carriers  # noqa: E402
 from loadmaster.runtime.transport import copies  # noqa: E402
-from loadmaster.runtime.transport.copies import carried  # noqa: E402
-from loadmaster.runtime.transport.cuda_copies import Lanes  # noqa: E402
+from loadmaster.runtime.transport.copies import copy_to_device  # noqa: E402
+from loadmaster.runtime.transport.cuda_copies import CopyStreams  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import plan_by, random_plan  # noqa: E402
 from tests.spilling import spilled_model, spilling  # noqa: E402
@@ -59,14 +59,14 @@ def strict() -> Iterator[None]:
 
 
 def lane(source: Any, target: Any) -> Any:
-    return copies._lanes()._lane(source, target)
+    return copies._get_copy_streams()._stream_between(source, target)
 
 
 def test_a_copy_to_the_host_waits_for_its_producer() -> None:
     x = torch.zeros(1 << 20, device=GPU)
     torch.cuda._sleep(LONG)
     x.fill_(3.0)
-    made = carried(x, HOST)
+    made = copy_to_device(x, HOST)
     assert made.device == HOST
     assert bool((made == 3.0).all())
 
@@ -77,17 +77,17 @@ def test_the_host_waits_for_that_copy_alone() -> None:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(10 * LONG)
-    carried(x, HOST)
+    copy_to_device(x, HOST)
     assert not side.query(), "a second's work beside it goes on"
     side.synchronize()
 
 
 def test_a_copy_to_the_device_runs_beside_what_the_reader_still_does() -> None:
     x = torch.full((1 << 20,), 5.0)
-    carried(x, GPU)  # makes the lane
+    copy_to_device(x, GPU)  # makes the lane
     torch.cuda.current_stream().synchronize()
     torch.cuda._sleep(5 * LONG)
-    made = carried(x, GPU)
+    made = copy_to_device(x, GPU)
     lane(HOST, GPU).synchronize()
     assert not torch.cuda.current_stream().query(), "the reader has not come to it yet"
     assert bool((made == 5.0).all())
@@ -95,10 +95,10 @@ def test_a_copy_to_the_device_runs_beside_what_the_reader_still_does() -> None:
 
 def test_a_reader_waits_for_a_late_copy() -> None:
     x = torch.full((1 << 20,), 7.0)
-    carried(x, GPU)
+    copy_to_device(x, GPU)
     with torch.cuda.stream(lane(HOST, GPU)):
         torch.cuda._sleep(LONG)
-    assert bool((carried(x, GPU) * 2 == 14.0).all())
+    assert bool((copy_to_device(x, GPU) * 2 == 14.0).all())
 
 
 def test_the_host_may_write_its_tensor_at_once() -> None:
@@ -106,7 +106,7 @@ def test_the_host_may_write_its_tensor_at_once() -> None:
         x = torch.full((1 << 20,), 7.0, pin_memory=pinned)
         with torch.cuda.stream(lane(HOST, GPU)):
             torch.cuda._sleep(LONG)
-        made = carried(x, GPU)
+        made = copy_to_device(x, GPU)
         x.zero_()
         assert bool((made == 7.0).all())
 
@@ -114,7 +114,7 @@ def test_the_host_may_write_its_tensor_at_once() -> None:
 def test_memory_of_a_copy_is_not_taken_before_its_reader_is_done() -> None:
     results = []
     for at in range(20):
-        made = carried(torch.full((1 << 20,), float(at)), GPU)
+        made = copy_to_device(torch.full((1 << 20,), float(at)), GPU)
         torch.cuda._sleep(LONG // 20)
         results.append(made * 1.0)
         del made
@@ -122,9 +122,9 @@ def test_memory_of_a_copy_is_not_taken_before_its_reader_is_done() -> None:
 
 
 def test_a_source_is_kept_until_its_copy_is_done() -> None:
-    lanes = Lanes()
+    lanes = CopyStreams()
     x = torch.full((1 << 20,), 2.0, device=GPU)
-    made = lanes.copied(x, HOST, copies.room)
+    made = lanes.make_copy(x, HOST, copies.allocate_like)
     del x
     torch.zeros(1 << 20, device=GPU)
     assert bool((made == 2.0).all())
@@ -166,7 +166,7 @@ def test_random_plans_over_two_parts_of_a_gpu_and_the_host(name: str, seed: int)
     plain, again = without_dropout(name), without_dropout(name)
     wanted = gradients(plain.model, plain)
     graph = lm.capture(again.model, again.args, again.kwargs)
-    model = placed_model(again.model, graph, random_plan(graph, 3, seed), parse_cluster(PARTS))
+    model = build_placed_model(again.model, graph, random_plan(graph, 3, seed), parse_cluster(PARTS))
     assert close(wanted, gradients(model, again)) == []
     assert min(model.peak_bytes.values()) > 0, "weights on all three, all counted"
 
@@ -177,7 +177,7 @@ def test_autocast_on_a_gpu_is_that_of_the_unplaced_model(name: str, dtype: Any) 
     """The graph is exported on a CPU: what a model asks of dtypes there must be as it is on the GPU."""
     plain, again = without_dropout(name), without_dropout(name)
     graph = lm.capture(again.model, again.args, again.kwargs)
-    model = placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
+    model = build_placed_model(again.model, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
     plain.model.to(GPU)
     there = tree_map(lambda leaf: leaf.to(GPU) if isinstance(leaf, torch.Tensor) else leaf, plain.args)
     named = tree_map(lambda leaf: leaf.to(GPU) if isinstance(leaf, torch.Tensor) else leaf, plain.kwargs)
@@ -207,7 +207,7 @@ def test_what_a_model_asks_of_autocast_is_as_on_the_gpu(kind: Any, dtype: Any) -
     plain, x = kind(), torch.randn(4, 8)
     again = copy.deepcopy(plain)
     graph = lm.capture(again, (x,))
-    model = placed_model(again, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
+    model = build_placed_model(again, graph, random_plan(graph, 1, 0), parse_cluster("cuda:0-8GB"))
     plain.to(GPU)
     with torch.autocast("cuda", dtype=dtype):
         wanted, found = plain(x.to(GPU)), model(x)
@@ -221,7 +221,7 @@ def test_parts_of_a_gpu_have_streams_of_their_own_and_wait_for_each_other(late: 
     plain, again = without_dropout("gpt2"), without_dropout("gpt2")
     graph = lm.capture(again.model, again.args, again.kwargs, target="cuda")
     plan = random_plan(graph, 2, seed)
-    model = placed_model(again.model, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
+    model = build_placed_model(again.model, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
     wanted = [gradients(plain.model, plain) for _ in range(2)]
     streams = model._engine.streams
     right, seen = streams.on, set()
@@ -253,7 +253,7 @@ def test_parts_of_a_gpu_run_beside_each_other() -> None:
     net = Two()
     graph = lm.capture(net, (torch.randn(8, 64),), target="cuda")
     plan = plan_by(graph, lambda name: int("right" in name or name in ("x", "linear_1", "tanh_1")))
-    model = placed_model(net, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
+    model = build_placed_model(net, graph, plan, parse_cluster("cuda:0#0-8GB, cuda:0#1-8GB"))
     model(x)
     one, other = model._engine.streams._of.values()
     with torch.cuda.stream(one):
@@ -268,7 +268,7 @@ def test_a_cap_on_a_part_of_a_gpu_holds() -> None:
     built = example("gpt2")
     graph = lm.capture(built.model, built.args, built.kwargs, target="cuda")
     plan = plan_of(np.zeros(graph.num_ops, dtype=np.int32))
-    model = placed_model(built.model, graph, plan, parse_cluster("cuda:0#0-300KB"))
+    model = build_placed_model(built.model, graph, plan, parse_cluster("cuda:0#0-300KB"))
     with pytest.raises(DeviceMemoryError, match="cuda:0#0 needs"):
         gradients(model, built)
 
@@ -299,7 +299,7 @@ def test_a_gpu_that_is_full_is_told_and_stays_usable() -> None:
 def test_copies_between_parts_of_a_gpu_are_copies() -> None:
     built = deep()
     graph = lm.capture(built.model, built.args)
-    model = placed_model(
+    model = build_placed_model(
         built.model, graph, plan_by(graph, lambda name: int("tanh" in name)), parse_cluster(PARTS)
     )
     assert close(gradients(deep().model, built), gradients(model, built)) == []
@@ -326,7 +326,9 @@ def test_weights_of_a_gpu_are_updated_together_where_others_are_on_the_host() ->
     plain = copy.deepcopy(net)
     x = torch.randn(4, 8)
     graph = lm.capture(net, (x,), target="cuda")
-    model = placed_model(net, graph, plan_by(graph, lambda name: int(name[0] in "01")), parse_cluster(SPILL))
+    model = build_placed_model(
+        net, graph, plan_by(graph, lambda name: int(name[0] in "01")), parse_cluster(SPILL)
+    )
     optimizer, its = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
     assert {weight.device.type for weight in model.parameters()} == {"cpu", "cuda"}
     for _ in range(3):
@@ -348,7 +350,7 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
     plain.model.to(GPU)
     inputs = (plain.args[0].to(GPU),)
     model = spilled_model(built, all_of, window_bytes=window * WEIGHT, devices=SPILL)
-    streams = weight_carriers.Streams
+    streams = weight_carriers.StreamCarrier
     right_up, right_down, right_use = streams.up, streams.down, streams.use
 
     def up(self: Any, weight: Any) -> Any:
@@ -368,9 +370,9 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
         if late == "reader":
             torch.cuda._sleep(LONG // 20)
 
-    monkeypatch.setattr(weight_carriers.Streams, "up", up)
-    monkeypatch.setattr(weight_carriers.Streams, "down", down)
-    monkeypatch.setattr(weight_carriers.Streams, "use", use)
+    monkeypatch.setattr(weight_carriers.StreamCarrier, "up", up)
+    monkeypatch.setattr(weight_carriers.StreamCarrier, "down", down)
+    monkeypatch.setattr(weight_carriers.StreamCarrier, "use", use)
     for _ in range(3):
         model.zero_grad()
         plain.model.zero_grad()
@@ -388,14 +390,14 @@ def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypa
 def test_an_edit_right_after_a_forward_is_not_seen_by_it(monkeypatch: Any) -> None:
     built, plain = deep(), deep()
     model = spilled_model(built, all_of, window_bytes=2 * WEIGHT, devices=SPILL)
-    right = weight_carriers.Streams.up
+    right = weight_carriers.StreamCarrier.up
 
     def up(self: Any, weight: Any) -> Any:
         with torch.cuda.stream(self._up):
             torch.cuda._sleep(LONG // 10)
         return right(self, weight)
 
-    monkeypatch.setattr(weight_carriers.Streams, "up", up)
+    monkeypatch.setattr(weight_carriers.StreamCarrier, "up", up)
     x = built.args[0].to(GPU)
     with torch.no_grad():
         wanted = plain.model.to(GPU)(x)
@@ -427,7 +429,7 @@ def test_spilled_training_takes_no_more_than_was_predicted() -> None:
     predicted = int(lm.simulate(problem, plan).peak_bytes[0])
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = placed_model(built.model, problem.graph, plan, problem.cluster)
+    model = build_placed_model(built.model, problem.graph, plan, problem.cluster)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for at in range(3):
         if at == 1:

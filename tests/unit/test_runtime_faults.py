@@ -18,7 +18,7 @@ from loadmaster.core.errors import (  # noqa: E402
     UnknownNameError,
 )
 from loadmaster.runtime.placed import Placed  # noqa: E402
-from loadmaster.runtime.shortage import full_device  # noqa: E402
+from loadmaster.runtime.shortage import find_full_device  # noqa: E402
 from loadmaster.runtime.transport.devices import RunDevice  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
@@ -100,7 +100,7 @@ TORCH_SAYS = (
 def test_torchs_error_says_which_gpu_was_full(says: str, device: int, tried: int) -> None:
     places = ["cuda:0", "cpu", "cuda:1"]
     devices = [RunDevice(name, torch.device(name), 1 << 30, False) for name in places]
-    assert full_device(torch.OutOfMemoryError(says), devices) == (device, tried)
+    assert find_full_device(torch.OutOfMemoryError(says), devices) == (device, tried)
 
 
 class Hungry(nn.Module):

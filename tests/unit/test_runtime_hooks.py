@@ -9,7 +9,7 @@ from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import GraphError, PlanError  # noqa: E402
-from loadmaster.runtime.placed import Options, placed_model  # noqa: E402
+from loadmaster.runtime.placed import Options, build_placed_model  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
 from tests.torch_models import NAMES, Branching, example  # noqa: E402
@@ -23,7 +23,7 @@ def differences(name: str, num_plans: int) -> list[str]:
     wanted, found = trained(original.model, original), []
     for seed in range(num_plans):
         again, num = example(name), 2 + seed % 3
-        model = placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
+        model = build_placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
         found.append(first_difference(wanted, trained(model, again)))
         assert "hook engine" in model.explain()
     return found
@@ -57,7 +57,7 @@ def test_attention_sees_that_keys_and_values_are_one_tensor() -> None:
     wanted = trained(original.model, original)
     for seed in range(4):
         again = build()
-        model = placed_model(again.model, graph, random_plan(graph, 3, seed), devices(3))
+        model = build_placed_model(again.model, graph, random_plan(graph, 3, seed), devices(3))
         assert first_difference(wanted, trained(model, again)) == ""
 
 
@@ -98,7 +98,7 @@ def test_engines_can_be_forced() -> None:
     assert graph.capture.startswith("traced")
     plan = random_plan(graph, 2, 0)
     with pytest.raises(PlanError, match="no graph to run: when it was planned"):
-        placed_model(built.model, graph, plan, devices(2), options=Options(engine="graph"))
+        build_placed_model(built.model, graph, plan, devices(2), options=Options(engine="graph"))
     again, plain = example("resnet"), example("resnet")
     model = placed(again, random_plan(captured(again), 2, 0), engine="hooks")
     assert first_difference(trained(plain.model, plain), trained(model, again)) == ""
@@ -119,7 +119,7 @@ def test_the_users_own_error_comes_from_the_users_own_code() -> None:
                 raise KeyError("five is right out")
             return super().forward(x)
 
-    model = placed_model(Broken(), *_traced(Broken()))
+    model = build_placed_model(Broken(), *_traced(Broken()))
     with pytest.raises(KeyError, match="five is right out"):
         model(torch.randn(5, 16))
     assert model(torch.randn(6, 16)).shape == (6, 4)
@@ -132,7 +132,7 @@ def _traced(model: nn.Module) -> tuple[Any, Any, Any]:
 
 def test_verify_names_the_module() -> None:
     built = example("branching")
-    model = placed_model(built.model, *_traced(built.model))
+    model = build_placed_model(built.model, *_traced(built.model))
     assert model.verify(*built.args).ok
     own = model.first.weight
 
@@ -147,7 +147,7 @@ def test_verify_names_the_module() -> None:
 
 def test_nothing_is_left_on_the_modules() -> None:
     built = example("branching")
-    model = placed_model(built.model, *_traced(built.model))
+    model = build_placed_model(built.model, *_traced(built.model))
     model(*built.args)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

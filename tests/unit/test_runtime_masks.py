@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch", reason="placing needs the extra [torch]")
 transformers = pytest.importorskip("transformers", reason="the models are of transformers")
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.known_positions import Positions, is_one_sequence  # noqa: E402
-from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.graph.torch_capture.known_positions import PositionTracker, is_one_sequence  # noqa: E402
+from loadmaster.runtime.placed import build_placed_model  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -64,7 +64,7 @@ def gradients(model: Any, autocast: bool, *args: Any, **kwargs: Any) -> tuple[An
 def placed(model: Any, num_devices: int, *args: Any, **kwargs: Any) -> Any:
     graph = capture(model, args, kwargs)
     devices = ", ".join(f"cpu#{at}-1GB" for at in range(num_devices))
-    return placed_model(model, graph, random_plan(graph, num_devices, 1), parse_cluster(devices))
+    return build_placed_model(model, graph, random_plan(graph, num_devices, 1), parse_cluster(devices))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -107,7 +107,7 @@ def test_positions_and_masks_that_are_given_are_kept(kind: str) -> None:
 def test_what_is_counted_off_is_known_until_something_is_written() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), Positions() as positions:
+    with FakeTensorMode(), PositionTracker() as positions:
         counted = (torch.arange(2, 7) + 1)[None].expand(3, -1)[:, 1:].long()
         value = positions.value_of(counted)
         assert value is not None
@@ -138,7 +138,7 @@ def test_numbers_that_are_written_by_whatever_way_are_not_known() -> None:
         lambda tensor: tensor.view(2, 4).sub_(4),
         replaced,
     ]
-    with FakeTensorMode(), Positions() as positions:
+    with FakeTensorMode(), PositionTracker() as positions:
         for write in writes:
             counted = torch.arange(8) - 4
             assert positions.value_of(counted) is not None

@@ -14,8 +14,8 @@ from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError  # noqa: E402
 from loadmaster.core.graph import units  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
-from loadmaster.runtime.transport.copies import carried  # noqa: E402
+from loadmaster.runtime.placed import Placed, build_placed_model  # noqa: E402
+from loadmaster.runtime.transport.copies import copy_to_device  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import StorageCounter, counted_peak  # noqa: E402
 from tests.placing import captured, devices, placed, plan_by, random_plan, trained  # noqa: E402
@@ -44,7 +44,7 @@ def mlp() -> Example:
 def on_one(example: Example, memory: str = "64MB") -> Placed:
     graph = captured(example)
     plan = plan_of(np.zeros(graph.num_ops, dtype=np.int32))
-    return placed_model(example.model, graph, plan, devices(1, memory))
+    return build_placed_model(example.model, graph, plan, devices(1, memory))
 
 
 def live(model: Placed) -> list[int]:
@@ -131,7 +131,9 @@ def test_the_error_names_op_device_and_prediction() -> None:
     built = mlp()
     graph = captured(built)
     plan = plan_of(np.zeros(graph.num_ops, dtype=np.int32))
-    model = placed_model(built.model, graph, plan, devices(1, f"{WEIGHTS + 9000}B"), predicted_bytes=[12345])
+    model = build_placed_model(
+        built.model, graph, plan, devices(1, f"{WEIGHTS + 9000}B"), predicted_bytes=[12345]
+    )
     with pytest.raises(DeviceMemoryError, match=r"predicted peak 12.1 KiB\): linear takes 8.0 KiB, beside x"):
         model(*built.args)
 
@@ -173,7 +175,7 @@ def test_copies_between_logical_devices_are_copies() -> None:
 )
 def test_a_copy_has_the_values_and_where_it_can_the_strides(look: Any) -> None:
     x = look(torch.arange(30.0).reshape(5, 6))
-    made = carried(x, torch.device("cpu"))
+    made = copy_to_device(x, torch.device("cpu"))
     assert torch.equal(made, x)
     assert not x.numel() or made.data_ptr() != x.data_ptr()
     few_gaps = torch._debug_has_internal_overlap(x) == 0
@@ -238,7 +240,7 @@ def over_cap(name: str, num_plans: int) -> list[str]:
         caps = ", ".join(f"cpu#{at}-{int(1.05 * peak)}B" for at, peak in enumerate(predicted))
         again = example(name)
         try:
-            trained(placed_model(again.model, graph, plan, parse_cluster(caps)), again, steps=3)
+            trained(build_placed_model(again.model, graph, plan, parse_cluster(caps)), again, steps=3)
         except DeviceMemoryError as problem:
             found.append(f"plan {seed}: {problem}")
     return found
@@ -257,7 +259,7 @@ def test_ten_random_plans_run_under_a_cap_just_above_their_predicted_peak(name: 
 def test_a_copy_without_the_gaps_of_its_original_has_its_axes_in_the_same_order() -> None:
     """Heads of a joint projection: kernels of some processors add otherwise where a matrix lies turned."""
     heads = torch.randn(3, 16, 96)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
-    made = carried(heads, torch.device("cpu"))
+    made = copy_to_device(heads, torch.device("cpu"))
     assert heads.stride() == (1536, 8, 96, 1)
     assert made.stride() == (512, 8, 32, 1)
     assert made.untyped_storage().nbytes() == 4 * heads.numel()

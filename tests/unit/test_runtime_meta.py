@@ -15,7 +15,7 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError, FileError, FormatError, InputError  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
 from loadmaster.runtime.checkpoint import Checkpoint  # noqa: E402
-from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
+from loadmaster.runtime.placed import Placed, build_placed_model  # noqa: E402
 from tests.allocations import StorageCounter  # noqa: E402
 from tests.placing import devices  # noqa: E402
 
@@ -46,7 +46,7 @@ def halves(model: nn.Module, **asked: Any) -> Placed:
     graph = lm.capture(model, (TOKENS,), loss=torch.sum)
     where = (np.arange(graph.num_ops) >= graph.num_ops // 3).astype(np.int32)
     memory = asked.pop("memory", "64MB")
-    return placed_model(model, graph, plan_of(where), devices(2, memory), **asked)
+    return build_placed_model(model, graph, plan_of(where), devices(2, memory), **asked)
 
 
 def test_values_are_those_of_the_model_built_plainly_under_the_same_seed() -> None:
@@ -70,7 +70,7 @@ def test_every_weight_is_made_once_and_nothing_else() -> None:
     graph = lm.capture(model, (TOKENS,), loss=torch.sum)
     where = np.zeros(graph.num_ops, dtype=np.int32)
     with StorageCounter() as counter:
-        placed_model(model, graph, plan_of(where), devices(2))
+        build_placed_model(model, graph, plan_of(where), devices(2))
     assert counter.peak_bytes <= 1.05 * whole
 
 
@@ -139,7 +139,7 @@ def test_a_transformers_model_is_initialised_by_its_own_rule() -> None:
     config.use_cache = False
     model = on_meta(lambda: transformers.GPT2LMHeadModel(config))
     graph = lm.capture(model, (), {"input_ids": TOKENS[None], "labels": TOKENS[None]})
-    placed = placed_model(model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1))
+    placed = build_placed_model(model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1))
     weight = placed.transformer.h[0].mlp.c_fc.weight
     assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
     assert torch.equal(placed.transformer.ln_f.weight, torch.ones(32))
@@ -162,7 +162,7 @@ def test_a_weight_that_nobody_gives_values_is_named() -> None:
     graph = lm.capture(model, (torch.randn(3, 4),), loss=torch.sum)
     where = plan_of(np.zeros(graph.num_ops, dtype=np.int32))
     with pytest.raises(InputError, match=r"weight '1\.scale' is on 'meta', and Bare has no reset_parameters"):
-        placed_model(model, graph, where, devices(1))
+        build_placed_model(model, graph, where, devices(1))
 
 
 def test_what_has_values_already_keeps_them() -> None:
@@ -182,7 +182,7 @@ def test_what_has_values_already_keeps_them() -> None:
     before = inner.weight.detach().clone()
     model = Resets(inner)
     graph = lm.capture(model, (torch.randn(3, 4),), loss=torch.sum)
-    placed_model(model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1))
+    build_placed_model(model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1))
     assert torch.equal(inner.weight, before)
     assert not model.other.weight.is_meta
 
@@ -213,7 +213,7 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
     graph = lm.capture(model, (torch.randn(3, 4),), loss=torch.sum)
     with pytest.raises(InputError, match=r"is \[4, 4\] in the model, \[3, 3\] in"):
-        placed_model(
+        build_placed_model(
             model,
             graph,
             plan_of(np.zeros(graph.num_ops, dtype=np.int32)),
@@ -237,6 +237,6 @@ def test_what_a_checkpoint_lacks_is_counted_only_beyond_the_first(tmp_path: Path
     model = on_meta(lambda: nn.Linear(4, 4))
     graph = lm.capture(model, (torch.randn(3, 4),), loss=torch.sum)
     with pytest.raises(InputError, match="lacks weight 'bias' of the model's 2"):
-        placed_model(
+        build_placed_model(
             model, graph, plan_of(np.zeros(graph.num_ops, dtype=np.int32)), devices(1), weights=weights
         )

@@ -13,23 +13,23 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from loadmaster.core.errors import RunError  # noqa: E402
-from loadmaster.runtime.outputs import Output, outputs  # noqa: E402
+from loadmaster.runtime.outputs import Output, mark_outputs  # noqa: E402
 
 ELSEWHERE = torch.zeros(1, device="meta")
 
 
 def test_an_output_where_the_inputs_were_is_itself() -> None:
     out = {"scores": torch.ones(2)}
-    assert outputs(out, (torch.zeros(1),))["scores"] is out["scores"]
+    assert mark_outputs(out, (torch.zeros(1),))["scores"] is out["scores"]
 
 
 def test_a_model_without_tensor_inputs_gives_what_it_gives() -> None:
     out = torch.ones(2)
-    assert outputs(out, ((), {"flag": True})) is out
+    assert mark_outputs(out, ((), {"flag": True})) is out
 
 
 def test_labels_elsewhere_are_told_both_devices_and_two_remedies() -> None:
-    scores = outputs(torch.randn(2, 3), (ELSEWHERE,))
+    scores = mark_outputs(torch.randn(2, 3), (ELSEWHERE,))
     labels = torch.zeros(2, dtype=torch.long, device="meta")
     with pytest.raises(
         RunError, match=r"output is on cpu.* on meta; .*labels\.to\(output\.device\).*output_device"
@@ -38,7 +38,7 @@ def test_labels_elsewhere_are_told_both_devices_and_two_remedies() -> None:
 
 
 def test_other_errors_are_torchs_own() -> None:
-    scores = outputs(torch.randn(2, 3), (ELSEWHERE,))
+    scores = mark_outputs(torch.randn(2, 3), (ELSEWHERE,))
     with pytest.raises(RuntimeError, match="size of tensor"):
         scores + torch.ones(2, 5)
 
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_an_ordinary_tensor() -> None:
     plain = cross_entropy(inputs @ weight.T, labels)
     plain.backward()
     wanted, weight.grad = weight.grad, None
-    loss = cross_entropy(outputs(inputs @ weight.T, (ELSEWHERE,)), labels)
+    loss = cross_entropy(mark_outputs(inputs @ weight.T, (ELSEWHERE,)), labels)
     loss.backward()
     assert type(loss) is torch.Tensor
     assert torch.equal(loss, plain)
@@ -58,11 +58,11 @@ def test_gradients_are_those_of_an_ordinary_tensor() -> None:
 
 def test_a_loss_that_the_model_gives_itself_is_ordinary() -> None:
     loss = torch.ones(3, requires_grad=True).sum()
-    assert outputs(loss, (ELSEWHERE,)) is loss
+    assert mark_outputs(loss, (ELSEWHERE,)) is loss
 
 
 def test_an_output_can_be_shown_saved_and_copied() -> None:
-    out = outputs(torch.arange(3.0), (ELSEWHERE,))
+    out = mark_outputs(torch.arange(3.0), (ELSEWHERE,))
     assert isinstance(out, Output)
     assert "2." in f"{out}"
     assert out.tolist() == [0.0, 1.0, 2.0]

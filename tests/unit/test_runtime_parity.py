@@ -9,11 +9,11 @@ from torch import nn  # noqa: E402
 
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import (  # noqa: E402
+    build_placed_model,
     captured,
     devices,
     first_difference,
     placed,
-    placed_model,
     plan_by,
     random_plan,
     trained,
@@ -33,7 +33,7 @@ def differences(name: str, num_plans: int) -> list[str]:
     found = []
     for seed in range(num_plans):
         again, num = example(name), 2 + seed % 3
-        model = placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
+        model = build_placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
         found.append(first_difference(wanted, trained(model, again)))
     return found
 
@@ -175,7 +175,7 @@ def test_a_plans_order_is_followed_but_random_ops_keep_theirs(seed: int) -> None
 
     original, again = build(), build()
     graph = captured(again)
-    model = placed_model(again.model, graph, random_plan(graph, 2, seed), devices(2))
+    model = build_placed_model(again.model, graph, random_plan(graph, 2, seed), devices(2))
     assert first_difference(trained(original.model, original), trained(model, again)) == ""
     nodes = model._engine.graphs[0].rewritten.original.items()
     issued = [node.meta["op"] for node, _ in nodes if node.op == "call_function"]

@@ -22,8 +22,8 @@ from loadmaster.core.errors import (  # noqa: E402
     UnknownNameError,
 )
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.placed import Placed, placed_model  # noqa: E402
-from loadmaster.runtime.transport.devices import run_devices  # noqa: E402
+from loadmaster.runtime.placed import Placed, build_placed_model  # noqa: E402
+from loadmaster.runtime.transport.devices import locate_devices  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -241,13 +241,13 @@ def test_a_plan_for_another_model_is_refused_with_what_differs() -> None:
     plan = random_plan(graph, 2, 0)
     other = nn.Sequential(nn.Linear(8, 4))
     with pytest.raises(PlanError, match=r"the model has '0.bias', the plan does not"):
-        placed_model(other, graph, plan, devices(2))
+        build_placed_model(other, graph, plan, devices(2))
     wide = Net()
     wide.last = nn.Linear(16, 5)
     with pytest.raises(
         PlanError, match=r"weight 'last.weight' is float32\[4,16\] there, float32\[5,16\] here"
     ):
-        placed_model(wide, graph, plan, devices(2))
+        build_placed_model(wide, graph, plan, devices(2))
 
 
 def test_ops_may_be_called_as_weights_and_buffers_are() -> None:
@@ -279,7 +279,7 @@ def test_a_model_that_runs_other_ops_than_the_plan_is_refused() -> None:
             return super().forward(x).tanh()
 
     built = net()
-    model = placed_model(Other(), captured(built), random_plan(captured(built), 2, 0), devices(2))
+    model = build_placed_model(Other(), captured(built), random_plan(captured(built), 2, 0), devices(2))
     with pytest.raises(PlanError, match="op 'tanh'"):
         model(*built.args)
 
@@ -336,23 +336,23 @@ def test_too_little_memory_for_any_plan_is_said_before_anything_runs() -> None:
 
 def test_devices_are_those_of_this_machine() -> None:
     here = (LocalDevice("cpu0", "", 0), LocalDevice("gpu0", "", 0, "NVIDIA H200", "cuda:0"))
-    found = run_devices(parse_cluster("H200, H200#1-8GB, cpu-64GB"), present=here)
+    found = locate_devices(parse_cluster("H200, H200#1-8GB, cpu-64GB"), present=here)
     assert [(device.name, str(device.where), device.logical) for device in found] == [
         ("gpu0", "cuda:0", False),
         ("H200#1", "cuda:0", True),
         ("cpu0", "cpu", False),
     ]
     with pytest.raises(ClusterError, match="needs gpu1"):
-        run_devices(parse_cluster("2xH200"), present=here)
+        locate_devices(parse_cluster("2xH200"), present=here)
     with pytest.raises(ClusterError, match="several hosts"):
-        run_devices(parse_cluster("cpu | cpu"), present=here)
+        locate_devices(parse_cluster("cpu | cpu"), present=here)
 
 
 def test_whole_devices_run_generated_code_with_the_same_numbers() -> None:
     built, plain = net(), net()
     graph = captured(built)
     everywhere = plan_of(np.zeros(graph.num_ops, dtype=np.int32))
-    model = placed_model(built.model, graph, everywhere, parse_cluster("cpu"))
+    model = build_placed_model(built.model, graph, everywhere, parse_cluster("cpu"))
     assert model._engine.accounts is None
     assert first_difference(trained(plain.model, plain), trained(model, built)) == ""
     assert model.peak_bytes == {}

@@ -15,8 +15,8 @@ from loadmaster.core.errors import InputError, PlanError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.core.timeline import SpanKind, TimelineOrigin  # noqa: E402
 from loadmaster.cost.database import open_database  # noqa: E402
-from loadmaster.cost.keys import keys_of  # noqa: E402
-from loadmaster.graph.models import Asked, model_parts  # noqa: E402
+from loadmaster.cost.keys import collect_keys  # noqa: E402
+from loadmaster.graph.models import CaptureOptions, load_model_parts  # noqa: E402
 from loadmaster.graph.origin import origin_of  # noqa: E402
 from loadmaster.report.trace import chrome_traces  # noqa: E402
 
@@ -88,7 +88,7 @@ def test_transfers_go_where_the_plan_sends_them(tmp_path: Path) -> None:
 def test_losses_are_those_of_plain_training(tmp_path: Path) -> None:
     outcome = lm.run(planned(tmp_path), steps=4, seed=3)
     torch.manual_seed(3)
-    parts = model_parts(written(tmp_path), Asked())
+    parts = load_model_parts(written(tmp_path), CaptureOptions())
     model, chance = parts["model"], torch.Generator().manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters())
     for loss in outcome.ran.losses:
@@ -125,7 +125,7 @@ def _graph(outcome: Any) -> lm.Graph:
 def test_calibration_makes_the_prediction_of_compute_right(tmp_path: Path) -> None:
     placement, database = planned(tmp_path), tmp_path / "costs.sqlite"
     outcome = lm.run(placement, steps=2, calibrate=True, database=database)
-    keys = keys_of(placement.problem.graph)
+    keys = collect_keys(placement.problem.graph)
     with open_database(database) as known:
         rows = {row.signature: row.seconds for row in known.rows()}
     assert outcome.ran.num_calibrated == len(rows)

@@ -11,8 +11,8 @@ from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError, RunError  # noqa: E402
-from loadmaster.graph.spill import going_bytes  # noqa: E402
-from loadmaster.runtime.placed import placed_model  # noqa: E402
+from loadmaster.graph.spill import max_outgoing_bytes  # noqa: E402
+from loadmaster.runtime.placed import build_placed_model  # noqa: E402
 from loadmaster.runtime.spill import weight_carriers  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, trained  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_predicted_peak_is_not_exceeded() -> None:
         problem = lm.problem(captured(built), "cpu#0-64MB, cpu#1-64MB")
         problem, plan = spilling(problem, all_of, window_bytes=window * WEIGHT)
         predicted = lm.simulate(problem, plan).peak_bytes.tolist()
-        model = placed_model(built.model, problem.graph, plan, problem.cluster)
+        model = build_placed_model(built.model, problem.graph, plan, problem.cluster)
         trained(model, built, steps=3)
         for peak, most in zip(model.peak_bytes.values(), predicted, strict=True):
             assert peak <= 1.05 * most
@@ -271,18 +271,18 @@ def test_the_gradient_that_came_down_is_the_weights_own() -> None:
     loads = []
     from loadmaster.runtime.spill import weight_loads as module
 
-    right = module.Pass.sent_down
+    right = module.WeightLoads.send_gradient
 
     def noting(self: Any, at: int, edge: int, grad: Any) -> Any:
         made = right(self, at, edge, grad)
         loads.append((self.readings[at].name, made.data_ptr()))
         return made
 
-    module.Pass.sent_down = noting  # type: ignore[method-assign]
+    module.WeightLoads.send_gradient = noting  # type: ignore[method-assign]
     try:
         model(*built.args).backward()
     finally:
-        module.Pass.sent_down = right  # type: ignore[method-assign]
+        module.WeightLoads.send_gradient = right  # type: ignore[method-assign]
     weights = dict(model.named_parameters())
     assert all(weights[name].grad.data_ptr() == pointer for name, pointer in loads)
     assert len(loads) == DEEP
@@ -297,14 +297,14 @@ class Witness:
 
     def __init__(self, going_bytes: int) -> None:
         self.up_bytes = self.most_up = self.down_bytes = self.most_down = 0
-        self._going = weight_carriers.Going(going_bytes)
+        self._going = weight_carriers.PendingGradients(going_bytes)
 
     def up(self, weight: Any) -> Any:
         made = weight.detach().clone()
         self.up_bytes += made.nbytes
         self.most_up = max(self.most_up, self.up_bytes)
         weakref.finalize(made.untyped_storage(), self._up_gone, made.nbytes)
-        return weight_carriers.Sent(made, None)
+        return weight_carriers.PendingCopy(made, None)
 
     def _up_gone(self, size: int) -> None:
         self.up_bytes -= size
@@ -320,9 +320,9 @@ class Witness:
         self.most_down = max(self.most_down, self.down_bytes)
         weakref.finalize(grad.untyped_storage(), self._down_gone, grad.nbytes)
         self._going.add(grad.detach(), None)
-        while self._going.too_much:
+        while self._going.is_over_limit:
             self._going.pop()
-        return weight_carriers.Sent(grad.detach().clone(), None)
+        return weight_carriers.PendingCopy(grad.detach().clone(), None)
 
     def _down_gone(self, size: int) -> None:
         self.down_bytes -= size
@@ -336,7 +336,7 @@ class Witness:
 def test_the_generated_code_holds_a_window_of_copies_and_few_gradients(window: int) -> None:
     built = deep()
     model = spilled_model(built, all_of, window_bytes=window * WEIGHT)
-    engine, witness = model._engine, Witness(going_bytes(WEIGHT))
+    engine, witness = model._engine, Witness(max_outgoing_bytes(WEIGHT))
     engine.accounts = engine.spill.accounts = None  # as where no device is a part of one
     engine.spill._carriers[COMPUTES, STORES] = witness
     optimizer = torch.optim.AdamW(model.parameters())
@@ -345,7 +345,7 @@ def test_the_generated_code_holds_a_window_of_copies_and_few_gradients(window: i
         model(*built.args).backward()
         optimizer.step()
     assert witness.most_up == window * WEIGHT
-    assert WEIGHT <= witness.most_down <= going_bytes(WEIGHT) + WEIGHT
+    assert WEIGHT <= witness.most_down <= max_outgoing_bytes(WEIGHT) + WEIGHT
     assert (witness.up_bytes, witness.down_bytes) == (0, 0)
 
 
@@ -354,10 +354,10 @@ def test_the_generated_code_of_a_transformer_holds_no_more_than_the_plan_says() 
     model = spilled_model(built, all_of, window_bytes=1 << 15)
     engine = model._engine
     largest = max(weight.nbytes for weight in model.parameters())
-    witness = Witness(going_bytes(largest))
+    witness = Witness(max_outgoing_bytes(largest))
     engine.accounts = engine.spill.accounts = None
     engine.spill._carriers[COMPUTES, STORES] = witness
     trained(model, built, steps=2)
     assert 0 < witness.most_up <= max(engine.spill.window_bytes, largest)
-    assert 0 < witness.most_down <= going_bytes(largest) + largest
+    assert 0 < witness.most_down <= max_outgoing_bytes(largest) + largest
     assert (witness.up_bytes, witness.down_bytes) == (0, 0)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import InputError, LoadmasterError, VerifyError  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
-from loadmaster.runtime.transport.copies import carried  # noqa: E402
+from loadmaster.runtime.transport.copies import copy_to_device  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, plan_by, random_plan, trained  # noqa: E402
 from tests.torch_models import example  # noqa: E402
@@ -83,7 +83,7 @@ def test_a_stale_weight_is_named() -> None:
     model, built = prepared()
     wrong = next(node for node in nodes(model, built, "copy") if node.meta["op"] == "first.weight")
     name = wrong.meta["op"]
-    old = carried(dict(model.named_parameters())[name], torch.device("cpu"))
+    old = copy_to_device(dict(model.named_parameters())[name], torch.device("cpu"))
     trained(model, built, steps=1)
     with injected(wrong, lambda right: lambda tensor, where: old):
         found = model.verify(*built.args)

@@ -13,7 +13,12 @@ from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run
 from loadmaster.placers.registry import placer
-from loadmaster.placers.search.segments import _laid, _moved, _striped, _tidy
+from loadmaster.placers.search.segments import (
+    _insert_segment,
+    _make_stripes,
+    _move_segment,
+    _normalize_segments,
+)
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.events.engine import prepare
 from tests import reference
@@ -43,7 +48,7 @@ def asked(problem: Problem, count: int = 3000, seed: int = 0) -> Placement:
         budget=Budget(count=count),
         rng=np.random.default_rng(seed),
         score=simulator.score,
-        arrange=simulator.arranged,
+        arrange=simulator.order_and_score,
         bound=lower_bound(problem),
     )
     return placer("segments")(problem, run)
@@ -111,7 +116,7 @@ def spread(row: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 rows = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(
-    lambda devices: _tidy([(i + 1, d) for i, d in enumerate(devices)], len(devices))
+    lambda devices: _normalize_segments([(i + 1, d) for i, d in enumerate(devices)], len(devices))
 )
 
 
@@ -120,7 +125,7 @@ class TestRows:
 
     @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
     def test_a_tidy_row_says_the_same_and_neighbours_differ(self, devices: list[int]) -> None:
-        row = _tidy([(i + 1, d) for i, d in enumerate(devices)], len(devices))
+        row = _normalize_segments([(i + 1, d) for i, d in enumerate(devices)], len(devices))
         assert spread(row) == devices
         assert all(a[1] != b[1] for a, b in itertools.pairwise(row))
 
@@ -130,15 +135,18 @@ class TestRows:
         begin = data.draw(st.integers(0, len(expected) - 1))
         end, device = data.draw(st.integers(begin + 1, len(expected))), data.draw(st.integers(0, 2))
         expected[begin:end] = [device] * (end - begin)
-        assert spread(_tidy(_laid(list(row), begin, end, device), len(expected))) == expected
+        assert (
+            spread(_normalize_segments(_insert_segment(list(row), begin, end, device), len(expected)))
+            == expected
+        )
 
     @example(((1, 0), (2, 1), (3, 0)), 6920)  # an end slid beyond the row
     @given(rows, st.integers(0, 2**32 - 1))
     def test_a_moved_row_is_a_row(self, row, seed) -> None:  # type: ignore[no-untyped-def]
         num = row[-1][0]
-        moved = _moved(row, np.random.default_rng(seed), num, 3)
+        moved = _move_segment(row, np.random.default_rng(seed), num, 3)
         assert len(spread(moved)) == num
         assert all(a[0] < b[0] and a[1] != b[1] for a, b in itertools.pairwise(moved))
 
     def test_stripes_are_spread_evenly(self) -> None:
-        assert spread(_striped(12, 0, 1, 2, 0.5)) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]
+        assert spread(_make_stripes(12, 0, 1, 2, 0.5)) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]

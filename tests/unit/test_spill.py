@@ -11,7 +11,7 @@ from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import ClusterError, InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Phase
 from loadmaster.core.plan import plan_of
-from loadmaster.graph.spill import LOAD, readings, window_of
+from loadmaster.graph.spill import LOAD, find_readings, max_window_bytes
 from loadmaster.graph.transformer import transformer
 from tests.reference import simulate as reference
 from tests.spilling import COMPUTES, STORES, spilling
@@ -58,7 +58,7 @@ def test_work_is_kept_and_nothing_but_loads_is_added(problem: lm.Problem) -> Non
     new = [op for op, kind in enumerate(made.graph.op_kind) if kind == LOAD]
     assert made.graph.flops.sum() == graph.flops.sum()
     assert made.graph.resident_bytes.sum() == graph.resident_bytes.sum()
-    some = readings(graph).values()
+    some = find_readings(graph).values()
     assert len(new) == sum(1 + bool(one.backward) for each in some for one in each)
     assert not made.costs.compute_s[new].any()
 
@@ -81,7 +81,7 @@ def test_copies_never_take_more_than_the_window(problem: lm.Problem, times: int)
     for at in begins.values():
         there = sum(int(size[t]) for t in begins if begins[t] <= at < ends[t])
         assert there <= window
-    assert window_of(graph) <= window
+    assert max_window_bytes(graph) <= window
     assert check_plan(made, plan) == []
     assert why_not_runnable(made, plan) == []
 
@@ -142,13 +142,13 @@ def test_a_spilled_plan_is_saved_and_read_again(graph: lm.Graph, tmp_path: Path)
     lm.save(found, tmp_path / "plan.json")
     again = lm.load(tmp_path / "plan.json")
     assert again.digest == found.digest
-    assert window_of(again.problem.graph) == window_of(found.problem.graph) > 0
+    assert max_window_bytes(again.problem.graph) == max_window_bytes(found.problem.graph) > 0
 
 
 def test_pins_and_several_devices_are_respected(graph: lm.Graph) -> None:
     whole = lm.problem(graph, "2xH200-200GB, cpu-500GB", optimizer="adamw")
     peak = int(lm.simulate(whole, alone(whole)).peak_bytes[0])
-    names = [graph.op_name[op] for op in readings(graph)][:2]
+    names = [graph.op_name[op] for op in find_readings(graph)][:2]
     cluster = f"2xH200-{peak // 3}B, cpu-500GB"
     question = lm.problem(graph, cluster, optimizer="adamw", pin={names[0]: "gpu0", names[1]: "cpu0"})
     found = lm.plan(question, budget="40x", spill="host")

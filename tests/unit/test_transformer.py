@@ -11,7 +11,7 @@ from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase, edge
 from loadmaster.graph import transformer as module
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.repeat import repeat_layers
-from loadmaster.graph.transformer import transformer, transformer_of
+from loadmaster.graph.transformer import transformer, transformer_with_ops
 
 GPT2_SMALL_PARAMETERS = 124_439_808
 VIEWS = {"reshape", "slice", "transpose"}
@@ -57,7 +57,7 @@ def test_defaults_have_the_parameters_of_gpt2_small(gpt2: Graph) -> None:
 
 def test_gpt2_small_is_about_1500_ops_and_what_1500_ops_give(gpt2: Graph) -> None:
     assert 1300 <= gpt2.num_ops <= 1700
-    assert transformer_of(1500).digest == gpt2.digest
+    assert transformer_with_ops(1500).digest == gpt2.digest
 
 
 def test_forward_matmul_flops_are_the_hand_formula(gpt2: Graph) -> None:
@@ -223,7 +223,7 @@ def test_half_precision_halves_weights_and_keeps_masks() -> None:
 
 
 def test_a_hundred_thousand_ops_can_be_made() -> None:
-    graph = transformer_of(100_000)
+    graph = transformer_with_ops(100_000)
     assert abs(graph.num_ops - 100_000) <= 60
     assert (graph.tensor_op[graph.use_tensor] < graph.use_op).all()
     assert (graph.phase == Phase.UPDATE).sum() == (graph.phase == Phase.PARAM).sum()

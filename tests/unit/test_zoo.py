@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch", reason="the zoo needs the extra [torch]")
 
 from loadmaster.core.errors import InputError, UnknownNameError  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.models import Asked  # noqa: E402
+from loadmaster.graph.models import CaptureOptions  # noqa: E402
 from loadmaster.graph.source import read_source  # noqa: E402
 from loadmaster.zoo.hf import SIZES, hf_example  # noqa: E402
 from loadmaster.zoo.named import MODELS, zoo_example  # noqa: E402
@@ -62,11 +62,11 @@ def test_unknown_models_are_answered_with_the_nearest() -> None:
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:
     pytest.importorskip("transformers", reason="hf: models need the extra [hf]")
     with pytest.raises(InputError, match="at most 1024 tokens, not 2048"):
-        read_source("hf:gpt2", asked=Asked(seq=2048))
+        read_source("hf:gpt2", asked=CaptureOptions(seq=2048))
 
 
 def test_a_source_of_the_zoo_is_captured_at_its_sizes() -> None:
-    graph = read_source("zoo:lstm", asked=Asked(batch=2, seq=3)).graph
+    graph = read_source("zoo:lstm", asked=CaptureOptions(batch=2, seq=3)).graph
     assert graph.name == "lstm, batch 2, seq 3"
     assert graph.capture.startswith("joint")
     assert any(row.startswith("input int64[2,3]") for row in graph.signature_table)

@@ -12,10 +12,10 @@ import numpy as np
 from loadmaster.capacity.breakdown import gradient_tensors
 from loadmaster.core.arrays import Longs
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.cost.memory import weight_and_update_ops
+from loadmaster.cost.memory import pair_weights_with_updates
 
 
-def accumulating(graph: Graph) -> Graph:
+def with_accumulated_gradients(graph: Graph) -> Graph:
     """The graph of the last of several passes."""
     gradient, reader = gradient_tensors(graph)
     updates = graph.phase[reader] == Phase.UPDATE
@@ -23,7 +23,7 @@ def accumulating(graph: Graph) -> Graph:
     if not len(gradient):
         return graph
     held: Longs = graph.resident_bytes.copy()
-    param, update = weight_and_update_ops(graph)
+    param, update = pair_weights_with_updates(graph)
     weight_of = dict(zip(update.tolist(), param.tolist(), strict=True))
     size = np.where(graph.tensor_storage[gradient] >= 0, graph.tensor_bytes[gradient], 0)
     for op, num_bytes in zip(reader.tolist(), size.tolist(), strict=True):

@@ -16,55 +16,57 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from loadmaster.capacity.peak_moment import Held
+from loadmaster.capacity.peak_moment import HeldMemory
 from loadmaster.core.arrays import Ints, Longs
 from loadmaster.core.fit_answer import ModuleParts, Parts
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
-from loadmaster.cost.memory import weight_and_update_ops
+from loadmaster.cost.memory import pair_weights_with_updates
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 _WEIGHTS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _WORKSPACE, _RESIDENT = range(len(PARTS))
 NO_MODULE = "(no module)"
 
 
-def parts_of(graph: Graph, held: Held) -> Parts:
+def parts_of(graph: Graph, held: HeldMemory) -> Parts:
     """A device's peak taken apart."""
-    return _summed(_table(graph, held)[1])
+    return _sum_parts(_list_held_bytes(graph, held)[1])
 
 
-def modules_of(graph: Graph, held: Held, *, most: int = 24) -> tuple[ModuleParts, ...]:
+def modules_of(graph: Graph, held: HeldMemory, *, most: int = 24) -> tuple[ModuleParts, ...]:
     """The tree of modules from the top, the largest opened first while there are `most` unlike rows."""
-    module, table = _table(graph, held)
+    module, table = _list_held_bytes(graph, held)
     total: dict[str, Longs] = {}
     children: dict[str, dict[str, None]] = {}
-    for name, row in _by_name(module, table).items():
-        for above, below in _steps(name):
+    for name, row in _sum_by_module(module, table).items():
+        for above, below in _parent_child_pairs(name):
             total[below] = total.get(below, np.zeros(len(PARTS), dtype=np.int64)) + row
             children.setdefault(above, {})[below] = None
         total[""] = total.get("", np.zeros(len(PARTS), dtype=np.int64)) + row
-    return tuple(_drawn(total, children, most))
+    return tuple(_select_rows(total, children, most))
 
 
-def _steps(path: str) -> list[tuple[str, str]]:
+def _parent_child_pairs(path: str) -> list[tuple[str, str]]:
     """('', 'a'), ('a', 'a.b'), ... down to the path."""
     words = path.split(".")
     names = [".".join(words[:at]) for at in range(len(words) + 1)]
     return list(itertools.pairwise(names))
 
 
-def _drawn(total: Mapping[str, Longs], children: Mapping[str, Iterable[str]], most: int) -> list[ModuleParts]:
+def _select_rows(
+    total: Mapping[str, Longs], children: Mapping[str, Iterable[str]], most: int
+) -> list[ModuleParts]:
     """Rows in the order of a tree, siblings by size; of modules that are alike only the first is opened."""
     place = {name: at for at, name in enumerate(total)}
     settled: set[tuple[object, ...]] = set()  # opened, or too large to open
     shown, rows = {""}, 1
     while True:
-        closed = [name for name in shown if name in children and _look(total, name) not in settled]
+        closed = [name for name in shown if name in children and _sibling_key(total, name) not in settled]
         if not closed:
             break
         name = max(closed, key=lambda name: (int(total[name].sum()), -place[name]))
-        settled.add(_look(total, name))
+        settled.add(_sibling_key(total, name))
         below = [child for child in children[name] if total[child].any()]
-        distinct = {_look(total, child) for child in below}
+        distinct = {_sibling_key(total, child) for child in below}
         if name and rows + len(distinct) > most:
             continue
         rows += len(distinct)
@@ -72,31 +74,31 @@ def _drawn(total: Mapping[str, Longs], children: Mapping[str, Iterable[str]], mo
     drawn, stack = [], [("", 0)]
     while stack:
         name, depth = stack.pop()
-        drawn.append(ModuleParts(name, depth, _summed(total[name][None])))
+        drawn.append(ModuleParts(name, depth, _sum_parts(total[name][None])))
         below = [child for child in children.get(name, ()) if child in shown]
         stack += [(c, depth + 1) for c in sorted(below, key=lambda c: (int(total[c].sum()), -place[c]))]
     return drawn
 
 
-def _look(total: Mapping[str, Longs], name: str) -> tuple[object, ...]:
+def _sibling_key(total: Mapping[str, Longs], name: str) -> tuple[object, ...]:
     """What siblings that are alike have in common."""
     return name.rpartition(".")[0], name == "", *total[name].tolist()
 
 
-def _by_name(module: list[str], table: Longs) -> dict[str, Longs]:
+def _sum_by_module(module: list[str], table: Longs) -> dict[str, Longs]:
     found: dict[str, Longs] = {}
     for name, row in zip(module, table, strict=True):
         found[name] = found[name] + row if name in found else row
     return found
 
 
-def _summed(table: Longs) -> Parts:
+def _sum_parts(table: Longs) -> Parts:
     weights, gradients, optimizer, activations, workspace, resident = table.sum(axis=0).tolist()
     total = int(table.sum())
     return Parts(weights, gradients, optimizer, activations, workspace, resident, total)
 
 
-def _table(graph: Graph, held: Held) -> tuple[list[str], Longs]:
+def _list_held_bytes(graph: Graph, held: HeldMemory) -> tuple[list[str], Longs]:
     """The module of everything held, and its bytes [things, PARTS]."""
     rows: list[tuple[int, int, int]] = []  # op whose module it is, part, bytes
     own = weight_bytes(graph)
@@ -125,7 +127,7 @@ def weight_bytes(graph: Graph) -> Longs:
     param = graph.phase == Phase.PARAM
     if (graph.phase == Phase.UPDATE).any():
         frozen = param.copy()
-        frozen[weight_and_update_ops(graph)[0]] = False
+        frozen[pair_weights_with_updates(graph)[0]] = False
         weight[frozen] = graph.resident_bytes[frozen]
     return np.where(param, weight, 0)
 

@@ -17,9 +17,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadmaster.capacity.clusters import limit_of, only, preset_cluster, with_more, with_preset
+from loadmaster.capacity.clusters import (
+    limit_of,
+    preset_cluster,
+    single_device_cluster,
+    with_more,
+    with_preset,
+)
 from loadmaster.capacity.step_setting import Asker, Setting, is_training
-from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, together
+from loadmaster.capacity.verdict import Verdict, judge_cluster, judge_single_device, needed_bytes
 from loadmaster.cluster.presets import KINDS, KindPreset
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
@@ -52,46 +58,46 @@ class _Idea:
     captures: bool = True
 
 
-def changes(
+def propose_changes(
     asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict, *, every: bool = False
 ) -> Iterator[Change]:
     """Changes to a step that does not fit, the cheapest first; `every`: check all of them."""
     found = False
-    for idea in _ideas(asker, setting, cluster, verdict):
+    for idea in _list_ideas(asker, setting, cluster, verdict):
         if found and idea.captures and not every:
             yield Change(idea.name, idea.text, idea.price, None, "not checked: a cheaper one fits", None)
             continue
-        change = _checked(asker, idea)
+        change = _check_idea(asker, idea)
         found |= bool(change.fits)
         yield change
     several = bool(_smaller_batches(setting)) and asker.is_model and is_training(verdict.problem.graph)
     if several and not found:
-        yield _checked(asker, _combined(setting, cluster))
-    yield from _hardware(asker, setting, verdict)
+        yield _check_idea(asker, _combine_ideas(setting, cluster))
+    yield from _propose_hardware(asker, setting, verdict)
 
 
-def _checked(asker: Asker, idea: _Idea) -> Change:
+def _check_idea(asker: Asker, idea: _Idea) -> Change:
     asker.say(f"trying: {idea.text}", 0.0)
     try:
-        found = together(asker, asker.problem(idea.setting, idea.cluster))
+        found = judge_cluster(asker, asker.problem(idea.setting, idea.cluster))
     except LoadmasterError as problem:  # such a step cannot be captured
         return Change(idea.name, idea.text, idea.price, False, str(problem), None)
-    return _told(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
+    return _make_change(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
 
 
-def _told(name: str, text: str, price: str, found: Verdict, *, passes: int = 1) -> Change:
+def _make_change(name: str, text: str, price: str, found: Verdict, *, passes: int = 1) -> Change:
     seconds = found.step_s * passes if found.fits and found.step_s is not None else None
     return Change(name, text, price, found.fits, found.reason, seconds)
 
 
-def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict) -> Iterator[_Idea]:
+def _list_ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict) -> Iterator[_Idea]:
     """Changes of how the step is run, on the same devices; last, host memory besides."""
     graph = verdict.problem.graph
     trains = is_training(graph)
     if asker.is_model and trains:
-        yield from _fitting_passes(asker, setting, cluster)
+        yield from _find_fitting_passes(asker, setting, cluster)
     has_weights = bool((graph.phase == Phase.PARAM).any())
-    mixed, narrow = _precisions(asker, setting) if has_weights else (None, None)
+    mixed, narrow = _lower_precisions(asker, setting) if has_weights else (None, None)
     if mixed is not None:
         price = "activations in 16 bits; usually faster"
         yield _Idea("precision", f"precision {mixed}", price, replace(setting, precision=mixed), cluster)
@@ -101,7 +107,7 @@ def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Ver
     if narrow is not None:
         text, price = f"precision {narrow} (16-bit weights)", "small updates may be lost to rounding"
         yield _Idea("weights", text, price, replace(setting, precision=narrow), cluster)
-    for other in _leaner(setting, trains=trains and has_weights):
+    for other in _leaner_optimizers(setting, trains=trains and has_weights):
         price = "learns differently; tune its rate anew"
         yield _Idea(
             "optimizer",
@@ -119,7 +125,7 @@ def _ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Ver
         )
 
 
-def _precisions(asker: Asker, setting: Setting) -> tuple[str | None, str | None]:
+def _lower_precisions(asker: Asker, setting: Setting) -> tuple[str | None, str | None]:
     """A mixed precision and one of 16-bit weights, where the step is not in them already."""
     if not asker.is_model:  # of other graphs only weights with an optimizer know a precision
         return "mixed" if setting.precision == "fp32" and setting.optimizer is not None else None, None
@@ -127,7 +133,7 @@ def _precisions(asker: Asker, setting: Setting) -> tuple[str | None, str | None]
     return mixed, None if setting.precision == "bf16" else "bf16"
 
 
-def _leaner(setting: Setting, *, trains: bool) -> tuple[str, ...]:
+def _leaner_optimizers(setting: Setting, *, trains: bool) -> tuple[str, ...]:
     return _LEANER.get((setting.optimizer or "adamw").lower(), ()) if trains else ()
 
 
@@ -137,7 +143,7 @@ def _smaller_batches(setting: Setting) -> list[int]:
     return [batch for batch in range(whole - 1, 0, -1) if whole % batch == 0]
 
 
-def _fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> Iterator[_Idea]:
+def _find_fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> Iterator[_Idea]:
     """The largest batch that divides the whole and fits, or else the smallest; none where the batch is 1."""
     smaller = _smaller_batches(setting)
     for batch in smaller:
@@ -150,7 +156,7 @@ def _fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> 
             replace(setting, batch=batch, passes=passes),
             cluster,
         )
-        if batch == smaller[-1] or (_may_fit(asker, setting, idea) and _checked(asker, idea).fits):
+        if batch == smaller[-1] or (_may_fit(asker, setting, idea) and _check_idea(asker, idea).fits):
             yield idea
             return
 
@@ -164,10 +170,10 @@ def _may_fit(asker: Asker, setting: Setting, idea: _Idea) -> bool:
         guess = asker.guess(asked, idea.setting.batch, idea.cluster)
     except LoadmasterError:  # a batch cannot be chosen: the check itself will say so
         return True
-    return guess is None or together(asker, guess).fits
+    return guess is None or judge_cluster(asker, guess).fits
 
 
-def _combined(setting: Setting, cluster: Cluster | None) -> _Idea:
+def _combine_ideas(setting: Setting, cluster: Cluster | None) -> _Idea:
     """All that leaves optimizer and devices alone."""
     whole = setting.batch or 1
     precision = "bf16-mixed" if setting.precision == "fp32" else setting.precision
@@ -179,27 +185,27 @@ def _combined(setting: Setting, cluster: Cluster | None) -> _Idea:
 # ---- other devices
 
 
-def _hardware(asker: Asker, setting: Setting, verdict: Verdict) -> Iterator[Change]:
+def _propose_hardware(asker: Asker, setting: Setting, verdict: Verdict) -> Iterator[Change]:
     """More devices like the largest, and the smallest other one."""
     devices = verdict.problem.cluster
     like = int(np.where(devices.on_host[devices.kind], -1, devices.usable_bytes).argmax())
-    yield _more(asker, setting, devices, like, _needed_bytes_of(asker, setting, devices, like))
-    smallest = smallest_preset(asker, setting, host=bool(devices.on_host[devices.kind[like]]))
+    yield _try_more_devices(asker, setting, devices, like, _needed_bytes_of(asker, setting, devices, like))
+    smallest = find_smallest_preset(asker, setting, host=bool(devices.on_host[devices.kind[like]]))
     price = "another device"
     if smallest is None:
         yield Change("device", "one larger device", price, False, "no preset holds it alone", None)
         return
-    found = alone(asker, asker.problem(setting, preset_cluster(smallest)))
+    found = judge_single_device(asker, asker.problem(setting, preset_cluster(smallest)))
     text = f"1x{smallest.name} ({format_bytes(smallest.memory_bytes)}) alone"
-    yield _told("device", text, price, found)
+    yield _make_change("device", text, price, found)
 
 
 def _needed_bytes_of(asker: Asker, setting: Setting, cluster: Cluster, device: int) -> int:
     """The peak in the step's own order, whatever the device holds."""
-    return needed_bytes(asker.problem(setting, only(cluster, device)))
+    return needed_bytes(asker.problem(setting, single_device_cluster(cluster, device)))
 
 
-def _more(asker: Asker, setting: Setting, devices: Cluster, like: int, need_bytes: int) -> Change:
+def _try_more_devices(asker: Asker, setting: Setting, devices: Cluster, like: int, need_bytes: int) -> Change:
     """So many devices more as there is memory lacking, and a few tries beyond."""
     room = limit_of(devices, like) or 1
     have = int(devices.usable_bytes.astype(np.float64).sum())
@@ -208,16 +214,16 @@ def _more(asker: Asker, setting: Setting, devices: Cluster, like: int, need_byte
     num, verdict = first, None
     for num in range(first, min(first + _TRIES, _MOST_MORE + 1)):
         asker.say(f"trying: {num} more {kind}", 0.0)
-        verdict = together(asker, asker.problem(setting, with_more(devices, like, num)))
+        verdict = judge_cluster(asker, asker.problem(setting, with_more(devices, like, num)))
         if verdict.fits:
             break
     if verdict is None:
         text = f"more than {_MOST_MORE} more {kind}"
         return Change("devices", text, price, False, f"{first} would be needed", None)
-    return _told("devices", f"{'' if verdict.fits else 'up to '}{num} more {kind}", price, verdict)
+    return _make_change("devices", f"{'' if verdict.fits else 'up to '}{num} more {kind}", price, verdict)
 
 
-def smallest_preset(asker: Asker, setting: Setting, *, host: bool) -> KindPreset | None:
+def find_smallest_preset(asker: Asker, setting: Setting, *, host: bool) -> KindPreset | None:
     """The device with the least memory that holds the step alone."""
     kinds = [kind for kind in KINDS.values() if kind.on_host == host and kind.name != NOT_A_DEVICE]
     for kind in sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.name)):

@@ -10,7 +10,7 @@ from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster
 from loadmaster.core.graph import Dtype
 
 
-def only(cluster: Cluster, device: int) -> Cluster:
+def single_device_cluster(cluster: Cluster, device: int) -> Cluster:
     """The cluster of one of its devices."""
     at, kind = [device], [int(cluster.kind[device])]
     return replace(
@@ -60,16 +60,16 @@ def with_more(cluster: Cluster, device: int, num: int = 1) -> Cluster:
     """`num` more devices like one of the cluster's, on buses of their own."""
     found = cluster
     for _ in range(num):
-        found = _joined(found, only(cluster, device), bus="pcie4")
+        found = _add_device(found, single_device_cluster(cluster, device), bus="pcie4")
     return found
 
 
 def with_preset(cluster: Cluster, preset: KindPreset) -> Cluster:
     """One device of another kind besides."""
-    return _joined(cluster, preset_cluster(preset), bus="pcie4" if preset.on_host else preset.bus)
+    return _add_device(cluster, preset_cluster(preset), bus="pcie4" if preset.on_host else preset.bus)
 
 
-def _joined(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:
+def _add_device(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:
     """A device more; everything to and from it crosses its own bus and nothing else."""
     num, link = cluster.num_devices, link_preset(bus)
     up, down = cluster.num_links, cluster.num_links + 1
@@ -77,7 +77,7 @@ def _joined(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:
     route[:num, :num, : cluster.route.shape[2]] = cluster.route
     route[num, :num, 0] = up
     route[:num, num, 0] = down
-    name = _unused(extra.device_name[0], cluster.device_name)
+    name = _make_unused_name(extra.device_name[0], cluster.device_name)
     names = cluster.kind_name
     known = names.index(extra.kind_name[0]) if extra.kind_name[0] in names else len(names)
     new = slice(0, 1 if known == len(names) else 0)  # a kind that is not there yet brings its rates
@@ -85,10 +85,10 @@ def _joined(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:
         cluster,
         name=f"{cluster.name}, {extra.kind_name[0]}",
         device_name=(*cluster.device_name, name),
-        kind=_with(cluster.kind, known),
+        kind=_append_value(cluster.kind, known),
         kind_name=(*names, *extra.kind_name[new]),
-        host=_with(cluster.host, int(cluster.host.min())),
-        engine=_with(cluster.engine, int(cluster.engine.max()) + 1),
+        host=_append_value(cluster.host, int(cluster.host.min())),
+        engine=_append_value(cluster.engine, int(cluster.engine.max()) + 1),
         memory_bytes=np.concatenate([cluster.memory_bytes, extra.memory_bytes]),
         reserve_bytes=np.concatenate([cluster.reserve_bytes, extra.reserve_bytes]),
         flops_per_s=np.concatenate([cluster.flops_per_s, extra.flops_per_s[new]]),
@@ -102,11 +102,11 @@ def _joined(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:
     )
 
 
-def _with(column: Ints, value: int) -> Ints:
+def _append_value(column: Ints, value: int) -> Ints:
     return np.concatenate([column, [value]]).astype(np.int32)
 
 
-def _unused(name: str, taken: tuple[str, ...]) -> str:
+def _make_unused_name(name: str, taken: tuple[str, ...]) -> str:
     """The name, or the name with the first number that is free."""
     if name not in taken:
         return name

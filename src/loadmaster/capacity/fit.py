@@ -6,12 +6,18 @@ from dataclasses import replace
 import numpy as np
 
 from loadmaster.capacity.breakdown import modules_of, parts_of
-from loadmaster.capacity.changes import NOT_A_DEVICE, changes
-from loadmaster.capacity.clusters import limit_of, only, preset_cluster
-from loadmaster.capacity.largest import guessed_batch, largest_batch
+from loadmaster.capacity.changes import NOT_A_DEVICE, propose_changes
+from loadmaster.capacity.clusters import limit_of, preset_cluster, single_device_cluster
+from loadmaster.capacity.largest import find_largest_batch, guess_largest_batch
 from loadmaster.capacity.peak_moment import held_at_peaks
 from loadmaster.capacity.step_setting import Asker, Setting
-from loadmaster.capacity.verdict import Verdict, alone, needed_bytes, on_device, together
+from loadmaster.capacity.verdict import (
+    Verdict,
+    judge_cluster,
+    judge_single_device,
+    needed_bytes,
+    plan_on_device,
+)
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
@@ -33,7 +39,7 @@ def target_of(cluster: Cluster) -> str:
     return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
-def fitted(
+def assess_fit(
     asker: Asker,
     source: str,
     setting: Setting,
@@ -46,13 +52,13 @@ def fitted(
     """Everything there is to say; `named`: the user named the devices. `quick`: no other batch, no change."""
     meant = cluster if cluster is not None else preset_cluster(KINDS["H100"])  # any accelerator
     base = _with_target(asker, setting, meant)
-    lone = asker.problem(base, only(meant, _roomiest(meant)))
-    whole = _whole(asker, base, cluster, quick=quick) if cluster is not None else None
+    lone = asker.problem(base, single_device_cluster(meant, _roomiest_device(meant)))
+    whole = _assess_cluster(asker, base, cluster, quick=quick) if cluster is not None else None
     offers: list[Change] = []
     if whole is not None and not whole[0].fits and not quick:
-        offers = list(changes(asker, base, cluster, whole[0], every=every))
+        offers = list(propose_changes(asker, base, cluster, whole[0], every=every))
     graph = lone.graph
-    _, held = held_at_peaks(prepare(lone), on_device(lone))
+    _, held = held_at_peaks(prepare(lone), plan_on_device(lone))
     return Fit(
         loadmaster="fit",
         schema=SCHEMA_VERSION,
@@ -67,9 +73,9 @@ def fitted(
         fits=whole[1].fits if whole is not None else None,
         parts=parts_of(graph, held[0]),
         modules=modules_of(graph, held[0]),
-        devices=tuple(_devices(asker, setting, cluster, quick=quick)) if cluster is not None else (),
+        devices=tuple(_assess_devices(asker, setting, cluster, quick=quick)) if cluster is not None else (),
         cluster=whole[1] if whole is not None else None,
-        presets=() if named else tuple(_presets(asker, setting, quick=quick)),
+        presets=() if named else tuple(_assess_presets(asker, setting, quick=quick)),
         changes=tuple(offers),
         cheapest=next((change.name for change in offers if change.fits), None),
     )
@@ -79,25 +85,25 @@ def _with_target(asker: Asker, setting: Setting, cluster: Cluster) -> Setting:
     return replace(setting, target=target_of(cluster)) if asker.is_model else setting
 
 
-def _roomiest(cluster: Cluster) -> int:
+def _roomiest_device(cluster: Cluster) -> int:
     """The device of the kind that is meant: an accelerator where there is one."""
     return int(np.where(cluster.on_host[cluster.kind], -1, cluster.usable_bytes).argmax())
 
 
-def _devices(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> Iterator[DeviceFit]:
+def _assess_devices(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> Iterator[DeviceFit]:
     """Every device alone; devices that are alike are asked once."""
     known: dict[tuple[int, int], DeviceFit] = {}
     for d, name in enumerate(cluster.device_name):
         alike = int(cluster.kind[d]), int(cluster.usable_bytes[d])
         if alike not in known:
-            known[alike] = _device(asker, setting, only(cluster, d), quick=quick)
+            known[alike] = _assess_device(asker, setting, single_device_cluster(cluster, d), quick=quick)
         yield replace(known[alike], device=name)
 
 
-def _device(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> DeviceFit:
+def _assess_device(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> DeviceFit:
     own = _with_target(asker, setting, cluster)
     problem = asker.problem(own, cluster)
-    verdict, limit = alone(asker, problem), limit_of(cluster, 0)
+    verdict, limit = judge_single_device(asker, problem), limit_of(cluster, 0)
     return DeviceFit(
         device=cluster.device_name[0],
         kind=cluster.kind_name[0],
@@ -107,17 +113,23 @@ def _device(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) ->
         proven=verdict.proven,
         reason=verdict.reason,
         step_s=verdict.step_s if verdict.fits else None,
-        largest=_largest(asker, own, cluster, lambda p: alone(asker, p).fits, quick=quick),
+        largest=_find_largest_batch(
+            asker, own, cluster, lambda p: judge_single_device(asker, p).fits, quick=quick
+        ),
     )
 
 
-def _whole(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> tuple[Verdict, ClusterFit]:
+def _assess_cluster(
+    asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool
+) -> tuple[Verdict, ClusterFit]:
     """All devices, by a plan, with what each of them holds."""
     asker.say("looking for a plan on all devices", 0.0)
-    verdict = together(asker, asker.problem(setting, cluster))
+    verdict = judge_cluster(asker, asker.problem(setting, cluster))
     simulator = prepare(verdict.problem)
     outcome, held = held_at_peaks(simulator, verdict.plan)
-    largest = _largest(asker, setting, cluster, lambda p: together(asker, p).fits, quick=quick)
+    largest = _find_largest_batch(
+        asker, setting, cluster, lambda p: judge_cluster(asker, p).fits, quick=quick
+    )
     return verdict, ClusterFit(
         devices=cluster.device_name,
         memory_bytes=tuple(limit_of(cluster, d) for d in range(cluster.num_devices)),
@@ -132,7 +144,7 @@ def _whole(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> 
     )
 
 
-def _largest(
+def _find_largest_batch(
     asker: Asker, setting: Setting, cluster: Cluster, judge: Callable[[Problem], bool], *, quick: bool
 ) -> LargestBatch | None:
     """None where the batch is not ours to choose, or nobody waits for it."""
@@ -140,10 +152,10 @@ def _largest(
         return None
     if any(limit_of(cluster, d) is None for d in range(cluster.num_devices)):
         return LargestBatch(None, True, "there is no limit of memory")
-    return largest_batch(asker, setting, cluster, judge)
+    return find_largest_batch(asker, setting, cluster, judge)
 
 
-def _presets(asker: Asker, setting: Setting, *, quick: bool) -> Iterator[PresetFit]:
+def _assess_presets(asker: Asker, setting: Setting, *, quick: bool) -> Iterator[PresetFit]:
     """Every kind of device that can be named, alone; largest batches are read off the line."""
     for kind in KINDS.values():
         if kind.name == NOT_A_DEVICE:
@@ -157,13 +169,15 @@ def _presets(asker: Asker, setting: Setting, *, quick: bool) -> Iterator[PresetF
         needs, usable = needed_bytes(problem), int(problem.cluster.usable_bytes[0])
         largest = None
         if asker.is_model and not quick and setting.batch is not None:
-            largest = _guessed(asker, own, cluster)
+            largest = _guess_largest_batch(asker, own, cluster)
         yield PresetFit(kind.name, usable, needs, needs <= usable, largest)
 
 
-def _guessed(asker: Asker, setting: Setting, cluster: Cluster) -> LargestBatch:
+def _guess_largest_batch(asker: Asker, setting: Setting, cluster: Cluster) -> LargestBatch:
     try:
-        found = guessed_batch(asker, setting, cluster, lambda p: needed_bytes(p) <= p.cluster.usable_bytes[0])
+        found = guess_largest_batch(
+            asker, setting, cluster, lambda p: needed_bytes(p) <= p.cluster.usable_bytes[0]
+        )
     except LoadmasterError as problem:
         return LargestBatch(None, False, str(problem))
     return LargestBatch(found, False, "" if found is not None else "captures at two batches are not alike")

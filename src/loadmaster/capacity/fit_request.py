@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loadmaster.capacity.fit import fitted
+from loadmaster.capacity.fit import assess_fit
 from loadmaster.capacity.step_setting import Asker, Setting
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.cluster import Cluster
@@ -16,7 +16,7 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective, Problem, Workload
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER
-from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, Asked
+from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ, CaptureOptions
 from loadmaster.graph.source import is_model, read_source
 
 Progress = Callable[[str, float], None]
@@ -60,7 +60,7 @@ class Question:
 
     def read(self, setting: Setting) -> Workload:
         """The source under a setting."""
-        asked = Asked(setting.batch, setting.seq)
+        asked = CaptureOptions(setting.batch, setting.seq)
         if self.is_model:
             asked = replace(
                 asked,
@@ -72,7 +72,7 @@ class Question:
         return read_source(self.source, format=self.format, max_bytes=self.max_bytes, asked=asked)
 
 
-def ask(
+def answer_question(
     question: Question,
     pose: Callable[..., Problem],
     search: Callable[..., Placement],
@@ -87,8 +87,8 @@ def ask(
     cluster = parse_cluster(devices, max_bytes=question.max_bytes) if devices is not None else None
     asker = Asker(
         read=question.read,
-        pose=_poser(pose, reserve_bytes=reserve, is_model=question.is_model),
-        find=_finder(search, budget, progress),
+        pose=_make_poser(pose, reserve_bytes=reserve, is_model=question.is_model),
+        find=_make_finder(search, budget, progress),
         is_model=question.is_model,
         say=progress,
     )
@@ -99,12 +99,12 @@ def ask(
         setting = replace(setting, optimizer=setting.optimizer or workload.optimizer)
     if cluster is not None and reserve:
         cluster = with_reserve(cluster, reserve)
-    return fitted(
+    return assess_fit(
         asker, question.title, setting, cluster, named=devices is not None, quick=quick, every=every
     )
 
 
-def _poser(
+def _make_poser(
     pose: Callable[..., Problem], *, reserve_bytes: int, is_model: bool
 ) -> Callable[[Setting, Workload, Cluster | None], Problem]:
     """A workload on devices; a captured one has its optimizer and its precision already."""
@@ -118,7 +118,7 @@ def _poser(
     return posed
 
 
-def _finder(
+def _make_finder(
     search: Callable[..., Placement], budget: Budget, progress: Progress
 ) -> Callable[[Problem], Placement]:
     """Memory comes first; where that finds nothing and nothing is proven, every algorithm."""

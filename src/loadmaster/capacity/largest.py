@@ -13,7 +13,7 @@ MOST = 2**20  # samples; models take no more
 Judge = Callable[[Problem], bool]
 
 
-def largest(fits: Callable[[int], bool], start: int, *, most: int = MOST) -> int:
+def find_largest(fits: Callable[[int], bool], start: int, *, most: int = MOST) -> int:
     """The largest number up to `most` that fits, 0 if 1 does not: by steps that double from `start`, then
     by halves. Asks for no more than `start` and one more where `start` is the answer."""
     low, high, step = 0, most + 1, 1  # fits, fits not
@@ -30,7 +30,7 @@ def largest(fits: Callable[[int], bool], start: int, *, most: int = MOST) -> int
     return low
 
 
-def guessed_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> int | None:
+def guess_largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> int | None:
     """The largest batch by the line through two captures; None where they are not alike."""
     assert setting.batch is not None
     if asker.guess(setting, setting.batch, cluster) is None:
@@ -40,10 +40,10 @@ def guessed_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge
         problem = asker.guess(setting, batch, cluster)
         return problem is not None and judge(problem)
 
-    return largest(fits, setting.batch)
+    return find_largest(fits, setting.batch)
 
 
-def largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> LargestBatch:
+def find_largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> LargestBatch:
     """The largest batch that `judge` says fits on a cluster, captured at that batch and at one more."""
     if setting.batch is None:
         return LargestBatch(None, False, "give a batch to ask for the largest")
@@ -52,8 +52,8 @@ def largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge
         return judge(asker.problem(replace(setting, batch=batch), cluster))
 
     try:
-        guess = guessed_batch(asker, setting, cluster, judge)
-        found = largest(fits, setting.batch if guess is None else guess)
+        guess = guess_largest_batch(asker, setting, cluster, judge)
+        found = find_largest(fits, setting.batch if guess is None else guess)
     except LoadmasterError as problem:  # the user's own function takes no batch, or none that large
         return LargestBatch(None, False, str(problem))
     if found == MOST:

@@ -20,7 +20,7 @@ from loadmaster.simulator.events.kernel import LOCAL, NO_HOLD, list_holds, list_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldMemory:
     """What one device holds at its peak. An op's residents and workspace, tensors made here or sent here."""
 
     resident_op: Longs  # ops whose resident bytes are here
@@ -30,10 +30,10 @@ class Held:
     peak_bytes: int
 
 
-def held_at_peaks(simulator: Simulator, plan: Plan) -> tuple[Outcome, list[Held]]:
+def held_at_peaks(simulator: Simulator, plan: Plan) -> tuple[Outcome, list[HeldMemory]]:
     """The run of a plan, and what each of its devices holds at the first of its highest points."""
     if is_unordered(plan):
-        plan = simulator.ordered(plan)
+        plan = simulator.order_by_start(plan)
     outcome = simulator.run(plan)
     replay = _Replay(simulator, plan, outcome)
     replay.run()
@@ -83,7 +83,7 @@ class _Replay:
             ended = bool(self.ends) and self.ends[0][0] == now
             while self.ends and self.ends[0][0] == now:
                 begun += self._end(heapq.heappop(self.ends)[1], now)
-            begun += self._due(now, at_last=stuck)
+            begun += self._find_due_transfers(now, at_last=stuck)
             for transfer in begun:
                 self._start_transfer(transfer)
             first = next_op
@@ -177,7 +177,7 @@ class _Replay:
         heapq.heappush(self.later, (float(self.outcome.transfer_start[transfer]), transfer))
         return []
 
-    def _due(self, now: float, *, at_last: bool) -> list[int]:
+    def _find_due_transfers(self, now: float, *, at_last: bool) -> list[int]:
         """Transfers booked for now whose turn has come, also behind such as take no time; `at_last`: all."""
         due, found = [], dict[int, None]()
         while self.later and self.later[0][0] == now:
@@ -234,7 +234,7 @@ class _Replay:
         if num_bytes:
             self.changes.append((device, what, num_bytes))
 
-    def at_peak(self, device: int) -> Held:
+    def at_peak(self, device: int) -> HeldMemory:
         """What stands on a device at its highest point."""
         fixed = self.fixed
         table: Any = np.array(self.changes, dtype=np.int64).reshape(-1, 3)
@@ -249,7 +249,7 @@ class _Replay:
         tensor = holds.copy()
         tensor[~home] = moved[holds[~home] - self.num_tensors]
         resident = np.flatnonzero((self.plan.device == device) & (fixed.resident > 0))
-        return Held(
+        return HeldMemory(
             resident_op=resident.astype(np.int64),
             workspace_op=running - self._workspace(0),
             tensor=tensor,

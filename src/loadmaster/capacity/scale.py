@@ -17,14 +17,14 @@ _SIZES = ("bytes_moved", "resident_bytes", "workspace_bytes", "tensor_bytes")
 _MOST_BYTES = 2.0**60
 
 
-def scaled(one: Graph, other: Graph, low: int, high: int, batch: int) -> Graph | None:
+def scale_graph(one: Graph, other: Graph, low: int, high: int, batch: int) -> Graph | None:
     """The graph at `batch`, from those at `low` and `high`; None where they are not alike."""
     if one.op_name != other.op_name or one.module != other.module:
         return None
     if not all(np.array_equal(getattr(one, name), getattr(other, name)) for name in _SAME):
         return None
     share = (batch - low) / (high - low)
-    columns = {name: _line(getattr(one, name), getattr(other, name), share) for name in _SIZES}
+    columns = {name: _interpolate(getattr(one, name), getattr(other, name), share) for name in _SIZES}
     if any(column is None for column in columns.values()):
         return None
     flops = np.maximum(one.flops + (other.flops - one.flops) * share, 0.0)
@@ -34,7 +34,7 @@ def scaled(one: Graph, other: Graph, low: int, high: int, batch: int) -> Graph |
         return None
 
 
-def _line(one: Longs, other: Longs, share: float) -> Longs | None:
+def _interpolate(one: Longs, other: Longs, share: float) -> Longs | None:
     values = np.round(one + (other - one).astype(np.float64) * share)
     if len(values) and (values.min() < 0 or values.sum() > _MOST_BYTES):
         return None

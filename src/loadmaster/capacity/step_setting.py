@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from loadmaster.capacity.accumulate import accumulating
-from loadmaster.capacity.scale import scaled
+from loadmaster.capacity.accumulate import with_accumulated_gradients
+from loadmaster.capacity.scale import scale_graph
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Problem, Workload
-from loadmaster.core.run import silent
+from loadmaster.core.run import ignore_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Asker:
     pose: Callable[[Setting, Workload, Cluster | None], Problem]
     find: Callable[[Problem], Placement]
     is_model: bool  # captured, so that every setting can be changed
-    say: Callable[[str, float], None] = silent
+    say: Callable[[str, float], None] = ignore_progress
     known: dict[Setting, Workload] = field(default_factory=dict)
 
     def workload(self, setting: Setting) -> Workload:
@@ -42,10 +42,14 @@ class Asker:
         if not self.is_model:  # optimizer and precision are applied to what was read
             key = Setting(batch=setting.batch, seq=setting.seq)
         if key not in self.known:
-            self.say(_doing(key) if self.is_model else "reading", 0.0)
+            self.say(_describe_capture(key) if self.is_model else "reading", 0.0)
             self.known[key] = self.read(key)
         workload = self.known[key]
-        return workload if setting.passes == 1 else replace(workload, graph=accumulating(workload.graph))
+        return (
+            workload
+            if setting.passes == 1
+            else replace(workload, graph=with_accumulated_gradients(workload.graph))
+        )
 
     def problem(self, setting: Setting, cluster: Cluster | None) -> Problem:
         """The step on devices; None: those that the source brings."""
@@ -56,7 +60,7 @@ class Asker:
         assert setting.batch is not None
         low, high = guess_batches(setting.batch)
         one, other = (self.workload(replace(setting, batch=b)).graph for b in (low, high))
-        graph = scaled(one, other, low, high, batch)
+        graph = scale_graph(one, other, low, high, batch)
         return None if graph is None else self.pose(setting, Workload(graph), cluster)
 
 
@@ -70,7 +74,7 @@ def is_training(graph: Graph) -> bool:
     return bool((graph.phase == Phase.UPDATE).any())
 
 
-def _doing(setting: Setting) -> str:
+def _describe_capture(setting: Setting) -> str:
     words = ["capturing"]
     words += [f"batch {setting.batch}"] * (setting.batch is not None)
     words += [setting.precision] * (setting.precision != "fp32")

@@ -32,58 +32,58 @@ class Verdict:
     peak_bytes: tuple[int, ...]
 
 
-def on_device(problem: Problem, device: int = 0) -> Plan:
+def plan_on_device(problem: Problem, device: int = 0) -> Plan:
     """Everything on one device, in the order in which the graph's ops stand: what PyTorch runs."""
     order = np.arange(problem.graph.num_ops, dtype=np.int32)
     return plan_of(np.full(problem.graph.num_ops, device, dtype=np.int32), order)
 
 
-def alone(asker: Asker, problem: Problem) -> Verdict:
+def judge_single_device(asker: Asker, problem: Problem) -> Verdict:
     """On the only device of a problem: in the graph's own order, else in any that is found."""
-    own = _in_own_order(problem, 0)
+    own = _judge_own_order(problem, 0)
     if own.fits:
         return own
-    other = _searched(asker, problem)
+    other = _judge_by_search(asker, problem)
     return other if other.fits or other.proven else own
 
 
-def together(asker: Asker, problem: Problem) -> Verdict:
+def judge_cluster(asker: Asker, problem: Problem) -> Verdict:
     """On all devices of a problem: on one of them where it fits there, else by a plan."""
     if problem.cluster.num_devices == 1:
-        return alone(asker, problem)
+        return judge_single_device(asker, problem)
     supported = np.isfinite(problem.device_compute_s).all(axis=0)
     if (problem.pinned == FREE).all():
-        tried = [_in_own_order(problem, int(d)) for d in np.flatnonzero(supported)]
+        tried = [_judge_own_order(problem, int(d)) for d in np.flatnonzero(supported)]
         fitting = [verdict for verdict in tried if verdict.fits]
         if fitting:
             return min(fitting, key=lambda verdict: verdict.step_s or 0.0)
-    return _searched(asker, problem)
+    return _judge_by_search(asker, problem)
 
 
 def needed_bytes(problem: Problem) -> int:
     """The peak of the graph in its own order, on the problem's first device."""
-    return int(prepare(problem).run(on_device(problem)).peak_bytes[0])
+    return int(prepare(problem).run(plan_on_device(problem)).peak_bytes[0])
 
 
-def _in_own_order(problem: Problem, device: int) -> Verdict:
-    plan = on_device(problem, device)
+def _judge_own_order(problem: Problem, device: int) -> Verdict:
+    plan = plan_on_device(problem, device)
     outcome = prepare(problem).run(plan)
     peak = tuple(outcome.peak_bytes.tolist())
     fits = bool((outcome.peak_bytes <= problem.cluster.usable_bytes).all())
-    reason = "" if fits else lacking(problem, peak)
+    reason = "" if fits else describe_shortfall(problem, peak)
     return Verdict(problem, fits, False, reason, OWN_ORDER, plan, outcome.step_s, peak)
 
 
-def _searched(asker: Asker, problem: Problem) -> Verdict:
+def _judge_by_search(asker: Asker, problem: Problem) -> Verdict:
     found = asker.find(problem)
     plan = found.plan if found.plan is not None else found.least_overflow_plan
     assert plan is not None, "a placer always has a plan that came nearest"
     peak, proven = tuple(found.peak_bytes.tolist()), found.status == Status.INFEASIBLE
-    reason = "" if found.fits else found.proof if proven else lacking(problem, peak)
+    reason = "" if found.fits else found.proof if proven else describe_shortfall(problem, peak)
     return Verdict(problem, found.fits, proven, reason, found.algorithm, plan, found.score_s, peak)
 
 
-def lacking(problem: Problem, peak_bytes: tuple[int, ...]) -> str:
+def describe_shortfall(problem: Problem, peak_bytes: tuple[int, ...]) -> str:
     """The device that is short of most, with both numbers."""
     cluster = problem.cluster
     d = int((np.array(peak_bytes) - cluster.usable_bytes).argmax())

@@ -17,18 +17,18 @@ def main() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        code = _end("interrupted", 130)
+        code = _exit_with_message("interrupted", 130)
     except BrokenPipeError:  # as in `loadmaster show ... | head -1`: nobody is left to tell
-        code = _lost_stdout(141)
+        code = _handle_lost_stdout(141)
     except OSError as trouble:  # files of ours raise FileError; what is left is stdout itself
-        _end(f"error: cannot write the answer: {trouble.strerror or trouble}", 2)
-        code = _lost_stdout(2)
+        _exit_with_message(f"error: cannot write the answer: {trouble.strerror or trouble}", 2)
+        code = _handle_lost_stdout(2)
     except MemoryError:
-        code = _end("error: out of memory; use a smaller graph or fewer devices", 2)
+        code = _exit_with_message("error: out of memory; use a smaller graph or fewer devices", 2)
     except Exception:  # a compiler that is interrupted may raise anything
         if not interrupts.count:
             raise
-        code = _end("interrupted", 130)
+        code = _exit_with_message("interrupted", 130)
     sys.exit(code)
 
 
@@ -38,27 +38,27 @@ def _run(arguments: list[str]) -> int:
 
     from loadmaster.cli.commands import app
     from loadmaster.core.errors import LoadmasterError
-    from loadmaster.report.plain_text import speak_the_terminals_alphabet
+    from loadmaster.report.plain_text import escape_unencodable_output
 
-    speak_the_terminals_alphabet()
+    escape_unencodable_output()
     command = typer.main.get_command(app)
     try:
-        with command.make_context("loadmaster", completed(arguments)) as context:
+        with command.make_context("loadmaster", complete_arguments(arguments)) as context:
             command.invoke(context)
     except LoadmasterError as problem:
-        return _end(f"error: {problem}", 2)
+        return _exit_with_message(f"error: {problem}", 2)
     except typer.Exit as end:
         return int(end.exit_code)
     except typer.Abort:
-        return _end("interrupted", 130)
+        return _exit_with_message("interrupted", 130)
     except Exception as trouble:
         if not hasattr(trouble, "format_message"):  # how a wrong option is told, whatever typer it is
             raise
-        return _end(f"error: {_usage(trouble)}", 2)
+        return _exit_with_message(f"error: {_usage_message(trouble)}", 2)
     return 0
 
 
-def completed(arguments: list[str]) -> list[str]:
+def complete_arguments(arguments: list[str]) -> list[str]:
     """The words of a command line, with the usual time where `--measure` stands alone."""
     import re
 
@@ -72,7 +72,7 @@ def completed(arguments: list[str]) -> list[str]:
     return words
 
 
-def _usage(trouble: Exception) -> str:
+def _usage_message(trouble: Exception) -> str:
     """What is wrong with the words of a command line, and where the right ones are listed."""
     message = str(trouble.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(trouble, "ctx", None)
@@ -82,21 +82,21 @@ def _usage(trouble: Exception) -> str:
     return f"{message} (see: {path} --help)"
 
 
-def _end(message: str, code: int) -> int:
+def _exit_with_message(message: str, code: int) -> int:
     """Say one line on stderr, whatever names from files it quotes."""
     from contextlib import suppress
 
-    from loadmaster.report.plain_text import printable, shortened
+    from loadmaster.report.plain_text import escape_control_characters, shorten_text
 
     with suppress(OSError):  # stderr may be full or closed; the exit code still tells
-        print(printable(shortened(message)), file=sys.stderr, flush=True)
+        print(escape_control_characters(shorten_text(message)), file=sys.stderr, flush=True)
     return code
 
 
-def _lost_stdout(code: int) -> int:
-    from loadmaster.report.plain_text import discard
+def _handle_lost_stdout(code: int) -> int:
+    from loadmaster.report.plain_text import discard_stream
 
-    discard(sys.stdout)
+    discard_stream(sys.stdout)
     return code
 
 

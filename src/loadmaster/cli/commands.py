@@ -31,7 +31,7 @@ for verb in (plan, fit, run, train, simulate, compare, show, probe, algorithms, 
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"loadmaster {__version__}")
         raise typer.Exit
@@ -40,7 +40,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Options before the verb."""

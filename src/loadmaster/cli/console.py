@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from loadmaster.cli.interrupts import raise_if_lost
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 
 _FIRST_LINE_S = 1.0
 _LINES_SLOW_DOWN = 1.5
@@ -38,14 +38,14 @@ def stderr() -> Console:
 
 def print_json(document: dict[str, Any]) -> None:
     """One document on stdout, in ASCII for any terminal; numbers that JSON cannot hold are null."""
-    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+    print(json.dumps(_replace_nonfinite(document), indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _finite(part) for key, part in value.items()}
+        return {str(key): _replace_nonfinite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_replace_nonfinite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -66,7 +66,7 @@ class _News:
     def __rich__(self) -> Text:
         seconds = time.perf_counter() - self.began
         message = f": {self.message}" if self.message else ""
-        return Text(printable(f"{self.what}{message} ({seconds:.0f} s)"))
+        return Text(escape_control_characters(f"{self.what}{message} ({seconds:.0f} s)"))
 
 
 @contextmanager
@@ -78,14 +78,14 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
         raise_if_lost()
         news.message = message
         if "compiling" in message and not console.is_terminal and news.is_due:
-            _tell_once(console, news)
+            _print_progress_once(console, news)
 
     if console.is_terminal:
         with console.status(news, spinner="line"):
             yield say
         return
     done = Event()
-    teller = Thread(target=_tell, args=(console, news, done), daemon=True)
+    teller = Thread(target=_print_progress, args=(console, news, done), daemon=True)
     teller.start()
     try:
         yield say
@@ -94,16 +94,16 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
         teller.join()
 
 
-def _tell(console: Console, news: _News, done: Event) -> None:
+def _print_progress(console: Console, news: _News, done: Event) -> None:
     """A line now and then until it is done."""
     wait_s = _FIRST_LINE_S
     while not done.wait(wait_s):
         if news.is_due:
-            _tell_once(console, news)
+            _print_progress_once(console, news)
         wait_s = min(wait_s * _LINES_SLOW_DOWN, _LONGEST_SILENCE_S)
 
 
-def _tell_once(console: Console, news: _News) -> None:
+def _print_progress_once(console: Console, news: _News) -> None:
     news.told = time.perf_counter()
     with suppress(OSError):  # work goes on where nobody listens
         console.print(news, style="dim", soft_wrap=True)

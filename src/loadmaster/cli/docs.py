@@ -5,7 +5,7 @@ from pathlib import Path
 
 from loadmaster.core.errors import FormatError
 from loadmaster.core.io import write_bytes
-from loadmaster.placers.registry import available
+from loadmaster.placers.registry import list_algorithms
 
 BEGIN = "<!-- algorithms: written by `python -m loadmaster.cli.docs` -->"
 END = "<!-- end of algorithms -->"
@@ -17,7 +17,7 @@ def with_table(text: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise FormatError(f"the page has no {BEGIN!r} ... {END!r}; add the two lines")
-    rows = [f"| `{e.name}` | {e.family} | {e.summary} |" for e in available().values()]
+    rows = [f"| `{e.name}` | {e.family} | {e.summary} |" for e in list_algorithms().values()]
     table = "\n".join(["| algorithm | family | what it does |", "|---|---|---|", *rows])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 

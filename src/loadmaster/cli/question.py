@@ -8,13 +8,13 @@ from loadmaster.cli.options import MEASURE
 from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.io import require_writable
 from loadmaster.core.units import parse_bytes
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 
 if TYPE_CHECKING:
     from loadmaster.core.problem import Problem
 
 
-def ask(
+def read_problem(
     source: str,
     devices: str | None,
     *,
@@ -42,8 +42,12 @@ def ask(
     """Read source and devices, measure what is asked for, with progress if that takes long."""
     if database is not None and measure is None:
         raise InputError("--database names measured costs, which only --measure uses; add it")
-    pinned, reserve_bytes, limit = pins(pin), size("--reserve", reserve), size("--max-bytes", max_bytes)
-    spans, notes = ranges(range), list[str]()
+    pinned, reserve_bytes, limit = (
+        parse_pins(pin),
+        parse_size("--reserve", reserve),
+        parse_size("--max-bytes", max_bytes),
+    )
+    spans, notes = parse_ranges(range), list[str]()
     with progress(f"reading {source}") as say:
         from loadmaster import api
 
@@ -76,11 +80,11 @@ def ask(
             measure_budget=measure or MEASURE,
         )
     for note in notes:
-        stderr().print(printable(note), style="dim", soft_wrap=True)
+        stderr().print(escape_control_characters(note), style="dim", soft_wrap=True)
     return problem
 
 
-def size(option: str, text: str) -> int:
+def parse_size(option: str, text: str) -> int:
     """The bytes an option gives, its name in the error."""
     try:
         return parse_bytes(text)
@@ -105,17 +109,17 @@ def check_outputs(outputs: dict[str, str | None], *, inputs: list[str | None]) -
             raise FileError(f"{first} and {option} both name {path}; name two files")
 
 
-def pins(texts: list[str] | None) -> dict[str, str]:
+def parse_pins(texts: list[str] | None) -> dict[str, str]:
     """Device of each name pinned by `--pin`."""
     found: dict[str, str] = {}
     for text in texts or []:
-        name, device = _pair(text)
+        name, device = _parse_pin(text)
         if found.setdefault(name, device) != device:
             raise InputError(f"--pin puts {name!r} on {found[name]!r} and on {device!r}; pin it once")
     return found
 
 
-def ranges(texts: list[str] | None) -> dict[str, tuple[int, int]] | None:
+def parse_ranges(texts: list[str] | None) -> dict[str, tuple[int, int]] | None:
     """Low and high of each name given by `--range`."""
     found: dict[str, tuple[int, int]] = {}
     for text in texts or []:
@@ -127,7 +131,7 @@ def ranges(texts: list[str] | None) -> dict[str, tuple[int, int]] | None:
     return found or None
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_pin(text: str) -> tuple[str, str]:
     """'op=device'; an op's name may hold '=', a device's may not."""
     name, equals, device = text.rpartition("=")
     if not equals or not name or not device:

@@ -13,7 +13,7 @@ from loadmaster.core.run_report import SCHEMA_VERSION as RUN
 from loadmaster.core.run_report import Ran
 
 
-def documents() -> dict[str, bytes]:
+def list_schemas() -> dict[str, bytes]:
     """File name -> JSON Schema, as published under docs/schemas."""
     answers = {"fit": _answer_schema(Fit, "fit", FIT), "run": _answer_schema(Ran, "run", RUN)}
     schemas = {name: json_schema(noun) for name, noun in NOUNS.items()} | answers
@@ -36,7 +36,7 @@ def main() -> None:
     """Write them all."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in documents().items():
+    for name, data in list_schemas().items():
         write_bytes(data, folder / name)
 
 

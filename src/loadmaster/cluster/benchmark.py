@@ -68,7 +68,9 @@ class Machine:
     links: tuple[LinkRates, ...]
 
 
-def benchmark(*, largest_bytes: int = LARGEST_BYTES, most_flops_s: float = _LONG_S, say: Say) -> Machine:
+def benchmark_machine(
+    *, largest_bytes: int = LARGEST_BYTES, most_flops_s: float = _LONG_S, say: Say
+) -> Machine:
     """Try out every kind of device and every link of this machine."""
     if largest_bytes < 4 * SMALLEST_BYTES:
         raise ClusterError(f"transfers of up to {largest_bytes} bytes fit no link; give 4 KiB or more")
@@ -77,18 +79,18 @@ def benchmark(*, largest_bytes: int = LARGEST_BYTES, most_flops_s: float = _LONG
     for device in devices:
         if device.chip not in kinds:
             say(f"trying out {device.name}, {device.chip}", 0.2)
-            kinds[device.chip] = _rates(device, largest_bytes, most_flops_s)
-    links = tuple(_links(devices, largest_bytes, say))
+            kinds[device.chip] = _measure_rates(device, largest_bytes, most_flops_s)
+    links = tuple(_measure_links(devices, largest_bytes, say))
     reserve = tuple(_taken_bytes(device) for device in devices)
     return Machine(devices, reserve, tuple(kinds.values()), links)
 
 
-def _rates(device: LocalDevice, largest_bytes: int, most_flops_s: float) -> KindRates:
+def _measure_rates(device: LocalDevice, largest_bytes: int, most_flops_s: float) -> KindRates:
     place = torch.device(device.torch_name)
     flops = {}
     for dtype in _DTYPES:
         with suppress(RuntimeError):  # a dtype that the device cannot multiply in
-            flops[dtype] = _flops_per_s(place, getattr(torch, dtype), most_flops_s)
+            flops[dtype] = _measure_flops_per_s(place, getattr(torch, dtype), most_flops_s)
     source, target = (torch.ones(largest_bytes, dtype=torch.uint8, device=place) for _ in range(2))
     copy_s = _median_s(lambda: target.copy_(source), place)
     tiny = torch.ones(1, device=place)
@@ -98,7 +100,7 @@ def _rates(device: LocalDevice, largest_bytes: int, most_flops_s: float) -> Kind
     )
 
 
-def _flops_per_s(place: torch.device, dtype: torch.dtype, long_s: float) -> float:
+def _measure_flops_per_s(place: torch.device, dtype: torch.dtype, long_s: float) -> float:
     """The best rate over growing products."""
     best, side = 0.0, _FIRST_SIDE
     while side <= _LAST_SIDE:
@@ -111,26 +113,28 @@ def _flops_per_s(place: torch.device, dtype: torch.dtype, long_s: float) -> floa
     return best
 
 
-def _links(devices: tuple[LocalDevice, ...], largest_bytes: int, say: Say) -> Iterator[LinkRates]:
+def _measure_links(devices: tuple[LocalDevice, ...], largest_bytes: int, say: Say) -> Iterator[LinkRates]:
     gpus = [device for device in devices if not device.on_host]
     if not gpus:
         say("measuring copies in host memory", 0.7)
-        yield _pair(HOST, HOST, "ram", torch.device("cpu"), torch.device("cpu"), largest_bytes, pinned=False)
+        yield _measure_pair(
+            HOST, HOST, "ram", torch.device("cpu"), torch.device("cpu"), largest_bytes, pinned=False
+        )
     for device in gpus:
         place = torch.device(device.torch_name)
         for way in ("pinned", "pageable"):
             say(f"measuring {device.name} to host, {way}", 0.7)
-            yield _pair(
+            yield _measure_pair(
                 device.name, HOST, way, place, torch.device("cpu"), largest_bytes, pinned=way == "pinned"
             )
     for a, b in combinations(gpus, 2):
         one, other = torch.device(a.torch_name), torch.device(b.torch_name)
         if torch.cuda.can_device_access_peer(one, other):  # else the way is through the host
             say(f"measuring {a.name} to {b.name}", 0.9)
-            yield _pair(a.name, b.name, "peer", one, other, largest_bytes, pinned=False)
+            yield _measure_pair(a.name, b.name, "peer", one, other, largest_bytes, pinned=False)
 
 
-def _pair(
+def _measure_pair(
     a: str, b: str, way: str, one: torch.device, other: torch.device, largest_bytes: int, *, pinned: bool
 ) -> LinkRates:
     """Both directions, alone and together."""
@@ -139,10 +143,14 @@ def _pair(
         sizes.append(sizes[-1] * 4)
     if sizes[-1] < largest_bytes:
         sizes.append(largest_bytes)
-    ends = [_Ends(_buffer(size, one), _buffer(size, other, pinned=pinned)) for size in sizes]
+    ends = [
+        _Ends(_allocate_buffer(size, one), _allocate_buffer(size, other, pinned=pinned)) for size in sizes
+    ]
     there = [end.seconds(back=False) for end in ends]
     back = [end.seconds(back=True) for end in ends]
-    both_s = ends[-1].both_s(_buffer(sizes[-1], one), _buffer(sizes[-1], other, pinned=pinned))
+    both_s = ends[-1].both_s(
+        _allocate_buffer(sizes[-1], one), _allocate_buffer(sizes[-1], other, pinned=pinned)
+    )
     return LinkRates(
         a,
         b,
@@ -184,7 +192,7 @@ class _Ends:
         return _median_s(both, near, self.b.device)
 
 
-def _buffer(num_bytes: int, place: torch.device, *, pinned: bool = False) -> torch.Tensor:
+def _allocate_buffer(num_bytes: int, place: torch.device, *, pinned: bool = False) -> torch.Tensor:
     made = torch.ones(num_bytes, dtype=torch.uint8, device=place)
     return made.pin_memory() if pinned else made
 

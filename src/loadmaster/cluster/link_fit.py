@@ -41,7 +41,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
         raise ClusterError("a transfer took no time or forever; measure it again")
     weight = np.ones(len(sizes))
     for _ in range(_ROUNDS):
-        latency_s, per_byte_s = _line(sizes, times, weight)
+        latency_s, per_byte_s = _fit_line(sizes, times, weight)
         error = np.abs((latency_s + per_byte_s * sizes) / times - 1)
         weight = 1 / np.maximum(error, _NOISE)
     return LinkFit(
@@ -53,7 +53,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     )
 
 
-def _line(sizes: Floats, times: Floats, weight: Floats) -> tuple[float, float]:
+def _fit_line(sizes: Floats, times: Floats, weight: Floats) -> tuple[float, float]:
     """Least squares of (latency + per_byte x size) / time - 1, neither of the two negative."""
     u, v = 1 / times, sizes / times
     uu, uv, vv = (float((weight * a * b).sum()) for a, b in ((u, u), (u, v), (v, v)))

@@ -27,7 +27,7 @@ def local_kind(name: str) -> KindPreset | None:
     if device is None:
         has = ", ".join(one.torch_name for one in here)
         raise ClusterError(f"this machine has no {name.strip()}; it has {has}")
-    return _kind(device)
+    return _preset_of(device)
 
 
 def auto_shorthand() -> str:
@@ -41,7 +41,7 @@ def auto_shorthand() -> str:
     return ", ".join(words)
 
 
-def _kind(device: LocalDevice) -> KindPreset:
+def _preset_of(device: LocalDevice) -> KindPreset:
     kind = next((kind for kind in KINDS.values() if is_chip(kind.name, device.chip)), None)
     if kind is None:
         raise ClusterError(

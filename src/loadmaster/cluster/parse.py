@@ -24,11 +24,11 @@ from loadmaster.cluster.presets import (
     KINDS,
     SEE,
     KindPreset,
-    all_dtypes,
+    fill_dtype_rates,
     find_kind,
     link_preset,
 )
-from loadmaster.cluster.topology import MAX_DEVICES, DeviceSpec, LinkSpec, add_default_links, assemble
+from loadmaster.cluster.topology import MAX_DEVICES, DeviceSpec, LinkSpec, add_default_links, assemble_cluster
 from loadmaster.core.arrays import require_unique
 from loadmaster.core.cluster import UNLIMITED_BYTES, Cluster
 from loadmaster.core.errors import ClusterError, FormatError, InputError, SchemaError, UnknownNameError
@@ -110,17 +110,17 @@ def _from_shorthand(text: str) -> Cluster:
     body, *options = text.split(";")
     if not body.strip():
         raise ClusterError("the cluster is empty; write for example '2xA100-80GB, cpu-64GB'")
-    chosen = _options(options)
-    hosts = [(f"host{index}", _entries(part, ())) for index, part in enumerate(_host_texts(body))]
-    devices = _named(hosts)
+    chosen = _parse_options(options)
+    hosts = [(f"host{index}", _parse_entries(part, ())) for index, part in enumerate(_split_hosts(body))]
+    devices = _name_devices(hosts)
     kinds = {entry.kind.name: entry.kind for _, entries in hosts for entry in entries}
     intra = {host: link_preset(chosen["intra"]) for host, _ in hosts} if "intra" in chosen else {}
     inter = link_preset(chosen["inter"]) if "inter" in chosen else None
     links = add_default_links(devices, kinds, intra=intra, inter=inter)
-    return assemble(text.strip(), devices, kinds, links)
+    return assemble_cluster(text.strip(), devices, kinds, links)
 
 
-def _options(parts: Sequence[str]) -> dict[str, str]:
+def _parse_options(parts: Sequence[str]) -> dict[str, str]:
     """The 'key=value' parts after ';'."""
     chosen: dict[str, str] = {}
     for part in filter(str.strip, parts):
@@ -135,65 +135,67 @@ def _options(parts: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def _host_texts(body: str) -> list[str]:
+def _split_hosts(body: str) -> list[str]:
     """The device list of every host, repetitions written out."""
     hosts: list[str] = []
     for part in re.split(r"\|(?![^(]*\))", body):  # a '|' inside parentheses belongs to the repetition
         repeat = _REPEAT.fullmatch(part.strip())
-        inner, count = (repeat[2], _number(repeat[1])) if repeat else (part, 1)
+        inner, count = (repeat[2], _parse_number(repeat[1])) if repeat else (part, 1)
         if "(" in inner or ")" in inner:
             raise ClusterError(f"{part.strip()!r} is no host; write devices, or '2*(4xV100, cpu)'")
         if not 0 < count <= MAX_DEVICES:
-            raise ClusterError(f"{part.strip()!r} asks for {_amount(count)} hosts; give 1 to {MAX_DEVICES}")
+            raise ClusterError(
+                f"{part.strip()!r} asks for {_format_amount(count)} hosts; give 1 to {MAX_DEVICES}"
+            )
         hosts += inner.split("|") * count
-        _limit(len(hosts), "hosts")
+        _require_at_most(len(hosts), "hosts")
     return hosts
 
 
-def _entries(text: str, own: Sequence[KindPreset]) -> list[_Entry]:
+def _parse_entries(text: str, own: Sequence[KindPreset]) -> list[_Entry]:
     """The devices of one host, counts written out."""
     entries: list[_Entry] = []
     for part in (piece.strip() for piece in text.split(",")):
         if not part:
             raise ClusterError(f"{text.strip()!r} has an empty entry; write devices like '2xA100-80GB, cpu'")
         counted = _COUNT.fullmatch(part)
-        count, what = (_number(counted[1]), counted[2]) if counted else (1, part)
+        count, what = (_parse_number(counted[1]), counted[2]) if counted else (1, part)
         if not 0 < count <= MAX_DEVICES:
-            raise ClusterError(f"{part!r} asks for {_amount(count)} devices; give 1 to {MAX_DEVICES}")
-        entry = _entry(what.strip(), own)
+            raise ClusterError(f"{part!r} asks for {_format_amount(count)} devices; give 1 to {MAX_DEVICES}")
+        entry = _parse_entry(what.strip(), own)
         if entry.logical and count > 1:
             raise ClusterError(f"{part!r}: a logical device is one; write {what.strip()!r} once for each")
         entries += [entry] * count
-        _limit(len(entries), "devices")
+        _require_at_most(len(entries), "devices")
     return entries
 
 
-def _limit(number: int, what: str) -> None:
+def _require_at_most(number: int, what: str) -> None:
     if number > MAX_DEVICES:
         raise ClusterError(f"the cluster has {number} {what} or more; at most {MAX_DEVICES} can be given")
 
 
-def _number(digits: str) -> int:
+def _parse_number(digits: str) -> int:
     return int(digits) if len(digits) < 10 else 10**9  # Python reads no number of 5,000 digits
 
 
-def _amount(count: int) -> str:
+def _format_amount(count: int) -> str:
     return "zero" if count == 0 else "too many"
 
 
-def _entry(text: str, own: Sequence[KindPreset]) -> _Entry:
+def _parse_entry(text: str, own: Sequence[KindPreset]) -> _Entry:
     """'A100-80GB', 'cpu-64GB' or the logical 'V100#0-8GB'."""
     head, sharp, tail = text.partition("#")
     if not sharp:
-        return _Entry(*_kind_and_memory(text, own), chip_of(text))
+        return _Entry(*_parse_kind_and_memory(text, own), chip_of(text))
     number, dash, size = (piece.strip() for piece in tail.partition("-"))
     if not re.fullmatch(r"[0-9]+", number):
         raise ClusterError(f"{text!r}: logical devices are numbered; write for example 'cpu#0-64MB'")
-    kind, memory_bytes = _kind_and_memory(head.strip(), own)
-    return _Entry(kind, _memory(size, text) if dash else memory_bytes, f"{head.strip()}#{number}")
+    kind, memory_bytes = _parse_kind_and_memory(head.strip(), own)
+    return _Entry(kind, _parse_memory(size, text) if dash else memory_bytes, f"{head.strip()}#{number}")
 
 
-def _kind_and_memory(text: str, own: Sequence[KindPreset]) -> tuple[KindPreset, int]:
+def _parse_kind_and_memory(text: str, own: Sequence[KindPreset]) -> tuple[KindPreset, int]:
     """The whole name as a kind, else a kind and its memory after the last '-'."""
     kind = find_kind(text, own) or local_kind(text)
     if kind is not None:
@@ -201,12 +203,12 @@ def _kind_and_memory(text: str, own: Sequence[KindPreset]) -> tuple[KindPreset, 
     head, dash, size = text.rpartition("-")
     sized = find_kind(head, own) or local_kind(head) if dash else None
     if sized is not None:
-        return sized, _memory(size, text)
+        return sized, _parse_memory(size, text)
     unknown = head if dash and _MEMORY.fullmatch(size.strip()) else text
     raise UnknownNameError("device kind", unknown, [*KINDS, *(kind.name for kind in own)], see=SEE)
 
 
-def _memory(size: str, text: str) -> int:
+def _parse_memory(size: str, text: str) -> int:
     if not _MEMORY.fullmatch(size.strip()):
         raise ClusterError(f"{text!r}: {size!r} is no memory size; write for example '-16GB' or '-512MiB'")
     memory_bytes = parse_bytes(size)
@@ -215,9 +217,9 @@ def _memory(size: str, text: str) -> int:
     return memory_bytes
 
 
-def _named(hosts: Sequence[tuple[str, Sequence[_Entry]]]) -> list[DeviceSpec]:
+def _name_devices(hosts: Sequence[tuple[str, Sequence[_Entry]]]) -> list[DeviceSpec]:
     """Names counted over the cluster: gpu0, gpu1, ..., cpu0, ...; logical devices keep theirs."""
-    _limit(sum(len(entries) for _, entries in hosts), "devices")
+    _require_at_most(sum(len(entries) for _, entries in hosts), "devices")
     counts = {"gpu": 0, "cpu": 0, "ref": 0}
     taken: dict[str, str] = {}  # logical name -> host
     devices = []
@@ -289,31 +291,33 @@ class _ClusterTable(msgspec.Struct, forbid_unknown_fields=True):
 def _from_table(table: _ClusterTable, *, default_name: str) -> Cluster:
     switches = (*(host.name for host in table.host), *(switch.name for switch in table.switch))
     require_unique(switches, "host or switch", ClusterError)
-    own = tuple(_own_kind(name, kind) for name, kind in table.kind.items())
-    devices = _table_devices(table, own)
+    own = tuple(_read_kind(name, kind) for name, kind in table.kind.items())
+    devices = _read_devices(table, own)
     kinds = {kind.name: kind for kind in (*KINDS.values(), *own)}
     intra = {host.name: host.intra or table.intra for host in table.host}
     intra = {device.host: intra.get(device.host, table.intra) for device in devices}
     links = add_default_links(
         devices,
         kinds,
-        [_link(link) for link in table.link],
+        [_read_link(link) for link in table.link],
         intra={host: link_preset(name) for host, name in intra.items() if name},
         inter=link_preset(table.inter) if table.inter else None,
     )
-    return assemble(table.name or default_name, devices, kinds, links, switches=switches)
+    return assemble_cluster(table.name or default_name, devices, kinds, links, switches=switches)
 
 
-def _table_devices(table: _ClusterTable, own: Sequence[KindPreset]) -> list[DeviceSpec]:
+def _read_devices(table: _ClusterTable, own: Sequence[KindPreset]) -> list[DeviceSpec]:
     """Devices of the hosts' shorthands, then the [[device]] tables; unnamed ones are counted together."""
-    hosts = [(host.name, _entries(host.devices, own)) for host in table.host if host.devices.strip()]
-    _limit(sum(map(_count, table.device)), "devices")
-    listed = [(_host_of(d, table), [_table_entry(d, own)] * _count(d)) for d in table.device]
+    hosts = [(host.name, _parse_entries(host.devices, own)) for host in table.host if host.devices.strip()]
+    _require_at_most(sum(map(_device_count, table.device)), "devices")
+    listed = [(_host_of(d, table), [_read_entry(d, own)] * _device_count(d)) for d in table.device]
     unnamed = [entries for entries, device in zip(listed, table.device, strict=True) if not device.name]
-    automatic = iter(_named([*hosts, *unnamed]))
+    automatic = iter(_name_devices([*hosts, *unnamed]))
     devices = [next(automatic) for _, entries in hosts for _ in entries]
     for device, (host, entries) in zip(table.device, listed, strict=True):
-        reserve_bytes = _read(parse_bytes, device.reserve, f"device {device.name or device.kind!r}: reserve")
+        reserve_bytes = _parse_field(
+            parse_bytes, device.reserve, f"device {device.name or device.kind!r}: reserve"
+        )
         for index, entry in enumerate(entries):
             name = device.name if len(entries) == 1 else f"{device.name}{index}"
             name = name if device.name else next(automatic).name
@@ -329,44 +333,46 @@ def _host_of(device: _DeviceTable, table: _ClusterTable) -> str:
     raise ClusterError(f'device {label!r} names no host and there are {len(table.host)}; add host = "..."')
 
 
-def _count(device: _DeviceTable) -> int:
+def _device_count(device: _DeviceTable) -> int:
     if not 0 < device.count <= MAX_DEVICES:
         raise ClusterError(f"device {device.kind!r}: count is {device.count}; give 1 to {MAX_DEVICES}")
     return device.count
 
 
-def _table_entry(device: _DeviceTable, own: Sequence[KindPreset]) -> _Entry:
-    kind, memory_bytes = _kind_and_memory(device.kind, own)
+def _read_entry(device: _DeviceTable, own: Sequence[KindPreset]) -> _Entry:
+    kind, memory_bytes = _parse_kind_and_memory(device.kind, own)
     if device.memory is not None:
-        memory_bytes = _above_0(parse_bytes, device.memory, f"device {device.name or device.kind!r}: memory")
+        memory_bytes = _parse_positive(
+            parse_bytes, device.memory, f"device {device.name or device.kind!r}: memory"
+        )
     return _Entry(kind, memory_bytes)
 
 
-def _own_kind(name: str, table: _KindTable) -> KindPreset:
+def _read_kind(name: str, table: _KindTable) -> KindPreset:
     label = f"kind {name!r}"
     given = table.flops if isinstance(table.flops, dict) else {"float32": table.flops}
     rates: dict[Dtype, float] = {}
     for dtype, rate in given.items():
         if dtype.upper() not in Dtype.__members__:
             raise UnknownNameError("dtype", dtype, [known.name.lower() for known in Dtype])
-        rates[Dtype[dtype.upper()]] = _above_0(parse_flops_per_s, rate, f"{label}: flops of {dtype}")
+        rates[Dtype[dtype.upper()]] = _parse_positive(parse_flops_per_s, rate, f"{label}: flops of {dtype}")
     if Dtype.FLOAT32 not in rates:
         raise ClusterError(f"{label}: flops has no float32 rate; give it, others fall back on it")
     overhead_s = CPU_OVERHEAD_S if table.host else GPU_OVERHEAD_S
     if table.overhead is not None:
-        overhead_s = _read(parse_seconds, table.overhead, f"{label}: overhead")
+        overhead_s = _parse_field(parse_seconds, table.overhead, f"{label}: overhead")
     return KindPreset(
         name=name,
-        flops_per_s=all_dtypes(rates[Dtype.FLOAT32], rates),
-        memory_bytes=_above_0(parse_bytes, table.memory, f"{label}: memory"),
-        memory_bytes_per_s=float(_above_0(parse_bytes, table.memory_rate, f"{label}: memory_rate")),
+        flops_per_s=fill_dtype_rates(rates[Dtype.FLOAT32], rates),
+        memory_bytes=_parse_positive(parse_bytes, table.memory, f"{label}: memory"),
+        memory_bytes_per_s=float(_parse_positive(parse_bytes, table.memory_rate, f"{label}: memory_rate")),
         overhead_s=overhead_s,
         on_host=table.host,
         bus=link_preset(table.bus).name,
     )
 
 
-def _link(table: _LinkTable) -> LinkSpec:
+def _read_link(table: _LinkTable) -> LinkSpec:
     a, b = table.between
     label = f"link {a!r} - {b!r}"
     if a == b:
@@ -376,13 +382,13 @@ def _link(table: _LinkTable) -> LinkSpec:
     preset = link_preset(table.preset or "pcie4")  # without a preset: the latency of one
     rate, latency_s = preset.bytes_per_s, preset.latency_s
     if table.rate is not None:
-        rate = float(_above_0(parse_bytes, table.rate, f"{label}: rate"))
+        rate = float(_parse_positive(parse_bytes, table.rate, f"{label}: rate"))
     if table.latency is not None:
-        latency_s = _read(parse_seconds, table.latency, f"{label}: latency")
+        latency_s = _parse_field(parse_seconds, table.latency, f"{label}: latency")
     return LinkSpec(a, b, rate, latency_s, table.name or (preset.name if table.preset else ""))
 
 
-def _read(parse: Callable[[Size], V], value: Size, label: str) -> V:
+def _parse_field(parse: Callable[[Size], V], value: Size, label: str) -> V:
     """A number with its unit, its errors naming the field."""
     try:
         number = parse(value)
@@ -393,8 +399,8 @@ def _read(parse: Callable[[Size], V], value: Size, label: str) -> V:
     return number
 
 
-def _above_0(parse: Callable[[Size], V], value: Size, label: str) -> V:
-    number = _read(parse, value, label)
+def _parse_positive(parse: Callable[[Size], V], value: Size, label: str) -> V:
+    number = _parse_field(parse, value, label)
     if number == 0:
         raise ClusterError(f"{label} is 0; give a number above 0")
     return number

@@ -48,19 +48,19 @@ class LinkPreset:
     latency_s: float
 
 
-def all_dtypes(float32: float, given: Mapping[Dtype, float]) -> Mapping[Dtype, float]:
+def fill_dtype_rates(float32: float, given: Mapping[Dtype, float]) -> Mapping[Dtype, float]:
     """A rate for every dtype: the given ones, else the float32 rate."""
     return MappingProxyType({dtype: given.get(dtype, float32) for dtype in Dtype} | {Dtype.FLOAT32: float32})
 
 
-def _gpu(
+def _make_gpu(
     name: str, memory_gb: float, memory_gb_per_s: float, bus: str, float32: float, **tera: float
 ) -> KindPreset:
     """A GPU from the datasheet's own units; `tera` holds rates of other dtypes in 10**12 per second."""
     given = {Dtype[dtype.upper()]: rate * 1e12 for dtype, rate in tera.items()}
     return KindPreset(
         name=name,
-        flops_per_s=all_dtypes(float32 * 1e12, given),
+        flops_per_s=fill_dtype_rates(float32 * 1e12, given),
         memory_bytes=round(memory_gb * 1e9),
         memory_bytes_per_s=memory_gb_per_s * 1e9,
         overhead_s=GPU_OVERHEAD_S,
@@ -69,12 +69,12 @@ def _gpu(
     )
 
 
-def _cpu(name: str, cores: int, ghz: float, memory_gb: float) -> KindPreset:
+def _make_cpu(name: str, cores: int, ghz: float, memory_gb: float) -> KindPreset:
     """A CPU host: two 256-bit fused multiply-adds a cycle and core are 32 float32 operations."""
     float32 = cores * ghz * 1e9 * 32
     return KindPreset(
         name=name,
-        flops_per_s=all_dtypes(float32, {Dtype.FLOAT64: float32 / 2}),
+        flops_per_s=fill_dtype_rates(float32, {Dtype.FLOAT64: float32 / 2}),
         memory_bytes=round(memory_gb * 1e9),
         memory_bytes_per_s=204.8e9,  # eight channels of DDR4-3200
         overhead_s=CPU_OVERHEAD_S,
@@ -88,37 +88,37 @@ _A100 = {"float16": 312, "bfloat16": 312, "float64": 19.5, "int8": 624}
 _RTX4090 = {"float16": 165.2, "bfloat16": 165.2, "float64": 82.6 / 64, "float8": 330.3, "int8": 660.6}
 _KIND_ROWS = (
     # NVIDIA H200 Tensor Core GPU datasheet, SXM (its 1,979 / 3,958 are with sparsity, halved here)
-    _gpu("H200", 141, 4800, "pcie5", 67, **_HOPPER),
+    _make_gpu("H200", 141, 4800, "pcie5", 67, **_HOPPER),
     # NVIDIA H100 Tensor Core GPU datasheet, SXM (likewise)
-    _gpu("H100", 80, 3350, "pcie5", 67, **_HOPPER),
+    _make_gpu("H100", 80, 3350, "pcie5", 67, **_HOPPER),
     # NVIDIA A100 Tensor Core GPU datasheet, SXM4, both memory sizes
-    _gpu("A100-80GB", 80, 2039, "pcie4", 19.5, **_A100),
-    _gpu("A100-40GB", 40, 1555, "pcie4", 19.5, **_A100),
+    _make_gpu("A100-80GB", 80, 2039, "pcie4", 19.5, **_A100),
+    _make_gpu("A100-40GB", 40, 1555, "pcie4", 19.5, **_A100),
     # NVIDIA V100 Tensor Core GPU datasheet, SXM2
-    _gpu("V100", 16, 900, "pcie3", 15.7, float16=125, float64=7.8),
+    _make_gpu("V100", 16, 900, "pcie3", 15.7, float16=125, float64=7.8),
     # NVIDIA T4 datasheet; float64 at 1/32 (Turing whitepaper)
-    _gpu("T4", 16, 320, "pcie3", 8.1, float16=65, int8=130, float64=8.1 / 32),
+    _make_gpu("T4", 16, 320, "pcie3", 8.1, float16=65, int8=130, float64=8.1 / 32),
     # NVIDIA L4 datasheet (242 / 485 are with sparsity, halved here); float64 at 1/64
-    _gpu(
+    _make_gpu(
         "L4", 24, 300, "pcie4", 30.3, float16=121, bfloat16=121, float8=242.5, int8=242.5, float64=30.3 / 64
     ),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090 column
-    _gpu("RTX4090", 24, 1008, "pcie4", 82.6, **_RTX4090),
+    _make_gpu("RTX4090", 24, 1008, "pcie4", 82.6, **_RTX4090),
     # NVIDIA Ampere GA102 whitepaper, GeForce RTX 3090 column
-    _gpu("RTX3090", 24, 936, "pcie4", 35.6, float16=71, bfloat16=71, int8=284, float64=35.6 / 64),
+    _make_gpu("RTX3090", 24, 936, "pcie4", 35.6, float16=71, bfloat16=71, int8=284, float64=35.6 / 64),
     # NVIDIA Turing GPU architecture whitepaper, GeForce RTX 2080, reference clocks
-    _gpu("RTX2080", 8, 448, "pcie3", 10.1, float16=40.3, int8=161.1, float64=10.1 / 32),
+    _make_gpu("RTX2080", 8, 448, "pcie3", 10.1, float16=40.3, int8=161.1, float64=10.1 / 32),
     # NVIDIA GeForce GTX 1080 Ti specifications: 3,584 cores at 1,582 MHz; float64 at 1/32. Its float16
     # units run at 1/64 and libraries avoid them, so float16 has the float32 rate
-    _gpu("GTX1080Ti", 11, 484, "pcie3", 11.3, float64=11.3 / 32),
+    _make_gpu("GTX1080Ti", 11, 484, "pcie3", 11.3, float64=11.3 / 32),
     # NVIDIA Tesla P100 datasheet, SXM2
-    _gpu("P100", 16, 732, "pcie3", 10.6, float16=21.2, float64=5.3),
+    _make_gpu("P100", 16, 732, "pcie3", 10.6, float16=21.2, float64=5.3),
     # AMD EPYC 7313 (16 cores, 3.0 GHz base) and 7763 (64 cores, 2.45 GHz base) product pages;
     # the installed memory is an assumption
-    _cpu("cpu16", 16, 3.0, 64),
-    _cpu("cpu64", 64, 2.45, 256),
+    _make_cpu("cpu16", 16, 3.0, 64),
+    _make_cpu("cpu64", 64, 2.45, 256),
     # The device on which a generated graph's microseconds are microseconds: 1 TFLOP/s, nothing else
-    KindPreset("ref", all_dtypes(1e12, {}), 16 * 10**9, 1e15, 0.0, False, "pcie3"),
+    KindPreset("ref", fill_dtype_rates(1e12, {}), 16 * 10**9, 1e15, 0.0, False, "pcie3"),
 )
 _LINK_ROWS = (
     # NVIDIA V100, A100 and H100 datasheets: 300, 600 and 900 GB/s per GPU are the sum of both directions
@@ -154,16 +154,20 @@ _KIND_ALIASES = {
 _LINK_ALIASES = {"nvlink": "nvlink3", "pcie": "pcie4"}
 
 
-def spelled(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name without what spellings differ in: case, spaces, hyphens, underscores."""
     return re.sub(r"[\s_-]+", "", name).casefold()
 
 
 def find_kind(name: str, own: Sequence[KindPreset] = ()) -> KindPreset | None:
     """The kind of that name, `own` ones first, or None."""
-    key = spelled(name)
-    key = spelled(_KIND_ALIASES.get(key, key)) if key not in {spelled(kind.name) for kind in own} else key
-    return next((kind for kind in (*own, *KINDS.values()) if spelled(kind.name) == key), None)
+    key = normalize_name(name)
+    key = (
+        normalize_name(_KIND_ALIASES.get(key, key))
+        if key not in {normalize_name(kind.name) for kind in own}
+        else key
+    )
+    return next((kind for kind in (*own, *KINDS.values()) if normalize_name(kind.name) == key), None)
 
 
 def kind_preset(name: str) -> KindPreset:
@@ -176,7 +180,7 @@ def kind_preset(name: str) -> KindPreset:
 
 def link_preset(name: str) -> LinkPreset:
     """The link of that name, however it is spelled ('100g', '100 Gbit', 'PCIe 4.0 x16', 'nvlink')."""
-    key = spelled(name)
+    key = normalize_name(name)
     if network := re.fullmatch(r"([0-9]+)(?:g|gbit|gbps|gbe|gbit/s)", key):
         key = f"{network[1]}gbit"
     elif pcie := re.fullmatch(r"pcie(?:gen)?([0-9])(?:\.0)?(?:x16)?", key):

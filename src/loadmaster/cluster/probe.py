@@ -34,7 +34,7 @@ class LocalDevice:
 
 def local_devices() -> tuple[LocalDevice, ...]:
     """The CPU, then the CUDA devices torch sees; no torch or no driver means none."""
-    return (_cpu(), *_cuda())
+    return (_probe_cpu(), *_probe_cuda())
 
 
 def is_chip(kind: str, chip: str) -> bool:
@@ -49,17 +49,17 @@ def is_chip(kind: str, chip: str) -> bool:
     return bool(asked) and not extra and all(word in {*words, *joined} for word in asked)
 
 
-def _cpu() -> LocalDevice:
+def _probe_cpu() -> LocalDevice:
     affinity = getattr(os, "sched_getaffinity", None)  # a container may own fewer cores than there are
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     processor = platform.machine() or "unknown processor"
     text = f"{cores} {'core' if cores == 1 else 'cores'}, {processor}"
-    threads = _threads(cores)
-    chip = f"{_model(processor)}, {threads} {'thread' if threads == 1 else 'threads'}"
+    threads = _num_threads(cores)
+    chip = f"{_cpu_model(processor)}, {threads} {'thread' if threads == 1 else 'threads'}"
     return LocalDevice("cpu0", text, _ram_bytes(), chip, "cpu")
 
 
-def _model(processor: str) -> str:
+def _cpu_model(processor: str) -> str:
     """The CPU's name, without the signs of its maker."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(errors="replace"), re.MULTILINE)
@@ -69,7 +69,7 @@ def _model(processor: str) -> str:
     return " ".join(re.sub(r"\((?:R|TM|C)\)", " ", name).split())
 
 
-def _threads(cores: int) -> int:
+def _num_threads(cores: int) -> int:
     """How many threads an op runs on."""
     try:
         import torch
@@ -95,7 +95,7 @@ def _ram_bytes() -> int:
     return total
 
 
-def _cuda() -> tuple[LocalDevice, ...]:
+def _probe_cuda() -> tuple[LocalDevice, ...]:
     try:
         import torch
 

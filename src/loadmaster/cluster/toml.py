@@ -10,23 +10,27 @@ _NOT_DUPLEX = 1.5
 
 def machine_toml(machine: Machine, name: str = "this machine") -> str:
     """The text of the file."""
-    parts = [f"name = {_text(name)}"]
-    parts += [_kind(kind) for kind in machine.kinds]
+    parts = [f"name = {_quote_string(name)}"]
+    parts += [_format_kind(kind) for kind in machine.kinds]
     parts.append(f'[[host]]\nname = "{HOST}"')
     for device, reserve in zip(machine.devices, machine.reserve_bytes, strict=True):
-        lines = [f"name = {_text(device.name)}", f"kind = {_text(device.chip)}", f'host = "{HOST}"']
+        lines = [
+            f"name = {_quote_string(device.name)}",
+            f"kind = {_quote_string(device.chip)}",
+            f'host = "{HOST}"',
+        ]
         lines += [f"memory = {max(device.memory_bytes, 1)}"]
         lines += [f"reserve = {reserve}"] if 0 < reserve < device.memory_bytes else []
         parts.append("\n".join(["[[device]]", *lines]))
-    parts += [_link(link) for link in machine.links]
+    parts += [_format_link(link) for link in machine.links]
     return "\n\n".join(parts) + "\n"
 
 
-def _kind(kind: KindRates) -> str:
-    rates = ", ".join(f"{dtype} = {_number(rate)}" for dtype, rate in kind.flops_per_s.items())
+def _format_kind(kind: KindRates) -> str:
+    rates = ", ".join(f"{dtype} = {_format_number(rate)}" for dtype, rate in kind.flops_per_s.items())
     return "\n".join(
         [
-            f"[kind.{_text(kind.name)}]  # achieved, not published",
+            f"[kind.{_quote_string(kind.name)}]  # achieved, not published",
             f"flops = {{ {rates} }}",
             f"memory = {max(kind.memory_bytes, 1)}",
             f"memory_rate = {int(kind.bytes_per_s)}",
@@ -37,7 +41,7 @@ def _kind(kind: KindRates) -> str:
     )
 
 
-def _link(link: LinkRates) -> str:
+def _format_link(link: LinkRates) -> str:
     """A link, or a comment where the cluster needs none: pageable memory, copies inside the host."""
     fit = link.fit
     words = [
@@ -51,19 +55,19 @@ def _link(link: LinkRates) -> str:
     if link.way in ("pinned", "peer"):
         words += [
             "[[link]]",
-            f"between = [{_text(link.a)}, {_text(link.b)}]",
+            f"between = [{_quote_string(link.a)}, {_quote_string(link.b)}]",
             f"rate = {int(fit.bytes_per_s)}",
             f'latency = "{fit.latency_s * 1e6:.4g}us"',
-            f"name = {_text(link.way)}",
+            f"name = {_quote_string(link.way)}",
         ]
     return "\n".join(words)
 
 
-def _text(text: str) -> str:
+def _quote_string(text: str) -> str:
     """A TOML string; JSON's escapes are TOML's."""
     plain = "".join(c if c.isprintable() and ord(c) < 128 else "?" for c in text)
     return json.dumps(plain)
 
 
-def _number(rate: float) -> str:
+def _format_number(rate: float) -> str:
     return f"{rate:.5e}"

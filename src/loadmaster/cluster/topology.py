@@ -39,7 +39,7 @@ class DeviceSpec:
     """One device as it is described."""
 
     name: str
-    kind: str  # key of the kinds given to `assemble`
+    kind: str  # key of the kinds given to `assemble_cluster`
     host: str
     memory_bytes: int
     reserve_bytes: int = 0
@@ -68,7 +68,7 @@ class _Wires:
     inside: Ints  # [V] directed link for copies inside an endpoint, or NO_LINK
 
 
-def assemble(
+def assemble_cluster(
     name: str,
     devices: Sequence[DeviceSpec],
     kinds: Mapping[str, KindPreset],
@@ -86,8 +86,8 @@ def assemble(
     row = {kind: index for index, kind in enumerate(used)}
     host = {host: index for index, host in enumerate(dict.fromkeys(device.host for device in devices))}
     engine = {label: index for index, label in enumerate(dict.fromkeys(map(_engine_of, devices)))}
-    place = _endpoints(devices, (*host, *chips(devices, kinds), *switches))
-    wires = _wires(links, place)
+    place = _number_endpoints(devices, (*host, *group_by_chip(devices, kinds), *switches))
+    wires = _list_wires(links, place)
     real = [link for link in links if link.bytes_per_s != ONE_PLACE]
     return Cluster(
         name=name,
@@ -102,7 +102,7 @@ def assemble(
         memory_bytes_per_s=np.array([kind.memory_bytes_per_s for kind in used.values()]),
         overhead_s=np.array([kind.overhead_s for kind in used.values()]),
         on_host=np.array([kind.on_host for kind in used.values()], dtype=np.bool_),
-        route=_routes(len(devices), wires),
+        route=_find_routes(len(devices), wires),
         link_name=tuple(name for link in real for name in _link_names(link)),
         link_bytes_per_s=np.array(
             [link.bytes_per_s for link in real for _ in _link_names(link)], dtype=float
@@ -138,20 +138,22 @@ def add_default_links(
         everywhere = preset is not None and preset.name == "ramp" and (len(hosts) == 1 or net.name == "ramp")
         if not everywhere:
             loose = [device for device in members if device.name not in wired]
-            added += _bus_links(host, loose, kinds, preset)
+            added += _make_bus_links(host, loose, kinds, preset)
         if preset is not None:
-            added += _pair_links(members, kinds, preset, joined)
+            added += _make_pair_links(members, kinds, preset, joined)
     if len(hosts) > 1 and net.name == "ramp":
         for a, b in itertools.combinations(devices, 2):
             if a.host != b.host and frozenset((a.name, b.name)) not in joined:
                 added.append(LinkSpec(a.name, b.name, net.bytes_per_s, net.latency_s, net.name))
     elif len(hosts) > 1:
-        for host in _islands(hosts, [link for link in links if not {link.a, link.b} & names]):
+        for host in _find_isolated_hosts(hosts, [link for link in links if not {link.a, link.b} & names]):
             added.append(LinkSpec(host, NETWORK, net.bytes_per_s, net.latency_s, net.name))
     return (*links, *added)
 
 
-def chips(devices: Iterable[DeviceSpec], kinds: Mapping[str, KindPreset]) -> dict[str, list[DeviceSpec]]:
+def group_by_chip(
+    devices: Iterable[DeviceSpec], kinds: Mapping[str, KindPreset]
+) -> dict[str, list[DeviceSpec]]:
     """Logical devices by the chip they are parts of: two or more GPUs of a host with one engine label."""
     groups: dict[str, list[DeviceSpec]] = {}
     for device in devices:
@@ -160,12 +162,12 @@ def chips(devices: Iterable[DeviceSpec], kinds: Mapping[str, KindPreset]) -> dic
     return {chip: members for chip, members in groups.items() if len(members) > 1}
 
 
-def _bus_links(
+def _make_bus_links(
     host: str, members: Sequence[DeviceSpec], kinds: Mapping[str, KindPreset], intra: LinkPreset | None
 ) -> list[LinkSpec]:
     """Every chip of a host on its bus; CPUs in the host's memory."""
     replaced = intra if intra is not None and not _joins_pairs(intra) else None
-    shared = chips(members, kinds)
+    shared = group_by_chip(members, kinds)
     chip_of = {device.name: chip for chip, parts in shared.items() for device in parts}
     found: list[LinkSpec] = []
     for device in members:
@@ -184,7 +186,7 @@ def _bus_links(
     return found
 
 
-def _pair_links(
+def _make_pair_links(
     members: Sequence[DeviceSpec],
     kinds: Mapping[str, KindPreset],
     preset: LinkPreset,
@@ -206,7 +208,7 @@ def _joins_pairs(preset: LinkPreset) -> bool:
     return preset.name == "ramp" or preset.name.startswith("nvlink")
 
 
-def _islands(hosts: Iterable[str], links: Sequence[LinkSpec]) -> list[str]:
+def _find_isolated_hosts(hosts: Iterable[str], links: Sequence[LinkSpec]) -> list[str]:
     """Hosts that links between hosts and switches join to no other host and not to the network."""
     neighbours: dict[str, list[str]] = {}
     for link in links:
@@ -238,7 +240,7 @@ def _link_names(link: LinkSpec) -> tuple[str, ...]:
     return f"{label}{link.a}->{link.b}", f"{label}{link.b}->{link.a}"
 
 
-def _endpoints(devices: Sequence[DeviceSpec], middle: Iterable[str]) -> dict[str, int]:
+def _number_endpoints(devices: Sequence[DeviceSpec], middle: Iterable[str]) -> dict[str, int]:
     """The number of every endpoint: devices first, then hosts, switches and the network."""
     names = tuple(device.name for device in devices)
     require_unique(names, "device", ClusterError)
@@ -250,7 +252,7 @@ def _endpoints(devices: Sequence[DeviceSpec], middle: Iterable[str]) -> dict[str
     return place
 
 
-def _wires(links: Sequence[LinkSpec], place: Mapping[str, int]) -> _Wires:
+def _list_wires(links: Sequence[LinkSpec], place: Mapping[str, int]) -> _Wires:
     """Directed connections; of parallel ones the cheapest, then the first."""
     ends: list[tuple[int, int]] = []
     weight: list[float] = []
@@ -258,7 +260,7 @@ def _wires(links: Sequence[LinkSpec], place: Mapping[str, int]) -> _Wires:
     inside = np.full(len(place), NO_LINK, dtype=np.int32)
     num_links = 0
     for link in links:
-        a, b = _place(link.a, place), _place(link.b, place)
+        a, b = _find_endpoint(link.a, place), _find_endpoint(link.b, place)
         cost = _weight_s(link)
         if a == b:
             inside[a] = num_links
@@ -277,7 +279,7 @@ def _wires(links: Sequence[LinkSpec], place: Mapping[str, int]) -> _Wires:
     return _Wires(source[order], target[order], weight_s[order], link_index[order], inside)
 
 
-def _place(name: str, place: Mapping[str, int]) -> int:
+def _find_endpoint(name: str, place: Mapping[str, int]) -> int:
     if name in place:
         return place[name]
     near = difflib.get_close_matches(name, place, n=1, cutoff=0.5)
@@ -296,9 +298,9 @@ def _weight_s(link: LinkSpec) -> float:
     return latency + _WEIGHED_BYTES / rate
 
 
-def _routes(num_devices: int, wires: _Wires) -> Ints:
+def _find_routes(num_devices: int, wires: _Wires) -> Ints:
     """[D, D, H] the cheapest route between every two devices; an unreachable pair has none."""
-    last = _last_hops(num_devices, wires)
+    last = _find_last_hops(num_devices, wires)
     row = np.arange(num_devices)[:, None]
     at = np.broadcast_to(np.arange(num_devices), (num_devices, num_devices))
     hop = np.where(at == row, NO_LINK, last[row, at])
@@ -318,7 +320,7 @@ def _routes(num_devices: int, wires: _Wires) -> Ints:
     return route[:, :, : int(used.sum())].astype(np.int32)
 
 
-def _last_hops(num_devices: int, wires: _Wires) -> Ints:
+def _find_last_hops(num_devices: int, wires: _Wires) -> Ints:
     """[D, V] the last connection of the cheapest path from each device (Bellman-Ford, all sources at once).
 
     Devices are sources and targets only, so hosts and switches alone are relaxed. One sweep per middle hop.

@@ -29,7 +29,9 @@ class Noun(Protocol):
         ...
 
 
-def column(noun: object, field: str, dtype: type, shape: tuple[int, ...], error: type[InputError]) -> None:
+def set_column(
+    noun: object, field: str, dtype: type, shape: tuple[int, ...], error: type[InputError]
+) -> None:
     """Replace `field` of a noun under construction by a checked read-only array.
 
     A writable array of the caller's is copied, never frozen in place. -1 in `shape` is any length.
@@ -39,7 +41,7 @@ def column(noun: object, field: str, dtype: type, shape: tuple[int, ...], error:
     try:
         array = np.asarray(given)
         if array.dtype != dtype:
-            array = _converted(array, np.dtype(dtype), label, error)
+            array = _convert_dtype(array, np.dtype(dtype), label, error)
     except (TypeError, ValueError, OverflowError) as problem:
         if isinstance(problem, InputError):
             raise
@@ -55,7 +57,7 @@ def column(noun: object, field: str, dtype: type, shape: tuple[int, ...], error:
     object.__setattr__(noun, field, array)
 
 
-def _converted(
+def _convert_dtype(
     array: NDArray[Any], dtype: np.dtype[Any], label: str, error: type[InputError]
 ) -> NDArray[Any]:
     """`array` as `dtype`, refused where that would change a value."""
@@ -77,7 +79,7 @@ def _converted(
     return array.astype(dtype)
 
 
-def names(noun: object, field: str, length: int, error: type[InputError]) -> None:
+def set_names(noun: object, field: str, length: int, error: type[InputError]) -> None:
     """Replace `field` by a tuple of str of that length (-1: any)."""
     given: Sequence[str] = getattr(noun, field)
     values = given if isinstance(given, tuple) else tuple(given)
@@ -123,21 +125,21 @@ def content_digest(noun: Any, *, leave_out: tuple[str, ...] = ()) -> str:
     for field in dataclasses.fields(noun):
         if field.name not in ("name", *leave_out):
             sha.update(f"\0{field.name}\0".encode())
-            _feed(sha, getattr(noun, field.name))
+            _feed_digest(sha, getattr(noun, field.name))
     return sha.hexdigest()
 
 
-def _feed(sha: Any, value: object) -> None:
+def _feed_digest(sha: Any, value: object) -> None:
     if isinstance(value, np.ndarray):
         sha.update(f"{value.dtype.str}{value.shape}".encode())
         sha.update(np.ascontiguousarray(value).data)
     elif isinstance(value, tuple):
         sha.update(f"{len(value)}".encode())
         if value and isinstance(value[0], str):
-            sha.update("\0".join(map(len_prefixed, value)).encode("utf-8", "surrogatepass"))
+            sha.update("\0".join(map(prefix_length, value)).encode("utf-8", "surrogatepass"))
         else:
             for part in value:
-                _feed(sha, part)
+                _feed_digest(sha, part)
     elif isinstance(value, Enum):
         sha.update(repr(value.value).encode())
     elif dataclasses.is_dataclass(value):
@@ -146,12 +148,12 @@ def _feed(sha: Any, value: object) -> None:
         sha.update(repr(value).encode())
 
 
-def len_prefixed(text: str) -> str:
+def prefix_length(text: str) -> str:
     """Text that cannot be confused with its neighbours in a digest."""
     return f"{len(text)}:{text}"
 
 
-def distinct(keys: Longs) -> Longs:
+def sorted_unique(keys: Longs) -> Longs:
     """Sorted distinct values (numpy's own `unique` is tens of times slower on large integer columns)."""
     if len(keys) == 0:
         return keys

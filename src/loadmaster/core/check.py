@@ -6,7 +6,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held_bytes, units
-from loadmaster.core.pipelining import mirrored, standing_bytes
+from loadmaster.core.pipelining import find_mirrored_ops, standing_bytes
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
 from loadmaster.core.units import format_apart
@@ -36,12 +36,12 @@ def check_plan(problem: Problem, plan: Plan) -> list[Violation]:
             f"op {graph.op_name[op]!r} is on device {plan.device[op]}, the cluster has {cluster.num_devices}"
         )
         return [Violation("device", text)]
-    found = [*_pipeline_rules(problem, plan), *_placement_rules(problem, plan)]
-    cycle = order_cycle(problem, plan)
+    found = [*_check_pipeline(problem, plan), *_check_placement(problem, plan)]
+    cycle = describe_order_cycle(problem, plan)
     if cycle:
         found.append(Violation("order", cycle))
     if problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE:
-        found.extend(_split_rules(problem, plan))
+        found.extend(_check_split(problem, plan))
     return found
 
 
@@ -70,7 +70,7 @@ def why_not_runnable(problem: Problem, plan: Plan) -> list[str]:
     return found
 
 
-def _pipeline_rules(problem: Problem, plan: Plan) -> list[Violation]:
+def _check_pipeline(problem: Problem, plan: Plan) -> list[Violation]:
     """The pipeline is the one asked for, its stages are devices in a row, recomputed whole or not at all."""
     graph, pipeline, schedule = problem.graph, plan.pipeline, problem.schedule
     if pipeline is None or schedule is None:
@@ -82,7 +82,7 @@ def _pipeline_rules(problem: Problem, plan: Plan) -> list[Violation]:
             text = f"op {name!r} is to be recomputed, which only the stages of a pipeline are"
             return [Violation("recompute", text)]
         return []
-    broken = _stage_rules(problem, plan, pipeline)
+    broken = _check_stages(problem, plan, pipeline)
     given = f"{pipeline.schedule}:{pipeline.num_microbatches}"
     needs = schedule.in_flight(len(pipeline.replicas))
     if given != problem.pipeline:
@@ -91,11 +91,11 @@ def _pipeline_rules(problem: Problem, plan: Plan) -> list[Violation]:
         holds = f"stages hold {pipeline.in_flight.tolist()} micro-batches"
         broken = f"{holds}, under {given} they hold {needs.tolist()}"
     found = [Violation("pipeline", broken)] if broken else []
-    return found + _recompute_rules(graph, plan, pipeline)
+    return found + _check_recompute(graph, plan, pipeline)
 
 
-def _recompute_rules(graph: Graph, plan: Plan, pipeline: Pipeline) -> list[Violation]:
-    stages, again = len(pipeline.replicas), mirrored(graph)
+def _check_recompute(graph: Graph, plan: Plan, pipeline: Pipeline) -> list[Violation]:
+    stages, again = len(pipeline.replicas), find_mirrored_ops(graph)
     asked = np.bincount(pipeline.stage[plan.recompute], minlength=stages)
     legal = np.bincount(pipeline.stage[plan.recompute & again], minlength=stages)
     whole = np.bincount(pipeline.stage[again], minlength=stages)
@@ -105,7 +105,7 @@ def _recompute_rules(graph: Graph, plan: Plan, pipeline: Pipeline) -> list[Viola
     return []
 
 
-def _stage_rules(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
+def _check_stages(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
     """What is wrong with the stages of a plan, '' if nothing."""
     graph, device, stage = problem.graph, plan.device, pipeline.stage
     num = len(pipeline.replicas)
@@ -126,7 +126,7 @@ def _stage_rules(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
     return ""
 
 
-def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
+def _check_placement(problem: Problem, plan: Plan) -> list[Violation]:
     graph, cluster, device = problem.graph, problem.cluster, plan.device
     found = []
     moved = np.flatnonzero((problem.pinned != FREE) & (problem.pinned != device))
@@ -136,7 +136,7 @@ def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
         found.append(
             Violation("pinned", f"op {graph.op_name[op]!r} is pinned to {names[0]} but is on {names[1]}")
         )
-    torn = _torn_group(graph.group, device)
+    torn = _find_torn_group(graph.group, device)
     if torn is not None:
         a, b = torn
         text = f"ops {graph.op_name[a]!r} and {graph.op_name[b]!r} belong together but are on"
@@ -162,7 +162,7 @@ def _placement_rules(problem: Problem, plan: Plan) -> list[Violation]:
     return found
 
 
-def _torn_group(group: Ints, device: Ints) -> tuple[int, int] | None:
+def _find_torn_group(group: Ints, device: Ints) -> tuple[int, int] | None:
     """Two ops of one group on two devices, if any."""
     ops = np.flatnonzero(group != NO_GROUP)
     if len(ops) == 0:
@@ -172,7 +172,7 @@ def _torn_group(group: Ints, device: Ints) -> tuple[int, int] | None:
     return (int(ops[first][inverse[torn[0]]]), int(ops[torn[0]])) if len(torn) else None
 
 
-def order_cycle(problem: Problem, plan: Plan) -> str:
+def describe_order_cycle(problem: Problem, plan: Plan) -> str:
     """Why the plan's order cannot be run in order ('' = it can).
 
     Engine order and data dependencies together must have no cycle. Where ops are issued by one thread, it
@@ -195,14 +195,14 @@ def order_cycle(problem: Problem, plan: Plan) -> str:
     chained = np.flatnonzero(same[1:] == same[:-1])
     source = np.concatenate([source, by_engine[chained]])
     target = np.concatenate([target, by_engine[chained + 1]])
-    left = unreached(graph.num_ops, source, target)
+    left = find_unreached(graph.num_ops, source, target)
     if not left.any():
         return ""
     op = int(np.flatnonzero(left)[np.argmin(position[left])])
     return f"the order deadlocks: op {graph.op_name[op]!r} waits for an op that is ordered after it"
 
 
-def unreached(num: int, source: Ints, target: Ints) -> Bools:
+def find_unreached(num: int, source: Ints, target: Ints) -> Bools:
     """[num] nodes on or behind a cycle (Kahn's algorithm)."""
     order = np.argsort(source, kind="stable")
     heads = target[order].tolist()
@@ -239,7 +239,7 @@ def stage_order(graph: Graph) -> tuple[Ints, Ints]:
     )
 
 
-def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
+def _check_split(problem: Problem, plan: Plan) -> list[Violation]:
     """Chain, or convex (on forward edges only)."""
     graph, names, device = problem.graph, problem.cluster.device_name, plan.device
     if problem.split == Split.CHAIN:
@@ -247,7 +247,7 @@ def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
         source, target = stage_order(graph)
         crossing = device[source] != device[target]
         pair = np.unique(device[source][crossing].astype(np.int64) * num + device[target][crossing])
-        looped = np.flatnonzero(unreached(num, pair // num, pair % num))
+        looped = np.flatnonzero(find_unreached(num, pair // num, pair % num))
         if len(looped):
             text = ", ".join(names[d] for d in looped)
             return [Violation("chain", f"devices {text} feed each other in a circle; a chain may not")]
@@ -256,14 +256,14 @@ def _split_rules(problem: Problem, plan: Plan) -> list[Violation]:
     forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)
     source, target = source[forward], target[forward]
     for d in range(problem.cluster.num_devices):
-        op = _returns(graph.num_ops, source, target, device == d)
+        op = _find_returning_op(graph.num_ops, source, target, device == d)
         if op >= 0:
             text = f"a path leaves {names[d]} and returns at op {graph.op_name[op]!r}"
             return [Violation("convex", text)]
     return []
 
 
-def _returns(num: int, source: Ints, target: Ints, inside: Bools) -> int:
+def _find_returning_op(num: int, source: Ints, target: Ints, inside: Bools) -> int:
     """An op of the set that a path from the set reaches through the outside, or -1."""
     left = np.zeros(num, dtype=np.bool_)
     for u, v in zip(source.tolist(), target.tolist(), strict=True):  # sorted by source: topological

@@ -14,12 +14,12 @@ from loadmaster.core.arrays import (
     Floats,
     Ints,
     Longs,
-    column,
     content_digest,
-    names,
     require_finite,
     require_range,
     require_unique,
+    set_column,
+    set_names,
 )
 from loadmaster.core.errors import ClusterError
 from loadmaster.core.graph import Dtype
@@ -54,20 +54,20 @@ class Cluster:
         num, kinds = len(self.device_name), len(self.kind_name)
         if num == 0:
             raise ClusterError(f"cluster {self.name!r} has zero devices; name at least one")
-        names(self, "device_name", num, ClusterError)
-        names(self, "kind_name", kinds, ClusterError)
-        names(self, "link_name", len(self.link_bytes_per_s), ClusterError)
+        set_names(self, "device_name", num, ClusterError)
+        set_names(self, "kind_name", kinds, ClusterError)
+        set_names(self, "link_name", len(self.link_bytes_per_s), ClusterError)
         for field in ("kind", "host", "engine"):
-            column(self, field, np.int32, (num,), ClusterError)
+            set_column(self, field, np.int32, (num,), ClusterError)
         for field in ("memory_bytes", "reserve_bytes"):
-            column(self, field, np.int64, (num,), ClusterError)
-        column(self, "flops_per_s", np.float64, (kinds, len(Dtype)), ClusterError)
+            set_column(self, field, np.int64, (num,), ClusterError)
+        set_column(self, "flops_per_s", np.float64, (kinds, len(Dtype)), ClusterError)
         for field in ("memory_bytes_per_s", "overhead_s"):
-            column(self, field, np.float64, (kinds,), ClusterError)
-        column(self, "on_host", np.bool_, (kinds,), ClusterError)
-        column(self, "route", np.int32, (num, num, -1), ClusterError)
+            set_column(self, field, np.float64, (kinds,), ClusterError)
+        set_column(self, "on_host", np.bool_, (kinds,), ClusterError)
+        set_column(self, "route", np.int32, (num, num, -1), ClusterError)
         for field in ("link_bytes_per_s", "link_latency_s"):
-            column(self, field, np.float64, (self.num_links,), ClusterError)
+            set_column(self, field, np.float64, (self.num_links,), ClusterError)
         self._check_devices(kinds)
         self._check_links()
 

@@ -26,39 +26,39 @@ LOSS = "loss"  # the module of ops that are not the model's own
 DeviceMap = dict[str, int | str]
 
 
-def map_of(graph: Graph, device: "Ints", cluster: Cluster) -> DeviceMap:
+def make_device_map(graph: Graph, device: "Ints", cluster: Cluster) -> DeviceMap:
     """The devices of all modules with weights; a subtree that is on one device is one entry."""
     votes: dict[str, Counter[int]] = {}
-    for op in _weights(graph):
+    for op in _weight_ops(graph):
         bytes_there = max(1, int(graph.resident_bytes[op]))
         module = graph.op_name[op].rpartition(".")[0]
         votes.setdefault(module, Counter())[int(device[op])] += bytes_there
     if not votes:
         raise PlanError(f"graph {graph.name!r} has no weights of modules, so it has no device map")
-    inner = {head for module in graph.module for head in _heads(module)[:-1]}
+    inner = {head for module in graph.module for head in _path_prefixes(module)[:-1]}
     bare: dict[str, Counter[int]] = {}  # modules with ops only: a tied weight has its other name there
     for op in np.flatnonzero(graph.phase == Phase.FORWARD).tolist():
         module = graph.module[op]
         if module and module not in inner and module not in votes and module != LOSS:
             bare.setdefault(module, Counter())[int(device[op])] += 1
     own = {module: count.most_common(1)[0][0] for module, count in (votes | bare).items()}
-    own = dict(sorted(own.items(), key=_in_order(graph)))
-    names = [_outside(cluster, at) for at in range(cluster.num_devices)]
-    return {path: names[at] for path, at in _merged(own, graph).items()}
+    own = dict(sorted(own.items(), key=_module_sort_key(graph)))
+    names = [_external_device_name(cluster, at) for at in range(cluster.num_devices)]
+    return {path: names[at] for path, at in _merge_subtrees(own, graph).items()}
 
 
-def _in_order(graph: Graph) -> Callable[[tuple[str, int]], list[tuple[int, int]]]:
+def _module_sort_key(graph: Graph) -> Callable[[tuple[str, int]], list[tuple[int, int]]]:
     """A key for (module, device): parts of a module by their numbers, else as they first run."""
     first: dict[str, int] = {}
     reads = zip(graph.tensor_op[graph.use_tensor].tolist(), graph.use_op.tolist(), strict=True)
     of_weight = {graph.op_name[maker].rpartition(".")[0]: op for maker, op in reversed([*reads])}
     ran = {graph.module[op]: op for op in reversed(np.flatnonzero(graph.phase == Phase.FORWARD).tolist())}
     for module, op in (*of_weight.items(), *ran.items()):
-        for path in _heads(module):
+        for path in _path_prefixes(module):
             first[path] = min(op, first.get(path, op))
 
     def key(item: tuple[str, int]) -> list[tuple[int, int]]:
-        ends = [(path.rpartition(".")[2], path) for path in _heads(item[0])]
+        ends = [(path.rpartition(".")[2], path) for path in _path_prefixes(item[0])]
         return [
             (0, int(end)) if end.isdecimal() else (1, first.get(path, graph.num_ops)) for end, path in ends
         ]
@@ -66,19 +66,19 @@ def _in_order(graph: Graph) -> Callable[[tuple[str, int]], list[tuple[int, int]]
     return key
 
 
-def _merged(own: Mapping[str, int], graph: Graph) -> dict[str, int]:
+def _merge_subtrees(own: Mapping[str, int], graph: Graph) -> dict[str, int]:
     """As few entries as cover every weight: a path whose whole subtree agrees stands for it.
 
     A module with weights of its own beside those of parts elsewhere is written weight by weight.
     """
     below: dict[str, set[int]] = {}
     for module, at in own.items():
-        for path in _heads(module):
+        for path in _path_prefixes(module):
             below.setdefault(path, set()).add(at)
     found: dict[str, int] = {}
-    weights = [graph.op_name[op] for op in _weights(graph)]
+    weights = [graph.op_name[op] for op in _weight_ops(graph)]
     for module, at in own.items():
-        whole = next((path for path in _heads(module) if len(below[path]) == 1), None)
+        whole = next((path for path in _path_prefixes(module) if len(below[path]) == 1), None)
         if whole is not None:
             found[whole] = at
             continue
@@ -86,13 +86,13 @@ def _merged(own: Mapping[str, int], graph: Graph) -> dict[str, int]:
     return found
 
 
-def _weights(graph: Graph) -> list[int]:
+def _weight_ops(graph: Graph) -> list[int]:
     """The ops that are weights and buffers."""
     found: list[int] = np.flatnonzero(graph.phase == Phase.PARAM).tolist()
     return [op for op in found if graph.op_kind[op] != "constant"]
 
 
-def _outside(cluster: Cluster, at: int) -> int | str:
+def _external_device_name(cluster: Cluster, at: int) -> int | str:
     """What others call a device: a GPU's number, or 'cpu'."""
     if cluster.on_host[cluster.kind[at]]:
         return "cpu"
@@ -105,8 +105,11 @@ def devices_of(device_map: Mapping[str, int | str], graph: Graph, cluster: Clust
     """[N] the device of every op under a map; what it does not name goes with the ops around."""
     if not isinstance(device_map, Mapping) or not device_map:
         raise PlanError(f"a device map is a dict of modules and devices, not {device_map!r}")
-    where = {str(path): _inside(cluster, value, str(path)) for path, value in device_map.items()}
-    known, runs = {path for name in (*graph.module, *graph.op_name) for path in _heads(name)}, {*graph.module}
+    where = {str(path): _find_device(cluster, value, str(path)) for path, value in device_map.items()}
+    known, runs = (
+        {path for name in (*graph.module, *graph.op_name) for path in _path_prefixes(name)},
+        {*graph.module},
+    )
     unknown = sorted(  # a part that runs no op (a dropout inside of attention) is no mistake
         path for path in where if path not in known and path.rpartition(".")[0] not in runs
     )
@@ -116,27 +119,27 @@ def devices_of(device_map: Mapping[str, int | str], graph: Graph, cluster: Clust
     for op in range(graph.num_ops):
         weight = graph.phase[op] in (Phase.PARAM, Phase.UPDATE)
         path = graph.op_name[op] if weight else graph.module[op]
-        device[op] = next((where[head] for head in reversed(_heads(path)) if head in where), -1)
+        device[op] = next((where[head] for head in reversed(_path_prefixes(path)) if head in where), -1)
     uncovered = [op for op in range(graph.num_ops) if graph.op_kind[op] == "param" and device[op] < 0]
     if uncovered:
         raise PlanError(
             f"the device map says nothing of weight {graph.op_name[uncovered[0]]!r}; add its module"
         )
-    return _together(graph, _near(graph, device))
+    return _align_groups(graph, _fill_from_neighbours(graph, device))
 
 
-def _heads(path: str) -> list[str]:
+def _path_prefixes(path: str) -> list[str]:
     """'a.b.c' -> '', 'a', 'a.b', 'a.b.c'."""
     parts = path.split(".") if path else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
-def _inside(cluster: Cluster, value: object, path: str) -> int:
+def _find_device(cluster: Cluster, value: object, path: str) -> int:
     """The device of a cluster that a map's value means."""
     text = str(value)
     if text in cluster.device_name:
         return cluster.device_name.index(text)
-    names = [_outside(cluster, at) for at in range(cluster.num_devices)]
+    names = [_external_device_name(cluster, at) for at in range(cluster.num_devices)]
     wanted = int(text.removeprefix("cuda:")) if text.removeprefix("cuda:").isdecimal() else text
     found = [at for at, name in enumerate(names) if name == wanted]
     if len(found) == 1:
@@ -150,7 +153,7 @@ def _inside(cluster: Cluster, value: object, path: str) -> int:
     raise PlanError(f"the device map has {path!r} on {text!r}, the devices are {has}{hint}")
 
 
-def _near(graph: Graph, device: "Ints") -> "Ints":
+def _fill_from_neighbours(graph: Graph, device: "Ints") -> "Ints":
     """Ops that no entry covers are where their mirror, or their first input, is."""
     device = device.copy()
     first = np.full(graph.num_ops, -1, dtype=np.int64)
@@ -170,7 +173,7 @@ def _near(graph: Graph, device: "Ints") -> "Ints":
     return device
 
 
-def _together(graph: Graph, device: "Ints") -> "Ints":
+def _align_groups(graph: Graph, device: "Ints") -> "Ints":
     """Ops of one group are where the first of them with a weight, else the first, is."""
     unit, num = units(graph)
     home = np.full(num, -1, dtype=np.int32)

@@ -82,11 +82,11 @@ class UnknownNameError(InputError):
             near = difflib.get_close_matches(asked, lowered, n=1, cutoff=0.5)
         hint = f"did you mean {' or '.join(repr(lowered[name]) for name in near)}? " if near else ""
         if not near or len(choices) <= _FEW:  # of two words, the nearest may be far
-            hint += f"known: {_listed(choices)}"
+            hint += f"known: {_format_choices(choices)}"
         super().__init__(f"unknown {what} {name!r}; {hint.strip()}{f' ({see})' if see else ''}")
 
 
-def _listed(choices: list[str]) -> str:
+def _format_choices(choices: list[str]) -> str:
     """The choices, or the first of very many."""
     shown = ", ".join(choices[:_MOST_LISTED])
     more = len(choices) - _MOST_LISTED

@@ -17,13 +17,13 @@ from loadmaster.core.arrays import (
     Floats,
     Ints,
     Longs,
-    column,
     content_digest,
-    distinct,
-    names,
     require_finite,
     require_range,
     require_unique,
+    set_column,
+    set_names,
+    sorted_unique,
 )
 from loadmaster.core.errors import GraphError
 
@@ -105,21 +105,21 @@ class Graph:
         if num_ops == 0:
             raise GraphError(f"graph {self.name!r} has 0 ops; nothing can be placed")
         for field in ("op_name", "op_kind", "module"):
-            names(self, field, num_ops, GraphError)
-        names(self, "signature_table", -1, GraphError)
+            set_names(self, field, num_ops, GraphError)
+        set_names(self, "signature_table", -1, GraphError)
         for field in ("phase", "dtype"):
-            column(self, field, np.int8, (num_ops,), GraphError)
+            set_column(self, field, np.int8, (num_ops,), GraphError)
         for field in ("mirror", "group", "signature"):
-            column(self, field, np.int32, (num_ops,), GraphError)
-        column(self, "flops", np.float64, (num_ops,), GraphError)
+            set_column(self, field, np.int32, (num_ops,), GraphError)
+        set_column(self, "flops", np.float64, (num_ops,), GraphError)
         for field in ("bytes_moved", "resident_bytes", "workspace_bytes"):
-            column(self, field, np.int64, (num_ops,), GraphError)
+            set_column(self, field, np.int64, (num_ops,), GraphError)
         for field in ("tensor_op", "tensor_storage"):
-            column(self, field, np.int32, (num_tensors,), GraphError)
-        column(self, "tensor_bytes", np.int64, (num_tensors,), GraphError)
-        column(self, "keep", np.bool_, (num_tensors,), GraphError)
-        column(self, "use_tensor", np.int32, (len(self.use_tensor),), GraphError)
-        column(self, "use_op", np.int32, (len(self.use_tensor),), GraphError)
+            set_column(self, field, np.int32, (num_tensors,), GraphError)
+        set_column(self, "tensor_bytes", np.int64, (num_tensors,), GraphError)
+        set_column(self, "keep", np.bool_, (num_tensors,), GraphError)
+        set_column(self, "use_tensor", np.int32, (len(self.use_tensor),), GraphError)
+        set_column(self, "use_op", np.int32, (len(self.use_tensor),), GraphError)
         self._check_ops(num_ops)
         self._check_tensors(num_ops, num_tensors)
 
@@ -155,7 +155,7 @@ class Graph:
                 " come before it; ops must stand in topological order"
             )
         pair = self.use_tensor.astype(np.int64) * num_ops + self.use_op
-        if len(distinct(pair)) != len(pair):
+        if len(sorted_unique(pair)) != len(pair):
             raise GraphError("an op lists the same tensor twice; one use per (tensor, op)")
         require_range(self.tensor_storage, NO_STORAGE, num_tensors, "Graph.tensor_storage", GraphError)
         stored = np.flatnonzero(self.tensor_storage != NO_STORAGE)
@@ -194,7 +194,7 @@ class Graph:
 def edges(graph: Graph) -> tuple[Ints, Ints]:
     """Distinct (producer, consumer) pairs, sorted by producer, then consumer."""
     pair = graph.tensor_op[graph.use_tensor].astype(np.int64) * graph.num_ops + graph.use_op
-    pair = distinct(pair)
+    pair = sorted_unique(pair)
     return (pair // graph.num_ops).astype(np.int32), (pair % graph.num_ops).astype(np.int32)
 
 

@@ -104,7 +104,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
-                raise _too_large(path, size, max_bytes)
+                raise _too_large_error(path, size, max_bytes)
             if str(path).endswith(".gz"):
                 with gzip.GzipFile(fileobj=file) as unzipped:
                     data = _read_at_most(unzipped, max_bytes + 1, _CHUNK_BYTES)
@@ -117,7 +117,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
     except (EOFError, zlib.error) as problem:
         raise FormatError(f"{path} is not a whole gzip file: {problem}") from None
     if len(data) > max_bytes:
-        raise _too_large(path, None, max_bytes)
+        raise _too_large_error(path, None, max_bytes)
     return data
 
 
@@ -134,7 +134,7 @@ def _read_at_most(stream: IO[bytes] | gzip.GzipFile, limit: int, chunk_bytes: in
 def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file whole or not at all: an old file stays until the new one is complete."""
     require_writable(path)
-    target = _target(path)
+    target = _resolve_target(path)
     content = gzip.compress(data, 6, mtime=0) if target.name.endswith(".gz") else data
     scratch: str | None = None
     try:
@@ -146,10 +146,10 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(scratch, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        os.chmod(scratch, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_current_umask())
         os.replace(scratch, target)
     except OSError as problem:
-        raise _unwritable(path, problem.strerror or str(problem)) from None
+        raise _unwritable_error(path, problem.strerror or str(problem)) from None
     finally:
         if scratch is not None and os.path.exists(scratch):
             os.unlink(scratch)
@@ -158,23 +158,23 @@ def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Refuse before any work is done what `write_bytes` would refuse after it."""
     try:
-        target = _target(path)
+        target = _resolve_target(path)
         if target.is_dir():
             raise FileError(f"cannot write {path}: it is a folder; name a file")
         if target.exists() and not os.access(target, os.W_OK):
-            raise _unwritable(path, "the file is read-only")
+            raise _unwritable_error(path, "the file is read-only")
         if not target.parent.is_dir():
-            raise _unwritable(path, f"there is no folder {target.parent}")
+            raise _unwritable_error(path, f"there is no folder {target.parent}")
         if not _is_special(target):
             with tempfile.TemporaryFile(dir=target.parent):
                 return
     except (OSError, ValueError) as problem:  # ValueError: a name with a NUL in it
         if isinstance(problem, InputError):
             raise
-        raise _unwritable(path, getattr(problem, "strerror", None) or str(problem)) from None
+        raise _unwritable_error(path, getattr(problem, "strerror", None) or str(problem)) from None
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
+def _resolve_target(path: str | os.PathLike[str]) -> Path:
     """What is to be written: a device or pipe as it is named, else the file that a link points at."""
     return Path(path) if _is_special(Path(path)) else Path(os.path.realpath(path))
 
@@ -184,7 +184,7 @@ def _is_special(target: Path) -> bool:
     return target.exists() and not target.is_file()
 
 
-def _unwritable(path: str | os.PathLike[str], reason: str) -> FileError:
+def _unwritable_error(path: str | os.PathLike[str], reason: str) -> FileError:
     return FileError(f"cannot write {path}: {reason}; the old content, if any, is untouched")
 
 
@@ -225,7 +225,7 @@ def _decode_array(kind: Any, value: object) -> Any:
     wanted = np.dtype(kind.__args__[1].__args__[0])
     try:
         array = np.asarray(value)
-        if array.dtype.kind in "US" or any(isinstance(part, str) for part in _loose(array)):
+        if array.dtype.kind in "US" or any(isinstance(part, str) for part in _loose_values(array)):
             raise InputError("a column holds text; give numbers")
         if wanted.kind == "f" and array.dtype != wanted:
             array = array.astype(wanted)
@@ -238,7 +238,7 @@ def _decode_array(kind: Any, value: object) -> Any:
     return array
 
 
-def _loose(array: np.ndarray[Any, Any]) -> list[Any]:
+def _loose_values(array: np.ndarray[Any, Any]) -> list[Any]:
     """The parts of an array that numpy found no number type for: nulls, huge numbers, anything."""
     return array.reshape(-1).tolist() if array.dtype.kind == "O" else []
 
@@ -250,13 +250,13 @@ def _array_schema(kind: Any) -> dict[str, Any]:
     return {"type": "array", "items": {"anyOf": [allowed, {"type": "array"}]}}
 
 
-def _umask() -> int:
+def _current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _too_large(path: str | os.PathLike[str], size: int | None, max_bytes: int) -> FileError:
+def _too_large_error(path: str | os.PathLike[str], size: int | None, max_bytes: int) -> FileError:
     """`size` is None where reading stopped at the limit."""
     limit = format_bytes(max_bytes)
     have = f"more than {limit}" if size is None else format_bytes(size)

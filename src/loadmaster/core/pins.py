@@ -11,7 +11,7 @@ from loadmaster.core.graph import Graph, units
 from loadmaster.core.problem import FREE
 
 
-def pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str], already: Ints | None) -> Ints:
+def resolve_pins(graph: Graph, cluster: Cluster, pin: Mapping[str, str], already: Ints | None) -> Ints:
     """[N] device of every pinned op; what belongs together is pinned together."""
     pinned = np.full(graph.num_ops, FREE, dtype=np.int32) if already is None else already.copy()
     if not isinstance(pin, Mapping):

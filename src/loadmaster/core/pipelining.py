@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Ints, Longs, distinct
+from loadmaster.core.arrays import Bools, Ints, Longs, sorted_unique
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase, home_bytes
 from loadmaster.core.plan import Plan
 
 
-def mirrored(graph: Graph) -> Bools:
+def find_mirrored_ops(graph: Graph) -> Bools:
     """[N] forward ops that a backward op mirrors: those that a recomputed stage runs again."""
     found = np.zeros(graph.num_ops, dtype=np.bool_)
     found[graph.mirror[graph.mirror != NO_MIRROR]] = True
@@ -46,26 +46,29 @@ def stash_of(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> 
     forward = graph.phase[maker] == Phase.FORWARD
     homes = np.flatnonzero(kept & (graph.phase[graph.tensor_op] == Phase.FORWARD)).astype(np.int32)
     needs = forward & (later[user] | kept[base])
-    saved = distinct(
+    saved = sorted_unique(
         np.concatenate(
-            [_pairs(base[needs], where[needs], num), _pairs(homes, device[graph.tensor_op[homes]], num)]
+            [
+                _distinct_pairs(base[needs], where[needs], num),
+                _distinct_pairs(homes, device[graph.tensor_op[homes]], num),
+            ]
         )
     )
     rerun = forward & recompute[user]
-    pair = distinct(np.concatenate([saved, _pairs(base[rerun], where[rerun], num)]))
+    pair = sorted_unique(np.concatenate([saved, _distinct_pairs(base[rerun], where[rerun], num)]))
     tensor, at = pair // num, pair % num
     op = graph.tensor_op[tensor]
     made = recompute[op] & (device[op] == at) & ~kept[tensor]
     is_saved = np.isin(pair, saved)
     away = where != device[maker]
     away &= ((graph.phase[maker] == Phase.PARAM) | (later[maker] & kept[base])) & later[user]
-    copies = distinct(_pairs(base[away], where[away], num))
+    copies = sorted_unique(_distinct_pairs(base[away], where[away], num))
     size = graph.tensor_bytes
     return Stash(
-        each=_summed(at[~made], size[tensor[~made]], num),
-        once=_summed(at[made & is_saved], size[tensor[made & is_saved]], num)
-        + _summed(copies % num, size[copies // num], num),
-        again=_summed(at[~made & ~is_saved], size[tensor[~made & ~is_saved]], num),
+        each=_sum_by_device(at[~made], size[tensor[~made]], num),
+        once=_sum_by_device(at[made & is_saved], size[tensor[made & is_saved]], num)
+        + _sum_by_device(copies % num, size[copies // num], num),
+        again=_sum_by_device(at[~made & ~is_saved], size[tensor[~made & ~is_saved]], num),
     )
 
 
@@ -91,11 +94,11 @@ def grown_storages(graph: Graph) -> Bools:
     return kept_storages(graph) & later
 
 
-def _pairs(tensor: Ints, device: Ints, num: int) -> Longs:
+def _distinct_pairs(tensor: Ints, device: Ints, num: int) -> Longs:
     return tensor.astype(np.int64) * num + device
 
 
-def _summed(at: Longs, size: Longs, num: int) -> Longs:
+def _sum_by_device(at: Longs, size: Longs, num: int) -> Longs:
     total = np.zeros(num, dtype=np.int64)
     np.add.at(total, at, size)
     return total

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loadmaster.core.arrays import Longs, column, require_range
+from loadmaster.core.arrays import Longs, require_range, set_column
 from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
@@ -64,7 +64,7 @@ class Placement:
         object.__setattr__(self, "status", Status(self.status))
         devices = self.problem.cluster.num_devices
         for field in ("shortfall_bytes", "peak_bytes"):
-            column(self, field, np.int64, (devices,), PlanError)
+            set_column(self, field, np.int64, (devices,), PlanError)
             require_range(getattr(self, field), 0, 2**63 - 1, f"Placement.{field}", PlanError)
         _require_seconds(self, "bound_s", "wall_s", *(("score_s",) if self.score_s is not None else ()))
         fits = self.status in (Status.OPTIMAL, Status.FEASIBLE)

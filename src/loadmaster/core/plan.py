@@ -10,10 +10,10 @@ from loadmaster.core.arrays import (
     Bools,
     Floats,
     Ints,
-    column,
     content_digest,
     require_finite,
     require_range,
+    set_column,
 )
 from loadmaster.core.errors import PlanError
 
@@ -35,7 +35,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
-        column(self, "replicas", np.int32, (-1,), PlanError)
+        set_column(self, "replicas", np.int32, (-1,), PlanError)
         stages = len(self.replicas)
         if stages < 1:
             raise PlanError("Pipeline.replicas names 0 stages; a pipeline needs >= 1")
@@ -45,11 +45,11 @@ class Pipeline:
             )
         if not isinstance(self.schedule, str):
             raise PlanError(f"Pipeline.schedule is {self.schedule!r}; needs a name such as '1f1b'")
-        column(self, "stage", np.int32, (-1,), PlanError)
+        set_column(self, "stage", np.int32, (-1,), PlanError)
         for field in ("replicas", "in_flight"):
-            column(self, field, np.int32, (stages,), PlanError)
+            set_column(self, field, np.int32, (stages,), PlanError)
             require_range(getattr(self, field), 1, 2**31 - 1, f"Pipeline.{field}", PlanError)
-        column(self, "stage_s", np.float64, (stages,), PlanError)
+        set_column(self, "stage_s", np.float64, (stages,), PlanError)
         require_range(self.stage, 0, stages, "Pipeline.stage", PlanError)
         require_finite(self.stage_s, "Pipeline.stage_s", PlanError)
 
@@ -70,10 +70,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
-        column(self, "device", np.int32, (-1,), PlanError)
+        set_column(self, "device", np.int32, (-1,), PlanError)
         num_ops = len(self.device)
-        column(self, "priority", np.int32, (num_ops,), PlanError)
-        column(self, "recompute", np.bool_, (num_ops,), PlanError)
+        set_column(self, "priority", np.int32, (num_ops,), PlanError)
+        set_column(self, "recompute", np.bool_, (num_ops,), PlanError)
         require_range(self.device, 0, 2**31 - 1, "Plan.device", PlanError)
         if self.pipeline is None:
             return
@@ -94,11 +94,11 @@ class Plan:
 
     def to_device_map(self, problem: "Problem") -> "DeviceMap":
         """Hugging Face's dict of modules and devices: coarser than the plan (`core/device_map.py`)."""
-        from loadmaster.core.device_map import map_of
+        from loadmaster.core.device_map import make_device_map
 
         if len(self.device) != problem.graph.num_ops:
             raise PlanError(f"the plan has {len(self.device)} ops, the graph {problem.graph.num_ops}")
-        return map_of(problem.graph, self.device, problem.cluster)
+        return make_device_map(problem.graph, self.device, problem.cluster)
 
     @classmethod
     def from_device_map(cls, device_map: "Mapping[str, int | str]", problem: "Problem") -> "Plan":
@@ -116,6 +116,6 @@ def plan_of(device: Ints, priority: Ints | None = None) -> Plan:
     return Plan(device=device, priority=order, recompute=np.zeros(num_ops, dtype=np.bool_), pipeline=None)
 
 
-def in_order(plan: Plan) -> Plan:
+def in_graph_order(plan: Plan) -> Plan:
     """The plan with its ops in the graph's own order."""
     return replace(plan, priority=np.arange(len(plan.device), dtype=np.int32))

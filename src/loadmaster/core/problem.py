@@ -10,10 +10,10 @@ from loadmaster.core.arrays import (
     Bytes8,
     Floats,
     Ints,
-    column,
     content_digest,
     require_finite,
     require_range,
+    set_column,
 )
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import CostError, InputError, ProblemError
@@ -76,12 +76,12 @@ class Costs:
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
-        column(self, "compute_s", np.float64, (-1, -1), CostError)
+        set_column(self, "compute_s", np.float64, (-1, -1), CostError)
         num_ops = len(self.compute_s)
-        column(self, "issue_s", np.float64, (num_ops,), CostError)
-        column(self, "transfer_s", np.float64, (-1,), CostError)
-        column(self, "origin", np.int8, (num_ops,), CostError)
-        column(self, "rel_error", np.float64, (num_ops,), CostError)
+        set_column(self, "issue_s", np.float64, (num_ops,), CostError)
+        set_column(self, "transfer_s", np.float64, (-1,), CostError)
+        set_column(self, "origin", np.int8, (num_ops,), CostError)
+        set_column(self, "rel_error", np.float64, (num_ops,), CostError)
         bad = np.isnan(self.compute_s) | (self.compute_s < 0)
         if bad.any():
             op, kind = (int(axis[0]) for axis in np.nonzero(bad))
@@ -122,9 +122,9 @@ class Problem:
                 given = type(getattr(self, field)).__name__
                 raise ProblemError(f"Problem.{field} is a {given}; needs a {part.__name__}")
         for field, word in _WORDS.items():
-            _require_word(self, field, word)
+            _require_enum_member(self, field, word)
         num_ops, num_devices = self.graph.num_ops, self.cluster.num_devices
-        column(self, "pinned", np.int32, (num_ops,), ProblemError)
+        set_column(self, "pinned", np.int32, (num_ops,), ProblemError)
         require_range(self.pinned, FREE, num_devices, "Problem.pinned", ProblemError)
         kinds = len(self.cluster.kind_name)
         if self.costs.compute_s.shape != (num_ops, kinds):
@@ -212,7 +212,7 @@ _WORDS: dict[str, type[StrEnum]] = {
 }
 
 
-def _require_word(problem: Problem, field: str, word: type[StrEnum]) -> None:
+def _require_enum_member(problem: Problem, field: str, word: type[StrEnum]) -> None:
     """Replace a field of a problem under construction by the member of its enumeration."""
     value = getattr(problem, field)
     try:

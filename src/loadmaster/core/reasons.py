@@ -35,7 +35,7 @@ def why_none_fits(placement: Placement, *, longer: str = "a longer --budget") ->
         needed, there = format_apart(need, have)
         lines.append(
             f"{cluster.device_name[d]} needs {needed} of {there}; free"
-            f" {format_bytes(need - have)} more{remedy}{_largest(placement, int(d))}"
+            f" {format_bytes(need - have)} more{remedy}{_largest_holders(placement, int(d))}"
         )
     return lines or [placement.proof or "no plan was found"]
 
@@ -50,7 +50,7 @@ def why_none_fits_in_short(placement: Placement) -> str:
     return f"no {kind} that fits was found, nor a proof that there is none; {nearest}{lines[0]}"
 
 
-def _largest(placement: Placement, device: int) -> str:
+def _largest_holders(placement: Placement, device: int) -> str:
     """The modules, or ops where there are none, that hold most on a device after the forward pass."""
     plan, graph = placement.least_overflow_plan, placement.problem.graph
     if plan is None:

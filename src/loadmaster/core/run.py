@@ -81,7 +81,7 @@ class Bound:
     infeasible: str = ""  # why no plan can fit at all, '' = not proven
 
 
-def silent(_message: str, _share: float) -> None:
+def ignore_progress(_message: str, _share: float) -> None:
     """A progress callback that says nothing."""
 
 
@@ -96,7 +96,7 @@ class Run:
         [Plan], tuple[Plan, Score]
     ]  # the plan in the order in which its ops start, and its score
     bound: Bound
-    progress: Callable[[str, float], None] = silent
+    progress: Callable[[str, float], None] = ignore_progress
     repair: bool = True  # whether a constructor may spend time on plans that do not fit
     started: float = field(default_factory=time.perf_counter)
 

@@ -10,11 +10,11 @@ from loadmaster.core.arrays import (
     Floats,
     Ints,
     Longs,
-    column,
     content_digest,
-    names,
     require_finite,
     require_range,
+    set_column,
+    set_names,
 )
 from loadmaster.core.errors import PlanError
 
@@ -51,14 +51,14 @@ class Timeline:
     def __post_init__(self) -> None:
         """Check every invariant once."""
         spans, devices = len(self.kind), len(self.device_name)
-        names(self, "device_name", devices, PlanError)
-        column(self, "kind", np.int8, (spans,), PlanError)
+        set_names(self, "device_name", devices, PlanError)
+        set_column(self, "kind", np.int8, (spans,), PlanError)
         for field in ("resource", "item", "microbatch"):
-            column(self, field, np.int32, (spans,), PlanError)
+            set_column(self, field, np.int32, (spans,), PlanError)
         for field in ("start_s", "end_s"):
-            column(self, field, np.float64, (spans,), PlanError)
+            set_column(self, field, np.float64, (spans,), PlanError)
             require_finite(getattr(self, field), f"Timeline.{field}", PlanError)
-        column(self, "peak_bytes", np.int64, (devices,), PlanError)
+        set_column(self, "peak_bytes", np.int64, (devices,), PlanError)
         require_range(self.kind, 0, len(SpanKind), "Timeline.kind", PlanError)
         require_range(self.resource, 0, devices * devices, "Timeline.resource", PlanError)
         on_device = self.resource[self.kind == SpanKind.COMPUTE]

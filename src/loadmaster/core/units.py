@@ -24,19 +24,19 @@ _LONG_S = 1e9  # some thirty years: beyond it, days say no more than a power of 
 def parse_bytes(text: str | int | float) -> int:
     """Bytes (or bytes per second) from '80GB', '1.5 GiB', '25Gbit', '100' or a number."""
     if isinstance(text, int | float):
-        return _whole(_float(text), repr(text))
+        return _to_whole(_to_float(text), repr(text))
     match = _BYTES.fullmatch(text)
     if match is None:
         raise InputError(f"{text!r} is not a size; write for example '80GB', '512MiB' or '25Gbit'")
     number, prefix, unit = match.groups()
     scale = _BINARY.get((prefix or "").lower()) or _DECIMAL[(prefix or "").lower()[:1]]
-    return _whole(float(number) * scale / (8.0 if (unit or "").lower() == "bit" else 1.0), text)
+    return _to_whole(float(number) * scale / (8.0 if (unit or "").lower() == "bit" else 1.0), text)
 
 
 def parse_seconds(text: str | int | float) -> float:
     """Seconds from '5us', '1.5ms', '10s' or a number of seconds."""
     if isinstance(text, int | float):
-        return _float(text)
+        return _to_float(text)
     match = _TIME.fullmatch(text.translate(_MICRO))
     if match is None:
         raise InputError(f"{text!r} is not a time; write for example '5us', '1.5ms' or '10s'")
@@ -46,7 +46,7 @@ def parse_seconds(text: str | int | float) -> float:
 def parse_flops_per_s(text: str | int | float) -> float:
     """Operations per second from '312T', '19.5 TFLOP/s' or a number."""
     if isinstance(text, int | float):
-        return _float(text)
+        return _to_float(text)
     match = _RATE.fullmatch(text)
     if match is None:
         raise InputError(f"{text!r} is not a rate; write for example '312T' or '19.5 TFLOP/s'")
@@ -91,13 +91,13 @@ def format_seconds(seconds: float) -> str:
         return f"{sign}{int(size // 3600)} h {int(size % 3600 // 60)} min"
     if size >= 120:
         return f"{sign}{int(size // 60)} min {int(size % 60)} s"
-    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+    return _format_scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
 
 
 def format_flops(flops: float) -> str:
     """'1.2 TFLOP'."""
     units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
-    return _scaled(flops, units)
+    return _format_scaled(flops, units)
 
 
 def format_percent(ratio: float) -> str:
@@ -105,14 +105,14 @@ def format_percent(ratio: float) -> str:
     return "-" if not math.isfinite(ratio) else f"{100 * ratio:.1f} %"
 
 
-def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+def _format_scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
     """Three digits in the largest unit that keeps a digit before the point; never '1e+03 ms'."""
     rounded = float(f"{value:.3g}")
     scale, unit = next((u for u in units if abs(rounded) >= u[0] * (1 - 1e-9)), units[-1])
     return f"{float(f'{rounded / scale:.3g}'):g} {unit}"
 
 
-def _float(number: int | float) -> float:
+def _to_float(number: int | float) -> float:
     """The number as a float; a whole number beyond all floats is infinite."""
     try:
         return float(number)
@@ -120,7 +120,7 @@ def _float(number: int | float) -> float:
         return math.inf if number > 0 else -math.inf
 
 
-def _whole(value: float, text: str) -> int:
+def _to_whole(value: float, text: str) -> int:
     if not math.isfinite(value) or value < 0 or value >= 2**63:
         raise InputError(f"{text[:40]!r} is not a size between 0 and 8 EiB")
     return int(value)

@@ -21,27 +21,27 @@ class CannotRebuild(Exception):  # noqa: N818
     """An op cannot be run on its own; says why."""
 
 
-def prepared(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Call:
+def prepare_call(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Call:
     """The op with arguments that are safe to run it on."""
     name = op.overloadpacket.__name__
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     if name in _FORWARDS:
-        return _called(name, given)
+        return _record_backward_call(name, given)
     if name == "mkldnn_rnn_layer_backward":
-        return op, _recurrent(args), kwargs
+        return op, _recurrent_backward_args(args), kwargs
     raw = [key for key in _UNCHECKED if isinstance(given.get(key), torch.Tensor)]
     if raw:
         raise CannotRebuild(f"aten.{name} reads {raw[0]}, which only its forward makes")
     return op, args, kwargs
 
 
-def _called(name: str, given: Given) -> Call:
+def _record_backward_call(name: str, given: Given) -> Call:
     """What autograd calls here for the forward of a backward op."""
     forward, inputs, what = _FORWARDS[name]
     with torch.enable_grad():
         leaves = [given[key].detach().requires_grad_() for key in inputs]
         out = forward(*leaves, given)
-    watch = _Watch(what)
+    watch = _CallRecorder(what)
     with watch:
         torch.autograd.grad(out, leaves, given.get("grad_out", given.get("grad_out_")))
     if watch.seen is None:
@@ -77,7 +77,7 @@ _FORWARDS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...], str]] =
 }
 
 
-class _Watch(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     """Notes how a backward is called."""
 
     def __init__(self, what: str) -> None:
@@ -93,7 +93,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _recurrent(args: list[Any]) -> list[Any]:
+def _recurrent_backward_args(args: list[Any]) -> list[Any]:
     """The backward of a recurrent layer on what its forward really saves."""
     (x, w1, w2, w3, w4, hx, cx), rest = args[:7], args[13:22]
     reverse, mode, hidden, layers, biases, train, both, sizes, batch_first = rest

@@ -9,7 +9,7 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Costs
 from loadmaster.core.run import Budget, parse_budget
 from loadmaster.cost.database import open_database
-from loadmaster.cost.measure import measured_costs
+from loadmaster.cost.measure import measure_costs
 from loadmaster.cost.memory import PRECISIONS, with_optimizer
 
 COSTS = ("roofline", "measured")
@@ -25,7 +25,7 @@ def measure_seconds(budget: Budget | float | str) -> float:
     return seconds
 
 
-def costs_from_measuring(
+def load_or_measure_costs(
     graph: Graph,
     cluster: Cluster,
     budget_s: float,
@@ -36,14 +36,14 @@ def costs_from_measuring(
     """Costs from the database and from new measurements."""
     opened = open_database(path) if tell is None else open_database(path, tell=tell)
     with opened as known:
-        found = measured_costs(graph, cluster, known, budget_s=budget_s, say=progress)
+        found = measure_costs(graph, cluster, known, budget_s=budget_s, say=progress)
     if tell is not None:
         for kind in found.kinds:
             tell(str(kind))
     return found.costs
 
 
-def optimized(graph: Graph, optimizer: str | None, precision: str) -> Graph:
+def apply_optimizer(graph: Graph, optimizer: str | None, precision: str) -> Graph:
     """A graph that was not captured here with the state that an optimizer keeps."""
     if precision not in PRECISIONS:
         raise UnknownNameError("precision", str(precision), PRECISIONS)

@@ -98,24 +98,24 @@ class CostDatabase:
         found: dict[str, CostRow] = {}
         for signature in signatures:
             given = (signature, device) if torch is None else (signature, device, torch)
-            for values in self._do(query, given):
+            for values in self._execute(query, given):
                 found[signature] = CostRow(*values)
         return found
 
     def devices(self) -> tuple[str, ...]:
         """The names of all devices that were measured."""
-        return tuple(name for (name,) in self._do("SELECT DISTINCT device FROM cost ORDER BY device"))
+        return tuple(name for (name,) in self._execute("SELECT DISTINCT device FROM cost ORDER BY device"))
 
     def rows(self, *, device: str | None = None, limit: int = -1) -> list[CostRow]:
         """All rows, or those of one device, in the order of their keys."""
         query = f"SELECT {', '.join(COLUMNS)} FROM cost {'WHERE device = ?' if device is not None else ''}"
         query += f" ORDER BY device, signature, torch LIMIT {int(limit)}"
-        return [CostRow(*values) for values in self._do(query, () if device is None else (device,))]
+        return [CostRow(*values) for values in self._execute(query, () if device is None else (device,))]
 
     def count(self, *, device: str | None = None) -> int:
         """How many rows there are."""
         where, given = ("", ()) if device is None else (" WHERE device = ?", (device,))
-        return int(self._do(f"SELECT count(*) FROM cost{where}", given)[0][0])
+        return int(self._execute(f"SELECT count(*) FROM cost{where}", given)[0][0])
 
     def put(self, rows: Iterable[CostRow]) -> int:
         """Add or renew rows, all or none; of two with one key the later one stays. Gives how many changed."""
@@ -133,7 +133,7 @@ class CostDatabase:
             raise self._trouble(problem) from None
         return self._connection.total_changes - before
 
-    def _do(self, query: str, given: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    def _execute(self, query: str, given: Sequence[str] = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(query, given).fetchall()
         except sqlite3.Error as problem:
@@ -157,25 +157,25 @@ def open_database(
     """
     place = Path(path) if path is not None else default_path()
     try:
-        return _opened(place, tell, named=path is not None, busy_s=busy_s)
+        return _open_or_replace(place, tell, named=path is not None, busy_s=busy_s)
     except FileError as problem:
         if needed or (path is not None and not isinstance(problem, _Locked)):
             raise
         tell(f"{problem}; this run goes on without it and saves no measured costs")
-        return CostDatabase(place, _prepared(sqlite3.connect(IN_MEMORY)), saves=False)
+        return CostDatabase(place, _create_table(sqlite3.connect(IN_MEMORY)), saves=False)
 
 
 class _Locked(FileError):  # noqa: N818
     """Another process holds the file."""
 
 
-def _opened(place: Path, tell: Tell, *, named: bool, busy_s: float) -> CostDatabase:
+def _open_or_replace(place: Path, tell: Tell, *, named: bool, busy_s: float) -> CostDatabase:
     for last in (False, True):
         try:
             _require_ours(place, named=named)
             place.parent.mkdir(parents=True, exist_ok=True)
-            return CostDatabase(place, _connected(place, busy_s))
-        except _Newer as problem:
+            return CostDatabase(place, _connect(place, busy_s))
+        except _NewerSchema as problem:
             _move_aside(place, f"newer-{problem.version}", str(problem), tell)
         except sqlite3.DatabaseError as problem:
             _raise_if_not_broken(place, problem, busy_s=busy_s)
@@ -191,7 +191,7 @@ def _opened(place: Path, tell: Tell, *, named: bool, busy_s: float) -> CostDatab
     raise FileError(f"cost database {place} is newer than this Loadmaster even after it was moved aside")
 
 
-class _Newer(Exception):  # noqa: N818
+class _NewerSchema(Exception):  # noqa: N818
     def __init__(self, place: Path, version: int) -> None:
         super().__init__(
             f"cost database {place} has version {version}, this Loadmaster knows up to {SCHEMA_VERSION}"
@@ -210,7 +210,7 @@ def _require_ours(place: Path, *, named: bool) -> None:
             raise FormatError(f"{place} begins with {begin!r}, which is no cost database; name another file")
 
 
-def _connected(place: Path, busy_s: float) -> sqlite3.Connection:
+def _connect(place: Path, busy_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(place, timeout=busy_s)
     try:
         version, application = (
@@ -221,17 +221,17 @@ def _connected(place: Path, busy_s: float) -> sqlite3.Connection:
         if tables and application != _APPLICATION:
             raise FormatError(f"{place} is the database of another program; name another file")
         if version > SCHEMA_VERSION:
-            raise _Newer(place, version)
+            raise _NewerSchema(place, version)
         found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        return _prepared(connection)
+        return _create_table(connection)
     except BaseException:
         connection.close()
         raise
 
 
-def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
+def _create_table(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Our table, in a file that many may read while one writes."""
     with suppress(sqlite3.OperationalError):  # some file systems have no shared memory: the old journal does
         connection.execute("PRAGMA journal_mode = WAL")

@@ -42,11 +42,11 @@ def import_costs(
             f"{path} has version {document.schema}, this Loadmaster knows up to {SCHEMA_VERSION}; renew it"
         )
     for number, row in enumerate(document.rows):
-        _check(row, f"{path}: row {number}")
+        _check_row(row, f"{path}: row {number}")
     return len(document.rows), database.put(document.rows)
 
 
-def _check(row: CostRow, where: str) -> None:
+def _check_row(row: CostRow, where: str) -> None:
     numbers = {"seconds": row.seconds or 0.0, "spread": row.spread, "issue_s": row.issue_s}
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):

@@ -34,7 +34,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
+class RooflineFit:
     """What a device kind achieves."""
 
     flops_per_s: Floats  # [Dtype]
@@ -48,7 +48,7 @@ class Fitted:
         return work + self.overhead_s
 
 
-def fit_roofline(samples: Samples, flops_per_s: Floats, bytes_per_s: float) -> Fitted | None:
+def fit_roofline(samples: Samples, flops_per_s: Floats, bytes_per_s: float) -> RooflineFit | None:
     """The fit from published rates [Dtype] as a start; None where there are too few samples."""
     usable = (samples.seconds > 0) & ((samples.flops > 0) | (samples.bytes_moved > 0))
     if int(usable.sum()) < LEAST_SAMPLES:
@@ -63,13 +63,13 @@ def fit_roofline(samples: Samples, flops_per_s: Floats, bytes_per_s: float) -> F
         work = np.maximum(math_s / np.exp(logs[row]), memory_s / np.exp(logs[num]))
         return float(np.abs(np.log(work + np.exp(logs[num + 1])) - measured).sum())
 
-    logs = _search(loss, _start(samples.seconds[usable], math_s, memory_s, row, num))
+    logs = _pattern_search(loss, _starting_point(samples.seconds[usable], math_s, memory_s, row, num))
     rates = flops_per_s.copy()
     pooled = float(np.exp(np.median(logs[:num])))  # dtypes that were not seen are as far from their peak
     rates *= pooled
     rates[dtypes] = flops_per_s[dtypes] * np.exp(logs[:num])
     error = loss(logs) / len(measured)
-    return Fitted(
+    return RooflineFit(
         flops_per_s=rates,
         bytes_per_s=bytes_per_s * float(np.exp(logs[num])),
         overhead_s=float(np.exp(logs[num + 1])),
@@ -77,7 +77,9 @@ def fit_roofline(samples: Samples, flops_per_s: Floats, bytes_per_s: float) -> F
     )
 
 
-def _start(seconds: Floats, math_s: Floats, memory_s: Floats, row: NDArray[np.intp], num: int) -> Floats:
+def _starting_point(
+    seconds: Floats, math_s: Floats, memory_s: Floats, row: NDArray[np.intp], num: int
+) -> Floats:
     """The best that any sample reached; the quickest sample as overhead."""
     shares = [np.max(math_s[row == d] / seconds[row == d], initial=0.0) or 1.0 for d in range(num)]
     shares.append(float(np.max(memory_s / seconds)) or 1.0)
@@ -85,7 +87,7 @@ def _start(seconds: Floats, math_s: Floats, memory_s: Floats, row: NDArray[np.in
     return np.append(np.clip(np.log(shares), _LOW, _HIGH), np.log(overhead_s))
 
 
-def _search(loss: Callable[[Floats], float], start: Floats) -> Floats:
+def _pattern_search(loss: Callable[[Floats], float], start: Floats) -> Floats:
     """A pattern search: one parameter at a time, up or down."""
     low = np.append(np.full(len(start) - 1, _LOW), np.log(_LEAST_OVERHEAD_S))
     high = np.append(np.full(len(start) - 1, _HIGH), np.log(_MOST_OVERHEAD_S))

@@ -17,9 +17,9 @@ from torch import nn
 
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.database import CostRow, today
-from loadmaster.cost.keys import GAPS, Keys, keys_of
-from loadmaster.cost.stopwatch import call_of_update, torch_version
-from loadmaster.cost.timing import clocks, since, undisturbed
+from loadmaster.cost.keys import GAPS, Keys, collect_keys
+from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
+from loadmaster.cost.timing import lower_quartile, read_clocks, work_seconds_since
 from loadmaster.graph.capture import capture
 
 FORWARD, BACKWARD, UPDATE = GAPS
@@ -50,27 +50,37 @@ class _Block(nn.Module):
         return made
 
 
-def reference() -> Graph:
+def capture_reference() -> Graph:
     """The small model's step."""
     model = nn.Sequential(*(_Block() for _ in range(_DEPTH)))
     return capture(model, (torch.zeros(*_ROWS, _WIDTH),), optimizer=None, name="gaps")
 
 
-def gap_rows(
+def measure_gaps(
     graph: Graph, rows: Mapping[str, CostRow], torch_name: str, chip: str
 ) -> tuple[CostRow, CostRow, CostRow]:
     """What is lost per op, given the measured rows of the reference's keys, and per step."""
-    device, keys = torch.device(torch_name), keys_of(graph)
-    both = _host_s(device)
+    device, keys = torch.device(torch_name), collect_keys(graph)
+    both = _time_host(device)
     version, date = torch_version(), today()
     return (
-        CostRow(FORWARD, chip, version, date, _gap(both[0], Phase.FORWARD, graph, keys, rows), 0.0, _STEPS),
-        CostRow(BACKWARD, chip, version, date, _gap(both[1], Phase.BACKWARD, graph, keys, rows), 0.0, _STEPS),
-        CostRow(UPDATE, chip, version, date, call_of_update(device), 0.0, _STEPS),
+        CostRow(
+            FORWARD, chip, version, date, _gap_per_op(both[0], Phase.FORWARD, graph, keys, rows), 0.0, _STEPS
+        ),
+        CostRow(
+            BACKWARD,
+            chip,
+            version,
+            date,
+            _gap_per_op(both[1], Phase.BACKWARD, graph, keys, rows),
+            0.0,
+            _STEPS,
+        ),
+        CostRow(UPDATE, chip, version, date, time_optimizer_call(device), 0.0, _STEPS),
     )
 
 
-def _gap(total_s: float, phase: Phase, graph: Graph, keys: Keys, rows: Mapping[str, CostRow]) -> float:
+def _gap_per_op(total_s: float, phase: Phase, graph: Graph, keys: Keys, rows: Mapping[str, CostRow]) -> float:
     ops = np.flatnonzero((graph.phase == phase) & keys.measurable)
     own_s = 0.0
     for op in ops.tolist():
@@ -80,7 +90,7 @@ def _gap(total_s: float, phase: Phase, graph: Graph, keys: Keys, rows: Mapping[s
     return max(0.0, (total_s - own_s) / max(1, len(ops)))
 
 
-def _host_s(device: torch.device) -> tuple[float, float]:
+def _time_host(device: torch.device) -> tuple[float, float]:
     """The host's seconds for the forward and the backward pass of the small model."""
     model = nn.Sequential(*(_Block() for _ in range(_DEPTH))).to(device)
     given = torch.zeros(*_ROWS, _WIDTH, device=device)
@@ -91,14 +101,14 @@ def _host_s(device: torch.device) -> tuple[float, float]:
             break
         model.zero_grad()
         _keep_busy(device)
-        started = clocks()
+        started = read_clocks()
         loss: Any = model(given).mean()
-        forward_s, middle = since(started), clocks()
+        forward_s, middle = work_seconds_since(started), read_clocks()
         loss.backward()
         if step >= _WARM_UP_STEPS:
             forward.append(forward_s)
-            backward.append(since(middle))
-    usual = undisturbed if device.type == "cuda" else statistics.median
+            backward.append(work_seconds_since(middle))
+    usual = lower_quartile if device.type == "cuda" else statistics.median
     return usual(forward), usual(backward)
 
 

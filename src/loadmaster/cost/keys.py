@@ -15,8 +15,8 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints, Longs
 from loadmaster.core.graph import NO_SIGNATURE, Graph, Phase
-from loadmaster.cost.memory import weight_and_update_ops
-from loadmaster.cost.signature import Signature, read
+from loadmaster.cost.memory import pair_weights_with_updates
+from loadmaster.cost.signature import Signature, parse_signature
 
 GRAD = " @grad"
 UPDATE = "update "
@@ -43,11 +43,11 @@ class Keys:
         return found
 
 
-def keys_of(graph: Graph) -> Keys:
+def collect_keys(graph: Graph) -> Keys:
     """Every distinct piece of work of a graph."""
     trains = bool((graph.phase == Phase.BACKWARD).any())
-    optimizer = _optimizers(graph)
-    readable = [read(text) is not None for text in graph.signature_table]
+    optimizer = _find_optimizers(graph)
+    readable = [parse_signature(text) is not None for text in graph.signature_table]
     known: dict[str, int] = {}
     of_op = np.full(graph.num_ops, NO_KEY, dtype=np.int32)
     for op in np.flatnonzero((graph.signature != NO_SIGNATURE) & (graph.phase != Phase.PARAM)).tolist():
@@ -67,15 +67,15 @@ def keys_of(graph: Graph) -> Keys:
 
 def split_key(text: str) -> tuple[Signature | None, bool]:
     """The signature behind a key, and whether it runs with gradients; None for an update."""
-    return read(text.removesuffix(GRAD)), text.endswith(GRAD)
+    return parse_signature(text.removesuffix(GRAD)), text.endswith(GRAD)
 
 
-def _optimizers(graph: Graph) -> dict[int, str]:
+def _find_optimizers(graph: Graph) -> dict[int, str]:
     """The optimizer of each update op, by what it keeps beside its weights: a graph does not name it.
 
     Only where all weights agree: of what keeps less for some than for others, nothing is known.
     """
-    weight, update = weight_and_update_ops(graph)
+    weight, update = pair_weights_with_updates(graph)
     own = np.zeros(graph.num_ops, dtype=np.int64)
     base = graph.tensor_storage == np.arange(graph.num_tensors)
     np.maximum.at(own, graph.tensor_op[base], graph.tensor_bytes[base])

@@ -24,11 +24,11 @@ from loadmaster.core.errors import CostError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Costs, Origin, Problem
-from loadmaster.core.run import silent
+from loadmaster.core.run import ignore_progress
 from loadmaster.cost.database import CostDatabase, CostRow
-from loadmaster.cost.fit import Fitted, Samples, fit_roofline
-from loadmaster.cost.keys import GAPS, Keys, keys_of
-from loadmaster.cost.roofline import REL_ERROR, roofline, takes_no_time
+from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
+from loadmaster.cost.keys import GAPS, Keys, collect_keys
+from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 
 DEFAULT_BUDGET_S = 30.0
 MEASURED_ERROR = 0.05  # of a repeated measurement, at least
@@ -46,7 +46,7 @@ class KindReport:
     num_known: int  # of which measured
     num_new: int  # of which in this run
     measured_share: float  # of the time of one step on this kind alone
-    fitted: Fitted | None
+    fitted: RooflineFit | None
 
     def __str__(self) -> str:
         """One line for people."""
@@ -57,47 +57,49 @@ class KindReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCosts:
     """Costs, and where they come from."""
 
     costs: Costs
     kinds: tuple[KindReport, ...]
 
 
-def measured_costs(
+def measure_costs(
     graph: Graph,
     cluster: Cluster,
     database: CostDatabase,
     *,
     budget_s: float = DEFAULT_BUDGET_S,
-    say: Say = silent,
-) -> Measured:
+    say: Say = ignore_progress,
+) -> MeasuredCosts:
     """Costs of every op on every kind, measured as far as the budget reaches."""
-    keys = keys_of(graph)
+    keys = collect_keys(graph)
     if not keys.text:
         raise CostError(
             f"graph {graph.name!r} has no op with a signature, so none can be measured; capture a PyTorch"
             " model, or leave measuring out"
         )
-    local = chips_of(cluster, local_devices())
-    plain = roofline(graph, cluster)
+    local = match_chips(cluster, local_devices())
+    plain = roofline_costs(graph, cluster)
     columns, reports = [], []
     left_s = budget_s
     for k, kind in enumerate(cluster.kind_name):
         here = local[k]
         known: dict[str, CostRow] = {}
         new, spent_s = 0, 0.0
-        chip = here.chip if here is not None else _imported(database, kind)
+        chip = here.chip if here is not None else _find_imported_chip(database, kind)
         if here is not None:
             share = left_s / sum(1 for other in local[k:] if other is not None)
-            known, new, spent_s = _known_here(graph, keys, plain.compute_s[:, k], here, database, share, say)
+            known, new, spent_s = _load_or_measure_rows(
+                graph, keys, plain.compute_s[:, k], here, database, share, say
+            )
         elif chip:
             known = database.get([*keys.text, *GAPS], chip, None)
         left_s = max(0.0, left_s - spent_s)
-        column = _column(graph, cluster, k, keys, plain.compute_s[:, k], known)
+        column = _make_column(graph, cluster, k, keys, plain.compute_s[:, k], known)
         columns.append(column)
-        reports.append(_report(kind, chip if column.measured.any() else "", graph, keys, column, new))
-    return Measured(_costs(plain, cluster, columns), tuple(reports))
+        reports.append(_make_report(kind, chip if column.measured.any() else "", graph, keys, column, new))
+    return MeasuredCosts(_join_columns(plain, cluster, columns), tuple(reports))
 
 
 def measured_share(problem: Problem, plan: Plan) -> float:
@@ -108,7 +110,7 @@ def measured_share(problem: Problem, plan: Plan) -> float:
     return float(seconds[problem.costs.origin == Origin.MEASURED].sum()) / total if total > 0 else 0.0
 
 
-def chips_of(cluster: Cluster, devices: tuple[LocalDevice, ...]) -> list[LocalDevice | None]:
+def match_chips(cluster: Cluster, devices: tuple[LocalDevice, ...]) -> list[LocalDevice | None]:
     """[K] the local device that each kind of a cluster is, if any.
 
     A CPU preset means this machine's CPU where every other kind is on this machine too.
@@ -124,12 +126,12 @@ def chips_of(cluster: Cluster, devices: tuple[LocalDevice, ...]) -> list[LocalDe
     return found
 
 
-def _imported(database: CostDatabase, kind: str) -> str:
+def _find_imported_chip(database: CostDatabase, kind: str) -> str:
     """The chip of another machine whose rows are a kind's."""
     return next((chip for chip in database.devices() if is_chip(kind, chip)), "")
 
 
-def _known_here(
+def _load_or_measure_rows(
     graph: Graph,
     keys: Keys,
     plain_s: Floats,
@@ -148,7 +150,7 @@ def _known_here(
                 "measuring needs PyTorch; install it with: pip install 'loadmaster[torch]'"
             ) from None
         return known, 0, 0.0
-    return bench.completed(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
+    return bench.measure_missing(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,10 +162,10 @@ class _Column:
     measured: Bools  # [N]
     failed: Bools  # [N] tried, and cannot run on its own there
     rel_error: Floats  # [N]
-    fitted: Fitted | None
+    fitted: RooflineFit | None
 
 
-def _column(
+def _make_column(
     graph: Graph, cluster: Cluster, k: int, keys: Keys, plain_s: Floats, known: dict[str, CostRow]
 ) -> _Column:
     """Measured where there is a row, fitted where there is none."""
@@ -174,7 +176,7 @@ def _column(
     spread = np.array([0.0 if row is None else row.spread for row in rows])
     has = np.isfinite(seconds)
     failed = np.array([row is not None and row.seconds is None for row in rows])
-    fitted = _fitted(graph, cluster, k, keys, seconds)
+    fitted = _fit_measured(graph, cluster, k, keys, seconds)
     idle, on_host = takes_no_time(graph), bool(cluster.on_host[k])
     compute_s, rel_error = plain_s.copy(), np.full(graph.num_ops, REL_ERROR)
     if fitted is not None:
@@ -189,12 +191,12 @@ def _column(
     gap_s = np.where(keys.measurable, _gap_s(graph, known), 0.0)
     if on_host:
         return _Column(compute_s + gap_s, np.zeros(graph.num_ops), measured, lost, rel_error, fitted)
-    issue_s = np.where(measured, issue[of], _usual_issue(graph, measured, issue[of], idle))
+    issue_s = np.where(measured, issue[of], _typical_issue_s(graph, measured, issue[of], idle))
     issue_s = np.where(keys.measurable, issue_s + gap_s, 0.0)
     return _Column(compute_s, issue_s, measured, lost, rel_error, fitted)
 
 
-def _fitted(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: Floats) -> Fitted | None:
+def _fit_measured(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: Floats) -> RooflineFit | None:
     """The roofline through what was measured; updates and views follow rules of their own."""
     idle = takes_no_time(graph)[keys.first]
     usable = np.isfinite(seconds) & ~idle & (graph.phase[keys.first] != Phase.UPDATE)
@@ -213,7 +215,7 @@ def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
     return np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
 
 
-def _usual_issue(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> Floats:
+def _typical_issue_s(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> Floats:
     """[N] what ops that were not measured take to launch: as much as those like them that were."""
     usual = np.zeros(graph.num_ops)
     for alike in (idle, ~idle):
@@ -222,7 +224,7 @@ def _usual_issue(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> F
     return usual
 
 
-def _costs(plain: Costs, cluster: Cluster, columns: list[_Column]) -> Costs:
+def _join_columns(plain: Costs, cluster: Cluster, columns: list[_Column]) -> Costs:
     """Side by side; launching takes as long as on the accelerator that takes longest to launch on."""
     compute_s = np.stack([column.compute_s for column in columns], axis=1)
     everywhere = np.all([column.measured | column.failed for column in columns], axis=0)
@@ -236,7 +238,7 @@ def _costs(plain: Costs, cluster: Cluster, columns: list[_Column]) -> Costs:
     )
 
 
-def _report(kind: str, chip: str, graph: Graph, keys: Keys, column: _Column, new: int) -> KindReport:
+def _make_report(kind: str, chip: str, graph: Graph, keys: Keys, column: _Column, new: int) -> KindReport:
     total = float(column.compute_s.sum())
     share = float(column.compute_s[column.measured].sum()) / total if total > 0 else 0.0
     known = len(np.unique(keys.of_op[column.measured]))

@@ -35,8 +35,8 @@ def state_bytes(
     shape: Sequence[int], optimizer: str, *, precision: str = "fp32", dtype: Dtype = Dtype.FLOAT32
 ) -> int:
     """Bytes that stay on the device beside a weight of that shape and dtype."""
-    name = _known("optimizer", optimizer, OPTIMIZERS)
-    mixed = _known("precision", precision, PRECISIONS).endswith("mixed")
+    name = _require_known("optimizer", optimizer, OPTIMIZERS)
+    mixed = _require_known("precision", precision, PRECISIONS).endswith("mixed")
     if dtype not in _TRAINED:
         return 0
     elements = math.prod(shape)
@@ -57,19 +57,19 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     Both are set, not added, so that a second call replaces the first. An update op moves, for each of its
     weights: the weight read and written, the gradient read, the states (and master copy) read and written,
     so 3 x weight + 2 x state bytes. Where a graph has update ops, a weight without one is frozen and has
-    no state. Under any precision but fp32 a float32 graph is cast first (`in_16_bits`).
+    no state. Under any precision but fp32 a float32 graph is cast first (`cast_to_16_bits`).
     """
-    _known("optimizer", optimizer, OPTIMIZERS)
-    if _known("precision", precision, PRECISIONS) != "fp32":
-        graph = in_16_bits(graph)
+    _require_known("optimizer", optimizer, OPTIMIZERS)
+    if _require_known("precision", precision, PRECISIONS) != "fp32":
+        graph = cast_to_16_bits(graph)
     param = graph.phase == Phase.PARAM
     weight_bytes = _weight_bytes(graph)
-    weight, update = weight_and_update_ops(graph)
+    weight, update = pair_weights_with_updates(graph)
     state = np.zeros(graph.num_ops, dtype=np.int64)
-    for op in np.flatnonzero(_trained(graph, weight)).tolist():
+    for op in np.flatnonzero(_find_stateful_params(graph, weight)).tolist():
         shape, dtype = _shape_of(graph, op, int(weight_bytes[op]))
         num_bytes = state_bytes(shape, optimizer, precision=precision, dtype=dtype)
-        state[op] = _bounded(num_bytes, graph.op_name[op])
+        state[op] = _check_size(num_bytes, graph.op_name[op])
     resident = np.where(param, state + weight_bytes, graph.resident_bytes)
     moved = graph.bytes_moved.copy()
     moved[update] = 0
@@ -77,7 +77,7 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     return dataclasses.replace(graph, resident_bytes=resident, bytes_moved=moved)
 
 
-def in_16_bits(graph: Graph) -> Graph:
+def cast_to_16_bits(graph: Graph) -> Graph:
     """The graph as mixed precision runs it: float32 ops compute, and their tensors are held, in bfloat16.
 
     Update ops go on in float32: they work on the master copy.
@@ -97,7 +97,7 @@ def in_16_bits(graph: Graph) -> Graph:
     )
 
 
-def _known(what: str, name: str, names: Sequence[str]) -> str:
+def _require_known(what: str, name: str, names: Sequence[str]) -> str:
     if not isinstance(name, str) or name.lower() not in names:
         raise UnknownNameError(what, str(name), names)
     return name.lower()
@@ -112,12 +112,12 @@ def _weight_bytes(graph: Graph) -> Longs:
     return weight
 
 
-def weight_and_update_ops(graph: Graph) -> tuple[Ints, Ints]:
+def pair_weights_with_updates(graph: Graph) -> tuple[Ints, Ints]:
     """Distinct (param op, update op) pairs: the update reads the weight, or shares a group with it alone."""
     maker = graph.tensor_op[graph.use_tensor]
     reads = (graph.phase[maker] == Phase.PARAM) & (graph.phase[graph.use_op] == Phase.UPDATE)
     reading = np.unique(np.stack([maker[reads], graph.use_op[reads]]), axis=1)
-    param, update = (_grouped(graph, phase) for phase in (Phase.PARAM, Phase.UPDATE))
+    param, update = (_find_grouped_ops(graph, phase) for phase in (Phase.PARAM, Phase.UPDATE))
     update = update[~np.isin(update, reading[1])]
     label, first, count = np.unique(graph.group[param], return_index=True, return_counts=True)
     alone = dict(zip(label[count == 1].tolist(), param[first[count == 1]].tolist(), strict=True))
@@ -128,17 +128,17 @@ def weight_and_update_ops(graph: Graph) -> tuple[Ints, Ints]:
     return pairs[0], pairs[1]
 
 
-def _trained(graph: Graph, updated: Ints) -> Bools:
+def _find_stateful_params(graph: Graph, updated: Ints) -> Bools:
     """[N] param ops with state: those with an update op, or all where the graph has no update op."""
     param: Bools = graph.phase == Phase.PARAM
     if not (graph.phase == Phase.UPDATE).any():
         return param
-    trained: Bools = param & np.isin(graph.group, graph.group[_grouped(graph, Phase.UPDATE)])
+    trained: Bools = param & np.isin(graph.group, graph.group[_find_grouped_ops(graph, Phase.UPDATE)])
     trained[updated] = True
     return trained
 
 
-def _grouped(graph: Graph, phase: Phase) -> Ints:
+def _find_grouped_ops(graph: Graph, phase: Phase) -> Ints:
     return np.flatnonzero((graph.phase == phase) & (graph.group != NO_GROUP)).astype(np.int32)
 
 
@@ -153,7 +153,7 @@ def _shape_of(graph: Graph, op: int, weight_bytes: int) -> tuple[tuple[int, ...]
     return (weight_bytes // dtype.itemsize,), dtype
 
 
-def _bounded(num_bytes: int, name: str) -> int:
+def _check_size(num_bytes: int, name: str) -> int:
     if num_bytes > _MOST_BYTES:
         raise GraphError(f"op {name!r}: its optimizer state would be {num_bytes} bytes; check its signature")
     return num_bytes

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from loadmaster.cost.after_forward import CannotRebuild, prepared
-from loadmaster.cost.signature import Plain, Signature, TensorWord, Value
+from loadmaster.cost.after_forward import CannotRebuild, prepare_call
+from loadmaster.cost.signature import PlainWord, Signature, TensorSpec, Value
 
 _aten = torch.ops.aten
 _REFUSED = ("from_file", "_cudnn_rnn_backward", "_local_scalar_dense", "item")
@@ -26,18 +26,20 @@ _MOST_DRAWN = 2**18
 _CONSTANTS = ("running_", "total_weight", "target")  # arguments that have no gradient
 
 
-def rebuild(signature: Signature, device: torch.device, *, grad: bool, copies: int = 1) -> Callable[[], Any]:
+def rebuild_call(
+    signature: Signature, device: torch.device, *, grad: bool, copies: int = 1
+) -> Callable[[], Any]:
     """A call of the op on new data; with `grad` its inputs want gradients, as in a training step.
 
     The calls go round `copies` of the data and as many results are held, so that, as in a real step, neither
     inputs nor outputs are still in a cache from the call before.
     """
-    op = _op(signature)
-    maker = _Maker(signature, op, device, grad=grad)
-    calls = [prepared(op, *_arguments(signature, maker)) for _ in range(copies)]
+    op = _find_op(signature)
+    maker = _ArgumentMaker(signature, op, device, grad=grad)
+    calls = [prepare_call(op, *_make_arguments(signature, maker)) for _ in range(copies)]
     held: deque[Any] = deque(maxlen=copies)
     turn = cycle(calls)
-    looks = [normal(1, torch.float32, device)] * signature.num_views
+    looks = [normal_values(1, torch.float32, device)] * signature.num_views
 
     def call() -> None:
         op, args, kwargs = next(turn)
@@ -48,7 +50,7 @@ def rebuild(signature: Signature, device: torch.device, *, grad: bool, copies: i
     return call
 
 
-def casting(signature: Signature, device: torch.device) -> AbstractContextManager[Any]:
+def autocast_context(signature: Signature, device: torch.device) -> AbstractContextManager[Any]:
     """Mixed precision, if the op ran in it; a weight is cast once in a step, so nothing is remembered."""
     if not signature.autocast:
         return nullcontext()
@@ -59,13 +61,13 @@ def casting(signature: Signature, device: torch.device) -> AbstractContextManage
     return cast
 
 
-def _arguments(signature: Signature, maker: "_Maker") -> tuple[list[Any], dict[str, Any]]:
+def _make_arguments(signature: Signature, maker: "_ArgumentMaker") -> tuple[list[Any], dict[str, Any]]:
     args = [maker.made(value, at) for at, value in enumerate(signature.args)]
     kwargs = {name: maker.made(value, name) for name, value in signature.kwargs.items()}
     return args, kwargs
 
 
-def normal(
+def normal_values(
     size: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """Normal numbers, a long piece of them over and over: drawing takes longer than most ops."""
@@ -80,7 +82,7 @@ def input_bytes(signature: Signature) -> int:
     return sum(word.num_bytes for word in signature.tensors)
 
 
-def _op(signature: Signature) -> Any:
+def _find_op(signature: Signature) -> Any:
     space, name, overload = signature.op
     if space != "aten" or name in _REFUSED:
         raise CannotRebuild(f"{space}.{name} is not run on its own")
@@ -90,7 +92,7 @@ def _op(signature: Signature) -> Any:
     return op
 
 
-class _Maker:
+class _ArgumentMaker:
     """Makes the arguments of one op."""
 
     def __init__(self, signature: Signature, op: Any, device: torch.device, *, grad: bool) -> None:
@@ -105,8 +107,8 @@ class _Maker:
         if argument.name in _CUDNN:
             return bool(torch.backends.cudnn.enabled) and self._device.type == "cuda"
         if isinstance(value, list):
-            return [self._one(part, argument, axis) for axis, part in enumerate(value)]
-        return self._one(value, argument, 0)
+            return [self._make_one(part, argument, axis) for axis, part in enumerate(value)]
+        return self._make_one(value, argument, 0)
 
     def _argument(self, where: int | str) -> Any:
         if isinstance(where, int):
@@ -118,10 +120,10 @@ class _Maker:
             raise CannotRebuild(f"aten.{self._name} has no argument {where}")
         return found[0]
 
-    def _one(self, value: Value, argument: Any, axis: int) -> Any:
-        if isinstance(value, TensorWord):
+    def _make_one(self, value: Value, argument: Any, axis: int) -> Any:
+        if isinstance(value, TensorSpec):
             return self._tensor(value, argument, axis)
-        if isinstance(value, Plain):
+        if isinstance(value, PlainWord):
             return self._word(value.text, argument)
         return value
 
@@ -138,7 +140,7 @@ class _Maker:
             raise CannotRebuild(f"{argument.name}={text} is not understood")
         return text
 
-    def _tensor(self, word: TensorWord, argument: Any, axis: int) -> torch.Tensor:
+    def _tensor(self, word: TensorSpec, argument: Any, axis: int) -> torch.Tensor:
         dtype = getattr(torch, word.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CannotRebuild(f"this torch has no dtype {word.dtype}")
@@ -150,15 +152,15 @@ class _Maker:
             tensor = tensor.detach().requires_grad_()
         return tensor
 
-    def _values(self, word: TensorWord, dtype: torch.dtype, argument: Any, axis: int) -> torch.Tensor:
+    def _values(self, word: TensorSpec, dtype: torch.dtype, argument: Any, axis: int) -> torch.Tensor:
         """The memory that the tensor looks at."""
         size, device, generator = word.num_elements, self._device, self._generator
         if dtype == torch.bool:
             return torch.rand(size, device=device, generator=generator) < 0.5
         if dtype.is_floating_point or dtype.is_complex:
-            return normal(size, dtype, device, generator)
+            return normal_values(size, dtype, device, generator)
         if argument.name == "offs":
-            return self._ends_of_groups(size, dtype)
+            return self._group_ends(size, dtype)
         high = self._bound(argument, axis)
         if high <= 1:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -180,12 +182,12 @@ class _Maker:
             return _size(args[0], args[1])
         if argument.name == "target" and ("nll_loss" in name or name == "cross_entropy_loss"):
             scores = args[1 if name.endswith("backward") else 0]
-            return _size(scores, 1) if isinstance(scores, TensorWord) and len(scores.shape) > 1 else 1
+            return _size(scores, 1) if isinstance(scores, TensorSpec) and len(scores.shape) > 1 else 1
         if name == "one_hot" and len(args) > 1 and isinstance(args[1], int):
             return args[1]
         return 1
 
-    def _ends_of_groups(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _group_ends(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Equal groups of all rows (or, of two matrices, of what is summed over)."""
         first, second = self._signature.args[:2]
         total = _size(first, -1) if len(_shape(first)) == len(_shape(second)) == 2 else _size(first, 0)
@@ -193,7 +195,7 @@ class _Maker:
 
 
 def _shape(value: Value) -> tuple[int, ...]:
-    return value.shape if isinstance(value, TensorWord) else ()
+    return value.shape if isinstance(value, TensorSpec) else ()
 
 
 def _size(value: Value, axis: int) -> int:

@@ -17,7 +17,7 @@ from loadmaster.core.problem import BY_ROUTE, Costs, Origin
 REL_ERROR = 0.5
 
 
-def roofline(graph: Graph, cluster: Cluster, *, efficiency: float = 1.0) -> Costs:
+def roofline_costs(graph: Graph, cluster: Cluster, *, efficiency: float = 1.0) -> Costs:
     """Costs of every op on every kind; `efficiency` is the share of the peaks that is reached."""
     if not 0 < efficiency <= 1:
         raise CostError(f"an efficiency of {efficiency} is not a share; give a number above 0, up to 1")

@@ -5,8 +5,8 @@
               made after it
     list    = "(" word { "," word } ")"        value  = None, True, 3, 1e-05, torch.float32, cpu, mean, ...
 
-What capture wrote (`graph/torch_capture/words.py`) can be read, or `read` answers None: then the op is timed
-by the roofline. Knows no torch.
+What capture wrote (`graph/torch_capture/op_signature.py`) can be read, or `parse_signature` answers None:
+then the op is timed by the roofline. Knows no torch.
 """
 
 import math
@@ -35,7 +35,7 @@ _SIZES = {dtype.name.lower(): dtype.itemsize for dtype in Dtype} | {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorWord:
+class TensorSpec:
     """A tensor argument."""
 
     dtype: str  # as torch spells it
@@ -56,13 +56,13 @@ class TensorWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainWord:
     """Any other word: a dtype, a layout, a device, a name."""
 
     text: str
 
 
-Value = TensorWord | Plain | int | float | bool | None | list["Value"]
+Value = TensorSpec | PlainWord | int | float | bool | None | list["Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,22 @@ class Signature:
     num_views: int = 0  # made after it
 
     @property
-    def tensors(self) -> list[TensorWord]:
+    def tensors(self) -> list[TensorSpec]:
         """Every tensor argument, in order."""
-        return [word for value in (*self.args, *self.kwargs.values()) for word in _flat(value)]
+        return [word for value in (*self.args, *self.kwargs.values()) for word in _flatten_tensors(value)]
 
 
-def _flat(value: Value) -> list[TensorWord]:
+def _flatten_tensors(value: Value) -> list[TensorSpec]:
     if isinstance(value, list):
-        return [word for part in value for word in _flat(part)]
-    return [value] if isinstance(value, TensorWord) else []
+        return [word for part in value for word in _flatten_tensors(part)]
+    return [value] if isinstance(value, TensorSpec) else []
 
 
 class _Unreadable(Exception):  # noqa: N818
     """The text is not what capture writes."""
 
 
-def read(text: str) -> Signature | None:
+def parse_signature(text: str) -> Signature | None:
     """The op and its arguments, or None where they cannot be known."""
     if len(text) >= _CUT:
         return None
@@ -108,7 +108,7 @@ def read(text: str) -> Signature | None:
     try:
         while at < len(rest):
             name = _NAME.match(rest, at)
-            value, at = _value(rest, name.end() if name else at, 0)
+            value, at = _parse_value(rest, name.end() if name else at, 0)
             if name:
                 kwargs[name[1]] = value
             else:
@@ -122,15 +122,15 @@ def read(text: str) -> Signature | None:
     return Signature((match[1], match[2], match[3]), tuple(args), kwargs, *how)
 
 
-def _value(text: str, at: int, depth: int) -> tuple[Value, int]:
+def _parse_value(text: str, at: int, depth: int) -> tuple[Value, int]:
     """The word that begins at a place, and where it ends."""
     if depth > 4:
         raise _Unreadable
     if text[at : at + 1] == "(":
-        return _list(text, at + 1, depth + 1)
+        return _parse_list(text, at + 1, depth + 1)
     match = _TENSOR.match(text, at)
     if match is not None:
-        return _tensor(text, match)
+        return _parse_tensor(text, match)
     plain = _PLAIN.match(text, at)
     if plain is None:
         raise _Unreadable
@@ -138,20 +138,20 @@ def _value(text: str, at: int, depth: int) -> tuple[Value, int]:
     if word in _WORDS:
         return _WORDS[word], plain.end()
     if _NUMBER.fullmatch(word):
-        return _number(word), plain.end()
-    return Plain(word), plain.end()
+        return _parse_number(word), plain.end()
+    return PlainWord(word), plain.end()
 
 
-def _number(word: str) -> int | float:
+def _parse_number(word: str) -> int | float:
     return int(word) if word.lstrip("-").isdigit() else float(word)
 
 
-def _list(text: str, at: int, depth: int) -> tuple[list[Value], int]:
+def _parse_list(text: str, at: int, depth: int) -> tuple[list[Value], int]:
     values: list[Value] = []
     if text[at : at + 1] == ")":
         return values, at + 1
     while True:
-        value, at = _value(text, at, depth)
+        value, at = _parse_value(text, at, depth)
         values.append(value)
         if text[at : at + 1] == ")":
             return values, at + 1
@@ -160,16 +160,16 @@ def _list(text: str, at: int, depth: int) -> tuple[list[Value], int]:
         at += 1
 
 
-def _tensor(text: str, match: re.Match[str]) -> tuple[TensorWord, int]:
+def _parse_tensor(text: str, match: re.Match[str]) -> tuple[TensorSpec, int]:
     shape = tuple(int(size) for size in match[2].split(",")) if match[2] else ()
     at = match.end()
     if text[at : at + 1] != "/":
-        return TensorWord(match[1], shape, _contiguous(shape)), at
+        return TensorSpec(match[1], shape, _contiguous_strides(shape)), at
     steps = re.compile(",".join([r"([0-9]+)"] * len(shape))).match(text, at + 1)
     if steps is None:
         raise _Unreadable
-    return TensorWord(match[1], shape, tuple(map(int, steps.groups()))), steps.end()
+    return TensorSpec(match[1], shape, tuple(map(int, steps.groups()))), steps.end()
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))

@@ -17,8 +17,8 @@ import torch
 from loadmaster.cost.after_forward import CannotRebuild
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import UPDATE, split_key
-from loadmaster.cost.rebuild import casting, input_bytes, normal, rebuild
-from loadmaster.cost.signature import TensorWord, read
+from loadmaster.cost.rebuild import autocast_context, input_bytes, normal_values, rebuild_call
+from loadmaster.cost.signature import TensorSpec, parse_signature
 from loadmaster.cost.timing import Timing, time_call
 
 MOST_WEIGHTS = 16  # updated together: the more, the less a disturbance counts
@@ -60,7 +60,7 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
-def measured(
+def measure_jobs(
     jobs: Sequence[Job], torch_name: str, chip: str, *, budget_s: float, say: Say
 ) -> Iterator[CostRow]:
     """A row for every job that was reached, those first that make up most of a step."""
@@ -68,7 +68,7 @@ def measured(
     end = time.perf_counter() + budget_s
     order = sorted(jobs, key=lambda job: -job.count * job.expected_s)
     slower = [1.0]  # than expected, as seen so far
-    with _undisturbed(device):
+    with _preserve_state(device):
         for number, job in enumerate(order):
             left_s = end - time.perf_counter()
             if left_s <= 0:
@@ -77,18 +77,18 @@ def measured(
             if _LEAST_CALLS * likely_s > left_s or job.num_bytes > _FREE_SHARE * free_bytes(device):
                 continue
             say(f"measuring op {number + 1} of {len(order)} on {chip}", number / len(order))
-            row = _row(job, device, chip, left_s)
+            row = _measure_row(job, device, chip, left_s)
             if row is not None:
                 if row.seconds is not None and job.expected_s > 0:
                     slower.append(row.seconds / job.expected_s)
                 yield row
 
 
-def _row(job: Job, device: torch.device, chip: str, left_s: float) -> CostRow | None:
+def _measure_row(job: Job, device: torch.device, chip: str, left_s: float) -> CostRow | None:
     """What was measured, or why it cannot be; None where another day may do better."""
     version, date = torch_version(), today()
     try:
-        timing = _timed(job, device, left_s)
+        timing = _time_job(job, device, left_s)
     except (MemoryError, torch.OutOfMemoryError):
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -103,18 +103,18 @@ def _row(job: Job, device: torch.device, chip: str, left_s: float) -> CostRow | 
     return CostRow(job.key, chip, version, date, timing.seconds, timing.spread, timing.count, timing.issue_s)
 
 
-def _timed(job: Job, device: torch.device, left_s: float) -> Timing:
+def _time_job(job: Job, device: torch.device, left_s: float) -> Timing:
     if job.key.startswith(UPDATE):
-        return _update(job, device, left_s)
+        return _time_update(job, device, left_s)
     signature, grad = split_key(job.key)
     if signature is None:
         raise CannotRebuild("its signature cannot be read")
     if input_bytes(signature) > _FREE_SHARE * free_bytes(device):
         raise MemoryError
-    copies = _copies(job, device)
+    copies = _num_copies(job, device)
     for wants_grad in (True, False) if grad else (False,):
-        with torch.set_grad_enabled(wants_grad), casting(signature, device):
-            call = rebuild(signature, device, grad=wants_grad, copies=copies)
+        with torch.set_grad_enabled(wants_grad), autocast_context(signature, device):
+            call = rebuild_call(signature, device, grad=wants_grad, copies=copies)
             try:
                 return time_call(call, device, warm_ups=copies + 1, limit_s=left_s)
             except RuntimeError:
@@ -123,25 +123,25 @@ def _timed(job: Job, device: torch.device, left_s: float) -> Timing:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _copies(job: Job, device: torch.device) -> int:
+def _num_copies(job: Job, device: torch.device) -> int:
     """So many that they are more than a cache holds, if an op is short enough for caches to matter."""
     by_size = _COLD_BYTES[device.type] // max(job.num_bytes, 1)
     by_time = _COLD_S / max(job.expected_s, 1e-9)
     return int(max(1, min(_MOST_COPIES, by_size, by_time)))
 
 
-def _update(job: Job, device: torch.device, left_s: float) -> Timing:
+def _time_update(job: Job, device: torch.device, left_s: float) -> Timing:
     """What one weight more adds to a step of the optimizer: calling it costs something once per step only."""
     name, _, rest = job.key.removeprefix(UPDATE).partition(" ")
-    signature = read(f"aten.update.default {rest}")
+    signature = parse_signature(f"aten.update.default {rest}")
     word = signature.args[0] if signature is not None and signature.args else None
-    if not isinstance(word, TensorWord) or name not in _OPTIMIZERS:
+    if not isinstance(word, TensorSpec) or name not in _OPTIMIZERS:
         raise CannotRebuild("its weight cannot be known")
     num = min(MOST_WEIGHTS, _MOST_UPDATE_BYTES // max(word.num_bytes, 1))
-    one = time_call(_stepping(name, word, 1, device), device, limit_s=left_s / 2)
+    one = time_call(_make_optimizer_step(name, word, 1, device), device, limit_s=left_s / 2)
     if num < 1:  # so large that calling the optimizer is nothing beside it
         return one
-    more = time_call(_stepping(name, word, 1 + num, device), device, limit_s=left_s / 2)
+    more = time_call(_make_optimizer_step(name, word, 1 + num, device), device, limit_s=left_s / 2)
     seconds, issue_s = (
         max((b - a) / num, b / (2 * num + 2))
         for a, b in ((one.seconds, more.seconds), (one.issue_s, more.issue_s))
@@ -149,20 +149,22 @@ def _update(job: Job, device: torch.device, left_s: float) -> Timing:
     return Timing(seconds, max(one.spread, more.spread), one.count + more.count, issue_s)
 
 
-def call_of_update(device: torch.device) -> float:
+def time_optimizer_call(device: torch.device) -> float:
     """What a step of AdamW takes beyond its weights: the host's time, which on a GPU is that to launch."""
-    word = TensorWord("float32", (16,), (1,))
-    one, more = (time_call(_stepping("adamw", word, num, device), device) for num in (1, 1 + MOST_WEIGHTS))
+    word = TensorSpec("float32", (16,), (1,))
+    one, more = (
+        time_call(_make_optimizer_step("adamw", word, num, device), device) for num in (1, 1 + MOST_WEIGHTS)
+    )
     few, many = ((t.issue_s if device.type == "cuda" else t.seconds) for t in (one, more))
     return max(0.0, few - (many - few) / MOST_WEIGHTS)
 
 
-def _stepping(name: str, word: TensorWord, num: int, device: torch.device) -> Callable[[], Any]:
+def _make_optimizer_step(name: str, word: TensorSpec, num: int, device: torch.device) -> Callable[[], Any]:
     """A step of an optimizer on that many weights, which have gradients."""
     dtype = getattr(torch, word.dtype)
 
     def values() -> torch.Tensor:
-        return normal(word.num_elements, dtype, device).as_strided(word.shape, word.stride)
+        return normal_values(word.num_elements, dtype, device).as_strided(word.shape, word.stride)
 
     weights = [torch.nn.Parameter(values()) for _ in range(num)]
     for weight in weights:
@@ -188,7 +190,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def _preserve_state(device: torch.device) -> Iterator[None]:
     """The caller's random numbers are untouched, torch's warnings unheard, the GPU's memory given back."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():

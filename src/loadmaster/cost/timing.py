@@ -46,20 +46,20 @@ def time_call(
     """The median time of a call; after `limit_s` no more rounds are begun once there is one."""
     end = time.perf_counter() + limit_s
     if device.type == "cuda":
-        return _on_cuda(call, device, max(warm_ups, _WARM_UPS), end)
-    return _on_cpu(call, max(warm_ups, _WARM_UPS), end)
+        return _time_on_cuda(call, device, max(warm_ups, _WARM_UPS), end)
+    return _time_on_cpu(call, max(warm_ups, _WARM_UPS), end)
 
 
-def _on_cpu(call: Callable[[], Any], warm_ups: int, end: float) -> Timing:
-    first_s = _seconds(call, 1)
+def _time_on_cpu(call: Callable[[], Any], warm_ups: int, end: float) -> Timing:
+    first_s = _time_calls(call, 1)
     for _ in range(_more_warm_ups(warm_ups, first_s)):
-        first_s = _seconds(call, 1)
-    num_calls = _calls_for(ROUND_S, first_s)
+        first_s = _time_calls(call, 1)
+    num_calls = _num_calls_for(ROUND_S, first_s)
     rounds: list[float] = []
     enough = time.perf_counter() + ENOUGH_S
     while _wants_more(len(rounds), enough, end):
-        rounds.append(_seconds(call, num_calls) / num_calls)
-    return _median(rounds, num_calls)
+        rounds.append(_time_calls(call, num_calls) / num_calls)
+    return _summarise_rounds(rounds, num_calls)
 
 
 def _more_warm_ups(wanted: int, first_s: float) -> int:
@@ -74,28 +74,28 @@ def _wants_more(num_rounds: int, enough: float, end: float) -> bool:
     return num_rounds < MOST_ROUNDS and now < min(enough, end)
 
 
-def _on_cuda(call: Callable[[], Any], device: torch.device, warm_ups: int, end: float) -> Timing:
+def _time_on_cuda(call: Callable[[], Any], device: torch.device, warm_ups: int, end: float) -> Timing:
     with torch.cuda.device(device):
         call()  # libraries choose their kernels, the allocator gets its blocks
         torch.cuda.synchronize()
-        for _ in range(_more_warm_ups(warm_ups, _between_events(call, 1, wait_s=0.0)[0])):
+        for _ in range(_more_warm_ups(warm_ups, _time_with_events(call, 1, wait_s=0.0)[0])):
             call()
         torch.cuda.synchronize()
-        first_s = _between_events(call, 1, wait_s=0.0)[0]
-        issue_s = undisturbed([_between_events(call, 1, wait_s=1e-4)[1] for _ in range(LEAST_ROUNDS)])
-        num_calls = min(_MOST_QUEUED, _calls_for(ROUND_S, max(first_s, 1e-6)))
+        first_s = _time_with_events(call, 1, wait_s=0.0)[0]
+        issue_s = lower_quartile([_time_with_events(call, 1, wait_s=1e-4)[1] for _ in range(LEAST_ROUNDS)])
+        num_calls = min(_MOST_QUEUED, _num_calls_for(ROUND_S, max(first_s, 1e-6)))
         rounds: list[float] = []
         issues = [issue_s]
         enough = time.perf_counter() + ENOUGH_S
         while _wants_more(len(rounds), enough, end):
-            seconds, host_s = _between_events(call, num_calls, wait_s=2 * num_calls * issue_s)
+            seconds, host_s = _time_with_events(call, num_calls, wait_s=2 * num_calls * issue_s)
             rounds.append(seconds / num_calls)
             issues.append(host_s / num_calls)
-    timing = _median(rounds, num_calls)
-    return Timing(timing.seconds, timing.spread, timing.count, undisturbed(issues))
+    timing = _summarise_rounds(rounds, num_calls)
+    return Timing(timing.seconds, timing.spread, timing.count, lower_quartile(issues))
 
 
-def _between_events(call: Callable[[], Any], num_calls: int, *, wait_s: float) -> tuple[float, float]:
+def _time_with_events(call: Callable[[], Any], num_calls: int, *, wait_s: float) -> tuple[float, float]:
     """Device seconds and host seconds of a round of calls, issued while the GPU waits."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(wait_s * _WAIT_CYCLES_PER_S))
@@ -109,34 +109,34 @@ def _between_events(call: Callable[[], Any], num_calls: int, *, wait_s: float) -
     return begin.elapsed_time(end) / 1e3, host_s
 
 
-def undisturbed(seconds: list[float]) -> float:
+def lower_quartile(seconds: list[float]) -> float:
     """The lower quartile."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
-def _seconds(call: Callable[[], Any], num_calls: int) -> float:
-    before = clocks()
+def _time_calls(call: Callable[[], Any], num_calls: int) -> float:
+    before = read_clocks()
     for _ in range(num_calls):
         call()
-    return since(before)
+    return work_seconds_since(before)
 
 
-def clocks() -> tuple[float, float]:
-    """Wall time and this process's processor time, for `since`."""
+def read_clocks() -> tuple[float, float]:
+    """Wall time and this process's processor time, for `work_seconds_since`."""
     return time.perf_counter(), time.process_time()
 
 
-def since(before: tuple[float, float]) -> float:
+def work_seconds_since(before: tuple[float, float]) -> float:
     """Seconds of work on the CPU: what other processes took of the machine meanwhile is not counted."""
-    wall, used = clocks()
+    wall, used = read_clocks()
     return min(wall - before[0], used - before[1])
 
 
-def _calls_for(round_s: float, call_s: float) -> int:
+def _num_calls_for(round_s: float, call_s: float) -> int:
     return max(1, min(_MOST_CALLS, round(round_s / max(call_s, 1e-9))))
 
 
-def _median(rounds: list[float], num_calls: int) -> Timing:
+def _summarise_rounds(rounds: list[float], num_calls: int) -> Timing:
     middle = statistics.median(rounds)
     low, _, high = statistics.quantiles(rounds, n=4, method="inclusive") if len(rounds) > 1 else [middle] * 3
     return Timing(middle, (high - low) / 2 / middle if middle > 0 else 0.0, len(rounds) * num_calls)

@@ -4,26 +4,26 @@ import heapq
 
 import numpy as np
 
-from loadmaster.core.arrays import Ints, distinct
+from loadmaster.core.arrays import Ints, sorted_unique
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase, edges
 
 __all__: list[str] = []
 
 
-def contracted(graph: Graph, label: Ints) -> tuple[Ints, int]:
+def contract_ops(graph: Graph, label: Ints) -> tuple[Ints, int]:
     """Coarse op of each op and their number, in topological order, by first member where possible."""
     number = np.unique(label, return_inverse=True)[1].astype(np.int64)
     key = np.unique(number * len(Phase) + graph.phase, return_inverse=True)[1].astype(np.int32)
     source, target = _order_edges(graph)
-    circle = components(key[source], key[target], int(key.max()) + 1, strong=True)
-    label, num = by_first(circle[key])
-    pair = distinct(label[source].astype(np.int64) * num + label[target])
+    circle = label_components(key[source], key[target], int(key.max()) + 1, strong=True)
+    label, num = renumber_by_first(circle[key])
+    pair = sorted_unique(label[source].astype(np.int64) * num + label[target])
     source, target = (pair // num).astype(np.int32), (pair % num).astype(np.int32)
-    rank = _topological(source[source != target], target[source != target], num)
+    rank = _rank_topologically(source[source != target], target[source != target], num)
     return rank[label], num
 
 
-def components(source: Ints, target: Ints, num: int, *, strong: bool) -> Ints:
+def label_components(source: Ints, target: Ints, num: int, *, strong: bool) -> Ints:
     """[num] number of the component each node is in."""
     # imported here because scipy takes longer to load than most commands take to run
     from scipy.sparse import coo_array
@@ -34,7 +34,7 @@ def components(source: Ints, target: Ints, num: int, *, strong: bool) -> Ints:
     return np.asarray(label, dtype=np.int32)
 
 
-def by_first(label: Ints) -> tuple[Ints, int]:
+def renumber_by_first(label: Ints) -> tuple[Ints, int]:
     """Labels renumbered by first appearance, and their number."""
     _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)
@@ -51,7 +51,7 @@ def _order_edges(graph: Graph) -> tuple[Ints, Ints]:
     return np.concatenate([source, base_op[apart]]), np.concatenate([target, view_op[apart]])
 
 
-def _topological(source: Ints, target: Ints, num: int) -> Ints:
+def _rank_topologically(source: Ints, target: Ints, num: int) -> Ints:
     """Rank of each node, the lowest ready node first (Kahn's algorithm); edges sorted by source."""
     if (source < target).all():
         return np.arange(num, dtype=np.int32)

@@ -96,7 +96,7 @@ class GraphBuilder:
         for op in self._ops:
             if op[4] != NO_MIRROR:  # may name an op added later
                 self._require(op[4], self._ops, "op")
-        order = self._sorted()
+        order = self._sort_ops()
         place = np.empty(len(order) + 1, dtype=np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         place[-1] = NO_MIRROR  # index -1 stays -1
@@ -127,7 +127,7 @@ class GraphBuilder:
             capture=self.capture,
         )
 
-    def _sorted(self) -> list[int]:
+    def _sort_ops(self) -> list[int]:
         """Op indices in topological order, the earliest added first."""
         num_ops = len(self._ops)
         consumers: list[list[int]] = [[] for _ in range(num_ops)]
@@ -145,10 +145,10 @@ class GraphBuilder:
                 if waiting[consumer] == 0:
                     heapq.heappush(ready, consumer)
         if len(order) != num_ops:
-            raise GraphError(f"graph {self.name!r} has a cycle: {self._cycle(waiting)}; break it")
+            raise GraphError(f"graph {self.name!r} has a cycle: {self._describe_cycle(waiting)}; break it")
         return order
 
-    def _cycle(self, waiting: list[int]) -> str:
+    def _describe_cycle(self, waiting: list[int]) -> str:
         """One cycle in words, found by walking producers that also wait."""
         producer: dict[int, int] = {}
         for tensor, op in self._uses:

@@ -62,14 +62,14 @@ def capture(
     """
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
-    torch = _torch()
-    from loadmaster.graph.torch_capture.python_rng import chance_kept
-    from loadmaster.graph.torch_capture.request import Request
-    from loadmaster.graph.torch_capture.size_ranges import checked_ranges
+    torch = _import_torch()
+    from loadmaster.graph.torch_capture.python_rng import preserve_rng
+    from loadmaster.graph.torch_capture.request import CaptureRequest
+    from loadmaster.graph.torch_capture.size_ranges import check_ranges
 
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     title = name or type(model).__name__
-    request = Request(
+    request = CaptureRequest(
         model=model,
         args=inputs,
         kwargs=dict(kwargs or {}),
@@ -82,20 +82,20 @@ def capture(
         name=title,
         accumulation=accumulation,
         grad_scaler=grad_scaler,
-        ranges=checked_ranges(ranges, (inputs, dict(kwargs or {}))),
+        ranges=check_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
-    with quiet(), uncompiled(torch), chance_kept():
+    with silence_torch(), force_eager(torch), preserve_rng():
         request.check()
-        return request.captured(path)
+        return request.capture_graph(path)
 
 
-def uncompiled(torch: Any) -> Any:
+def force_eager(torch: Any) -> Any:
     """What was compiled runs as it was written."""
     stance = getattr(torch.compiler, "set_stance", None)
     return stance("force_eager") if stance is not None else contextlib.nullcontext()
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     try:
         import torch
     except ImportError:
@@ -104,7 +104,7 @@ def _torch() -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """What torch warns and logs on the way to a fall-back is no concern of the user; what the model itself
     prints goes where it does not mix with answers."""
     before = logging.root.manager.disable

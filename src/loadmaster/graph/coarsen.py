@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
 from loadmaster.core.errors import CostError, GraphError, PlanError
 from loadmaster.core.graph import (
     NO_GROUP,
@@ -24,11 +24,11 @@ from loadmaster.core.graph import (
 )
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Costs
-from loadmaster.graph._contract import by_first, components, contracted
+from loadmaster.graph._contract import contract_ops, label_components, renumber_by_first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coarse:
+class CoarseGraph:
     """A coarse graph and where its parts come from."""
 
     graph: Graph
@@ -36,16 +36,16 @@ class Coarse:
     tensor_of: Ints  # [coarse T] fine tensor of each coarse tensor
 
 
-def coarsen(graph: Graph, label: Ints) -> Coarse:
+def coarsen(graph: Graph, label: Ints) -> CoarseGraph:
     """Contract the ops of equal `label` [N], phases apart; the result is acyclic."""
     if label.shape != (graph.num_ops,):
         raise GraphError(f"coarsen got labels of shape {list(label.shape)}; give one per op: {graph.num_ops}")
-    return coarse_of(graph, *contracted(graph, label))
+    return contract_to(graph, *contract_ops(graph, label))
 
 
-def coarse_of(
+def contract_to(
     graph: Graph, op_of: Ints, num_ops: int, *, tied: Ints | None = None, named: bool = True
-) -> Coarse:
+) -> CoarseGraph:
     """Contract ops to the coarse op that `op_of` [N] names; those must be in topological order.
 
     `tied` [coarse N] has equal numbers where coarse ops must share a device; without it the groups of the
@@ -53,21 +53,21 @@ def coarse_of(
     better ones takes longer than all the rest.
     """
     members = _Members(op_of, num_ops)
-    tensor_of, keep, extra_bytes = _surviving(graph, op_of, num_ops)
+    tensor_of, keep, extra_bytes = _find_surviving_tensors(graph, op_of, num_ops)
     tensor_at = np.full(graph.num_tensors + 1, NO_STORAGE, dtype=np.int32)  # last row: nowhere
     tensor_at[tensor_of] = np.arange(len(tensor_of), dtype=np.int32)
-    use_tensor, use_op = _outer_uses(graph, op_of)
+    use_tensor, use_op = _list_outer_uses(graph, op_of)
     alone = members.count == 1
     main = members.argmax(graph.flops)
     first = members.first
     coarse = Graph(
         name=graph.name,
-        op_name=_names(graph, members) if named else _picked(graph.op_name, first),
-        op_kind=_kinds(graph, members) if named else _picked(graph.op_kind, first),
-        module=_modules(graph.module, members) if named else _picked(graph.module, first),
+        op_name=_name_coarse_ops(graph, members) if named else _pick(graph.op_name, first),
+        op_kind=_kinds_of_coarse_ops(graph, members) if named else _pick(graph.op_kind, first),
+        module=_modules_of_coarse_ops(graph.module, members) if named else _pick(graph.module, first),
         phase=graph.phase[first],
-        mirror=_mirrors(graph, op_of, members),
-        group=_joined_groups(graph.group, op_of, num_ops) if tied is None else _shared(tied),
+        mirror=_find_mirrors(graph, op_of, members),
+        group=_join_groups(graph.group, op_of, num_ops) if tied is None else _group_tied_ops(tied),
         signature=np.where(alone, graph.signature[first], np.int32(NO_SIGNATURE)),
         signature_table=graph.signature_table,
         dtype=graph.dtype[main],
@@ -83,10 +83,10 @@ def coarse_of(
         use_op=use_op,
         capture=graph.capture,
     )
-    return Coarse(graph=coarse, op_of=op_of, tensor_of=tensor_of)
+    return CoarseGraph(graph=coarse, op_of=op_of, tensor_of=tensor_of)
 
 
-def by_module(graph: Graph, depth: int) -> Ints:
+def label_by_module(graph: Graph, depth: int) -> Ints:
     """[N] labels: ops whose module paths agree in their first `depth` names; without a module, alone."""
     if depth < 1:
         raise GraphError(f"by_module got depth {depth}; give the number of names to compare, >= 1")
@@ -96,7 +96,7 @@ def by_module(graph: Graph, depth: int) -> Ints:
     return np.array(label, dtype=np.int32)
 
 
-def chains(graph: Graph, *, join_groups: bool = False) -> Ints:
+def label_chains(graph: Graph, *, join_groups: bool = False) -> Ints:
     """[N] labels of maximal rows of ops in which each feeds only the next, and the next has no other input.
 
     Ops of a row are of one phase and one group (or all free), unless groups may be joined.
@@ -107,10 +107,10 @@ def chains(graph: Graph, *, join_groups: bool = False) -> Ints:
     link = (num_out[source] == 1) & (num_in[target] == 1) & (graph.phase[source] == graph.phase[target])
     if not join_groups:
         link &= graph.group[source] == graph.group[target]
-    return components(source[link], target[link], graph.num_ops, strong=False)
+    return label_components(source[link], target[link], graph.num_ops, strong=False)
 
 
-def coarsen_costs(costs: Costs, coarse: Coarse) -> Costs:
+def coarsen_costs(costs: Costs, coarse: CoarseGraph) -> Costs:
     """The costs of the coarse graph: members' times add up, the least trusted origin and worst error stay."""
     if len(costs.compute_s) != len(coarse.op_of):
         raise CostError(f"costs of {len(costs.compute_s)} ops do not fit a map of {len(coarse.op_of)} ops")
@@ -124,7 +124,7 @@ def coarsen_costs(costs: Costs, coarse: Coarse) -> Costs:
     )
 
 
-def expand(plan: Plan, coarse: Coarse) -> Plan:
+def expand(plan: Plan, coarse: CoarseGraph) -> Plan:
     """The plan of the fine graph that does what `plan` says: members together, in graph order."""
     if len(plan.device) != coarse.graph.num_ops:
         raise PlanError(f"a plan of {len(plan.device)} ops does not fit {coarse.graph.num_ops} coarse ops")
@@ -136,11 +136,11 @@ def expand(plan: Plan, coarse: Coarse) -> Plan:
         device=plan.device[op_of],
         priority=priority,
         recompute=plan.recompute[op_of],
-        pipeline=None if plan.pipeline is None else _expanded(plan.pipeline, op_of),
+        pipeline=None if plan.pipeline is None else _expand_pipeline(plan.pipeline, op_of),
     )
 
 
-def _expanded(pipeline: Pipeline, op_of: Ints) -> Pipeline:
+def _expand_pipeline(pipeline: Pipeline, op_of: Ints) -> Pipeline:
     return Pipeline(
         stage=pipeline.stage[op_of],
         replicas=pipeline.replicas,
@@ -180,14 +180,14 @@ class _Members:
         return result
 
 
-def _surviving(graph: Graph, op_of: Ints, num_ops: int) -> tuple[Ints, Bools, Longs]:
+def _find_surviving_tensors(graph: Graph, op_of: Ints, num_ops: int) -> tuple[Ints, Bools, Longs]:
     """Fine tensors that stay, what is kept to the end [T], and bytes that become resident [coarse N].
 
     A tensor stays if another coarse op uses it, and a storage if any of its tensors does. What is
     kept of a storage that goes is resident from now on.
     """
     stays = np.zeros(graph.num_tensors, dtype=np.bool_)
-    stays[graph.use_tensor[_leaves(graph, op_of)]] = True
+    stays[graph.use_tensor[_leaves_coarse_op(graph, op_of)]] = True
     stored = graph.tensor_storage != NO_STORAGE
     base = graph.tensor_storage[stored]
     keep = graph.keep.copy()
@@ -199,21 +199,21 @@ def _surviving(graph: Graph, op_of: Ints, num_ops: int) -> tuple[Ints, Bools, Lo
     return np.flatnonzero(stays).astype(np.int32), keep, extra
 
 
-def _leaves(graph: Graph, op_of: Ints) -> Bools:
+def _leaves_coarse_op(graph: Graph, op_of: Ints) -> Bools:
     """[U] uses by another coarse op than the producer's."""
     leaves: Bools = op_of[graph.tensor_op[graph.use_tensor]] != op_of[graph.use_op]
     return leaves
 
 
-def _outer_uses(graph: Graph, op_of: Ints) -> tuple[Ints, Ints]:
+def _list_outer_uses(graph: Graph, op_of: Ints) -> tuple[Ints, Ints]:
     """Uses between coarse ops, each once: fine tensor and coarse op."""
-    leaves = _leaves(graph, op_of)
+    leaves = _leaves_coarse_op(graph, op_of)
     pair = graph.use_tensor[leaves].astype(np.int64) * graph.num_ops + op_of[graph.use_op[leaves]]
-    pair = distinct(pair)
+    pair = sorted_unique(pair)
     return (pair // graph.num_ops).astype(np.int32), (pair % graph.num_ops).astype(np.int32)
 
 
-def _mirrors(graph: Graph, op_of: Ints, members: _Members) -> Ints:
+def _find_mirrors(graph: Graph, op_of: Ints, members: _Members) -> Ints:
     """The coarse op that holds all forward ops its members mirror, where there is just one."""
     low = np.full(len(members.count), graph.num_ops, dtype=np.int64)
     high = np.full(len(members.count), NO_MIRROR, dtype=np.int64)
@@ -225,23 +225,23 @@ def _mirrors(graph: Graph, op_of: Ints, members: _Members) -> Ints:
     return np.where(good, low, NO_MIRROR).astype(np.int32)
 
 
-def _joined_groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
+def _join_groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
     """Groups joined where a coarse op has members of several."""
     ops = np.flatnonzero(group != NO_GROUP)
     _, row = np.unique(group[ops], return_inverse=True)
     rows = int(row.max()) + 1 if len(row) else 0
-    joined = components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)
-    return _shared(joined[:num_ops])
+    joined = label_components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)
+    return _group_tied_ops(joined[:num_ops])
 
 
-def _shared(tied: Ints) -> Ints:
+def _group_tied_ops(tied: Ints) -> Ints:
     """Group of each coarse op, by what it is tied to; one op alone needs none."""
     shared = np.bincount(tied) > 1
-    label, _ = by_first(tied)
+    label, _ = renumber_by_first(tied)
     return np.where(shared[tied], label, np.int32(NO_GROUP))
 
 
-def _names(graph: Graph, members: _Members) -> tuple[str, ...]:
+def _name_coarse_ops(graph: Graph, members: _Members) -> tuple[str, ...]:
     """The first member's name and how many more there are; made unique."""
     pairs = zip([graph.op_name[op] for op in members.first.tolist()], members.count.tolist(), strict=True)
     result = [name if count == 1 else f"{name} (+{count - 1})" for name, count in pairs]
@@ -258,17 +258,17 @@ def _names(graph: Graph, members: _Members) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _kinds(graph: Graph, members: _Members) -> tuple[str, ...]:
+def _kinds_of_coarse_ops(graph: Graph, members: _Members) -> tuple[str, ...]:
     """The kind of an op that is alone."""
     pairs = zip([graph.op_kind[op] for op in members.first.tolist()], members.count.tolist(), strict=True)
     return tuple([kind if count == 1 else "fused" for kind, count in pairs])
 
 
-def _picked(values: tuple[str, ...], index: Longs) -> tuple[str, ...]:
+def _pick(values: tuple[str, ...], index: Longs) -> tuple[str, ...]:
     return tuple(map(values.__getitem__, index.tolist()))
 
 
-def _modules(module: tuple[str, ...], members: _Members) -> tuple[str, ...]:
+def _modules_of_coarse_ops(module: tuple[str, ...], members: _Members) -> tuple[str, ...]:
     """The path that the modules of all members begin with."""
     result = [module[op] for op in members.first.tolist()]
     paths = list(dict.fromkeys(module))
@@ -276,13 +276,13 @@ def _modules(module: tuple[str, ...], members: _Members) -> tuple[str, ...]:
     row = np.fromiter(map(number.__getitem__, module), dtype=np.int64, count=len(module))[members.op]
     owner = np.repeat(np.arange(len(result)), members.count)
     other = row != row[members.start][owner]  # than the first member's
-    pair = distinct(owner[other] * len(paths) + row[other])
+    pair = sorted_unique(owner[other] * len(paths) + row[other])
     for op, at in zip((pair // len(paths)).tolist(), (pair % len(paths)).tolist(), strict=True):
-        result[op] = _common(result[op], paths[at])
+        result[op] = _common_path(result[op], paths[at])
     return tuple(result)
 
 
-def _common(one: str, other: str) -> str:
+def _common_path(one: str, other: str) -> str:
     """The path two paths begin with: the longer is no beginning of the shorter, so its last name goes."""
     while one != other:
         if len(one) >= len(other):

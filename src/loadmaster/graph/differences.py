@@ -5,7 +5,7 @@ from loadmaster.core.graph import NO_SIGNATURE, Graph
 _MOST = 5
 
 
-def differences(old: Graph, new: Graph) -> list[str]:
+def list_differences(old: Graph, new: Graph) -> list[str]:
     """What `new` has otherwise than `old`; none: the same ops, tensors and sizes."""
     found = []
     here, there = dict.fromkeys(new.op_name), dict.fromkeys(old.op_name)
@@ -16,16 +16,16 @@ def differences(old: Graph, new: Graph) -> list[str]:
             found.append(f"op {missing[0]!r}{more} {'are' if more else 'is'} {word}")
     at = {name: op for op, name in enumerate(old.op_name)}
     changed = [
-        f"op {name!r} was {_words(old, at[name])}, is {_words(new, op)}"
+        f"op {name!r} was {_describe_op(old, at[name])}, is {_describe_op(new, op)}"
         for op, name in enumerate(new.op_name)
-        if name in at and _words(old, at[name]) != _words(new, op)
+        if name in at and _describe_op(old, at[name]) != _describe_op(new, op)
     ]
     if len(changed) > _MOST:
         changed = [*changed[:_MOST], f"{len(changed) - _MOST} more ops have other sizes or kinds"]
     return found + changed
 
 
-def _words(graph: Graph, op: int) -> str:
+def _describe_op(graph: Graph, op: int) -> str:
     """What an op is: its signature, or its kind where it has none."""
     row = int(graph.signature[op])
     text = graph.signature_table[row] if row != NO_SIGNATURE else graph.op_kind[op]

@@ -17,7 +17,7 @@ from loadmaster.core.cluster import star
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_SIGNATURE, NO_STORAGE, Dtype, Graph, Phase
 from loadmaster.core.problem import Costs, Origin, Workload
-from loadmaster.graph.transformer import MOST_OPS, transformer_of
+from loadmaster.graph.transformer import MOST_OPS, transformer_with_ops
 
 FLOPS_PER_US = 1e6  # 1 TFLOP/s
 NUM_DEVICES = 4
@@ -138,12 +138,12 @@ def fork_join(num_ops: int, seed: int = 0) -> Graph:
                 draft.link(last, op)
                 last = op
             ends.append(last)
-        cur = _join(draft, ends, f"block.{block}")
+        cur = _add_join(draft, ends, f"block.{block}")
         block += 1
     return draft.graph(f"fork_join {num_ops}")
 
 
-def _join(draft: _Draft, ends: list[int], module: str) -> int:
+def _add_join(draft: _Draft, ends: list[int], module: str) -> int:
     join = draft.small(module)
     for end in ends:
         draft.link(end, join)
@@ -197,14 +197,14 @@ def many_source(num_ops: int, seed: int = 0) -> Graph:
         for branch in range(rng.randint(2, 6)):
             module, last = f"block.{block}.{branch}", cur
             for _ in range(rng.randint(1, 4)):
-                last = _sourced(draft, last, module)
+                last = _add_op_with_source(draft, last, module)
             ends.append(last)
-        cur = _join(draft, ends, f"block.{block}")
+        cur = _add_join(draft, ends, f"block.{block}")
         block += 1
     return draft.graph(f"many_source {num_ops}")
 
 
-def _sourced(draft: _Draft, last: int, module: str) -> int:
+def _add_op_with_source(draft: _Draft, last: int, module: str) -> int:
     """An op fed by its own source and by `last` (-1: by nothing else)."""
     source = draft.op("source", module, compute_us=1, param_bytes=_MIB, out_bytes=_MIB, temp_bytes=0)
     draw = draft.rng.randint
@@ -224,7 +224,7 @@ def diamond(num_ops: int, seed: int = 0) -> Graph:
         sides = [draft.conv(f"block.{block}.{side}") for side in range(2)]
         for side in sides:
             draft.link(cur, side)
-        cur = _join(draft, sides, f"block.{block}")
+        cur = _add_join(draft, sides, f"block.{block}")
         block += 1
     return draft.graph(f"diamond {num_ops}")
 
@@ -236,18 +236,18 @@ FAMILIES: dict[str, Callable[[int, int], Graph]] = {
     "layered": layered,
     "many_source": many_source,
     "rnn_grid": rnn_grid,
-    "transformer": transformer_of,
+    "transformer": transformer_with_ops,
 }
 
 
-def brought(graph: Graph) -> Workload:
+def with_benchmark_cluster(graph: Graph) -> Workload:
     """`graph` with the cluster and costs of the published benchmark, its flops read on `ref`.
 
     Four equal devices, one port each, with twice the memory of all that ops hold, and transfers
     of whole microseconds.
     """
     memory = math.floor(MEMORY_FACTOR * _total_bytes(graph) / NUM_DEVICES)
-    memory = max(memory, _largest_need_bytes(graph), 1)
+    memory = max(memory, _largest_op_bytes(graph), 1)
     cluster = star(
         f"{NUM_DEVICES} x ref",
         memory_bytes=[memory] * NUM_DEVICES,
@@ -280,7 +280,7 @@ def _output_bytes(graph: Graph) -> Longs:
     return outputs
 
 
-def _largest_need_bytes(graph: Graph) -> int:
+def _largest_op_bytes(graph: Graph) -> int:
     """The most bytes one op needs at once: resident, workspace, outputs and inputs."""
     need = graph.resident_bytes + graph.workspace_bytes + _output_bytes(graph)
     storage = graph.tensor_storage[graph.use_tensor]

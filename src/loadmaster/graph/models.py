@@ -21,7 +21,7 @@ from loadmaster.core.errors import FileError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.raised import where_raised
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
-from loadmaster.graph.origin import remembered
+from loadmaster.graph.origin import add_origin
 
 if TYPE_CHECKING:
     from loadmaster.zoo.example import Example
@@ -35,7 +35,7 @@ _MOST = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CaptureOptions:
     """What step of a model to capture; None is the default.
 
     Under a mixed precision weights and their states are float32 and ops run as autocast has it; under bf16
@@ -82,41 +82,41 @@ def names_model(source: str) -> bool:
     return MODEL.fullmatch(source) is not None
 
 
-def model_graph(source: str, asked: Asked) -> Graph:
+def capture_model(source: str, asked: CaptureOptions) -> Graph:
     """The training step of the model that a source names."""
-    graph = _captured(model_parts(source, asked), asked)
-    return replace(graph, capture=remembered(graph.capture, source, asked))
+    graph = _capture_parts(load_model_parts(source, asked), asked)
+    return replace(graph, capture=add_origin(graph.capture, source, asked))
 
 
-def model_parts(source: str, asked: Asked, *, device: str = "meta") -> dict[str, Any]:
+def load_model_parts(source: str, asked: CaptureOptions, *, device: str = "meta") -> dict[str, Any]:
     """The model that a source names, its inputs, and what belongs to it; a named one is made on a device."""
     match = MODEL.fullmatch(source)
     if match is None:
         raise InputError(f"{source!r} names no model; write hf:NAME, zoo:NAME or file.py:function")
     family, name, path, function = match.groups()
     if family is None:
-        parts = own_parts(path, function, asked)
+        parts = load_own_parts(path, function, asked)
     else:
-        example = _named(family, name, asked, device)
+        example = _load_example(family, name, asked, device)
         parts = {"model": example.model, "args": example.args, "kwargs": example.kwargs}
-        parts |= {"loss": example.loss, "optimizer": DEFAULT_OPTIMIZER, "name": _titled(name, asked)}
+        parts |= {"loss": example.loss, "optimizer": DEFAULT_OPTIMIZER, "name": _graph_title(name, asked)}
     if asked.optimizer is not None:
         parts["optimizer"] = asked.optimizer
-    return parts | _in_16_bits(parts) if asked.precision == "bf16" else parts
+    return parts | _cast_to_bfloat16(parts) if asked.precision == "bf16" else parts
 
 
-def _captured(parts: dict[str, Any], asked: Asked) -> Graph:
+def _capture_parts(parts: dict[str, Any], asked: CaptureOptions) -> Graph:
     rest = dict(parts)
     model, args, kwargs = rest.pop("model"), rest.pop("args", ()), rest.pop("kwargs", None)
     if not asked.recompute:
         return capture(model, args, kwargs, **(rest | asked.options))
-    from loadmaster.graph.torch_capture.recompute import recomputing
+    from loadmaster.graph.torch_capture.recompute import checkpoint_blocks
 
-    with recomputing(model, target=asked.target):  # other paths see nothing twice
+    with checkpoint_blocks(model, target=asked.target):  # other paths see nothing twice
         return capture(model, args, kwargs, **(rest | asked.options | {"path": "traced"}))
 
 
-def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
+def _cast_to_bfloat16(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The model was built for this, so that it may be cast."""
     import torch
     from torch.utils._pytree import tree_map_only
@@ -130,7 +130,7 @@ def _in_16_bits(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": model, **tree_map_only(torch.Tensor, cast, given)}
 
 
-def _named(family: str, name: str, asked: Asked, device: str) -> "Example":
+def _load_example(family: str, name: str, asked: CaptureOptions, device: str) -> "Example":
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -147,13 +147,13 @@ def _named(family: str, name: str, asked: Asked, device: str) -> "Example":
     return zoo_example(name, batch=batch, seq=seq, device=device)
 
 
-def _titled(name: str, asked: Asked) -> str:
+def _graph_title(name: str, asked: CaptureOptions) -> str:
     return f"{name}, batch {asked.batch or DEFAULT_BATCH}, seq {asked.seq or DEFAULT_SEQ}"
 
 
-def own_parts(path: str, function: str, asked: Asked) -> dict[str, Any]:
+def load_own_parts(path: str, function: str, asked: CaptureOptions) -> dict[str, Any]:
     """The user's own model and what belongs to it, from a function of the user's own file."""
-    given = _called(path, function, asked)
+    given = _call_build(path, function, asked)
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(_FIELDS))
         if unknown or "model" not in given:
@@ -169,9 +169,9 @@ def own_parts(path: str, function: str, asked: Asked) -> dict[str, Any]:
     )
 
 
-def _called(path: str, function: str, asked: Asked) -> Any:
+def _call_build(path: str, function: str, asked: CaptureOptions) -> Any:
     """What the function gives, batch and seq handed to it where it takes them."""
-    build = _function(path, function)
+    build = _import_function(path, function)
     takes = inspect.signature(build).parameters
     sizes = {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
     refused = [name for name in sizes if name not in takes]
@@ -182,10 +182,10 @@ def _called(path: str, function: str, asked: Asked) -> Any:
     try:
         return build(**sizes)
     except (Exception, SystemExit) as problem:
-        raise InputError(f"{path}:{function} raised {_shortened(problem)}") from problem
+        raise InputError(f"{path}:{function} raised {_describe_exception(problem)}") from problem
 
 
-def _function(path: str, function: str) -> Any:
+def _import_function(path: str, function: str) -> Any:
     if not Path(path).is_file():
         raise FileError(f"no such file {path!r}; a model is hf:NAME, zoo:NAME or file.py:function")
     spec = importlib.util.spec_from_file_location(f"loadmaster_user_{Path(path).stem}", path)
@@ -197,7 +197,7 @@ def _function(path: str, function: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:
-        raise InputError(f"{path} cannot be imported: {_shortened(problem)}") from problem
+        raise InputError(f"{path} cannot be imported: {_describe_exception(problem)}") from problem
     finally:
         sys.path.remove(folder)
     found = getattr(module, function, None)
@@ -207,5 +207,5 @@ def _function(path: str, function: str) -> Any:
     return found
 
 
-def _shortened(problem: BaseException) -> str:
+def _describe_exception(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}{where_raised(problem)}"

@@ -26,7 +26,7 @@ _NUMBERS: dict[str, type] = {"batch": int, "seq": int, "accumulation": int, "ass
 _DEFAULT = {"precision": "fp32"}
 
 
-def remembered(capture: str, source: str, asked: Any) -> str:
+def add_origin(capture: str, source: str, asked: Any) -> str:
     """How a graph was made, with the source and what was asked of it."""
     words = [source]
     for name, option in _WORDS.items():

@@ -25,24 +25,24 @@ def repeat_layers(graph: Graph, num_layers: int, *, prefix: str) -> Graph:
     """
     if num_layers < 3:
         raise GraphError(f"a graph of three layers cannot be repeated to {num_layers}; ask for 3 or more")
-    layer = np.array([_layer(name, prefix) for name in graph.op_name], dtype=np.int64)
+    layer = np.array([_layer_of_name(name, prefix) for name in graph.op_name], dtype=np.int64)
     ops = _Copies(layer, num_layers)
     tensors = _Copies(layer[graph.tensor_op], num_layers)
     uses = _Copies(layer[graph.use_op], num_layers)
-    order = _order(ops)  # of the copies of ops; tensors and uses follow the op they belong to
-    place = _inverse(order)
+    order = _order_copies(ops)  # of the copies of ops; tensors and uses follow the op they belong to
+    place = _invert_order(order)
     by_maker = np.argsort(place[ops.find(tensors, graph.tensor_op)], kind="stable")
     by_user = np.argsort(place[ops.find(uses, graph.use_op)], kind="stable")
-    tensor_place = _inverse(by_maker)
+    tensor_place = _invert_order(by_maker)
     row, tensor_row = ops.row[order], tensors.row[by_maker]
     return Graph(
         name=graph.name,
-        op_name=_renamed(graph.op_name, ops, order, prefix),
+        op_name=_rename_layers(graph.op_name, ops, order, prefix),
         op_kind=tuple(graph.op_kind[i] for i in row.tolist()),
-        module=_renamed(graph.module, ops, order, prefix),
+        module=_rename_layers(graph.module, ops, order, prefix),
         phase=graph.phase[row],
-        mirror=_optional(graph.mirror, ops, NO_MIRROR, place)[order],
-        group=_optional(graph.group, ops, NO_GROUP, place)[order],
+        mirror=_map_optional_references(graph.mirror, ops, NO_MIRROR, place)[order],
+        group=_map_optional_references(graph.group, ops, NO_GROUP, place)[order],
         signature=graph.signature[row],
         signature_table=graph.signature_table,
         dtype=graph.dtype[row],
@@ -52,7 +52,9 @@ def repeat_layers(graph: Graph, num_layers: int, *, prefix: str) -> Graph:
         workspace_bytes=graph.workspace_bytes[row],
         tensor_op=place[ops.find(tensors, graph.tensor_op)][by_maker],
         tensor_bytes=graph.tensor_bytes[tensor_row],
-        tensor_storage=_optional(graph.tensor_storage, tensors, NO_STORAGE, tensor_place)[by_maker],
+        tensor_storage=_map_optional_references(graph.tensor_storage, tensors, NO_STORAGE, tensor_place)[
+            by_maker
+        ],
         keep=graph.keep[tensor_row],
         use_tensor=tensor_place[tensors.find(uses, graph.use_tensor)][by_user],
         use_op=place[ops.find(uses, graph.use_op)][by_user],
@@ -99,7 +101,7 @@ class _Copies:
         return found
 
 
-def _layer(name: str, prefix: str) -> int:
+def _layer_of_name(name: str, prefix: str) -> int:
     """0, 1 or 2, or OUTSIDE."""
     if not name.startswith(prefix):
         return OUTSIDE
@@ -109,7 +111,7 @@ def _layer(name: str, prefix: str) -> int:
     return int(number)
 
 
-def _order(ops: _Copies) -> Longs:
+def _order_copies(ops: _Copies) -> Longs:
     """The copies in the order of the old graph, its zones of layers running the same way."""
     old = ops.old_layer
     inside = old != OUTSIDE
@@ -121,20 +123,20 @@ def _order(ops: _Copies) -> Longs:
     return order
 
 
-def _inverse(order: Longs) -> Ints:
+def _invert_order(order: Longs) -> Ints:
     place = np.empty(len(order), dtype=np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     return place
 
 
-def _optional(reference: Ints, table: _Copies, nothing: int, place: Ints) -> Ints:
+def _map_optional_references(reference: Ints, table: _Copies, nothing: int, place: Ints) -> Ints:
     """References of a table to itself, some of them to nothing."""
     has = reference != nothing
     old = np.where(has, reference, np.arange(len(reference))).astype(np.int32)
     return np.where(has[table.row], place[table.find(table, old)], np.int32(nothing))
 
 
-def _renamed(names: tuple[str, ...], ops: _Copies, order: Longs, prefix: str) -> tuple[str, ...]:
+def _rename_layers(names: tuple[str, ...], ops: _Copies, order: Longs, prefix: str) -> tuple[str, ...]:
     """Names with the number of their layer put right; equal names of a layer stay one object."""
     skip = len(prefix) + 1
     made: dict[tuple[int, int], str] = {}

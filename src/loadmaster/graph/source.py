@@ -12,7 +12,7 @@ from loadmaster.core import io
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
-from loadmaster.graph.models import Asked, model_graph, names_model
+from loadmaster.graph.models import CaptureOptions, capture_model, names_model
 
 FORMATS: tuple[str, ...] = ("own", "msr", "piper", "pipedream", "nodelink", "onnx", "pt2", "openvino")
 _SUFFIXES = {".onnx": "onnx", ".pt2": "pt2", ".xml": "openvino"}  # of files that are known by name too
@@ -33,18 +33,18 @@ def read_source(
     *,
     format: str | None = None,
     max_bytes: int = io.MAX_BYTES,
-    asked: Asked | None = None,
+    asked: CaptureOptions | None = None,
 ) -> Workload:
     """The graph a source names, with what the source brings; `format` forces one of FORMATS.
 
     `asked` is for models (hf:NAME, zoo:NAME, file.py:function), which are captured; its batch and seq also
     for the free axes of an ONNX file.
     """
-    asked = asked or Asked()
+    asked = asked or CaptureOptions()
     if is_model(source):
         if format is not None:
             raise InputError(f"{source!r} is captured and has no format; leave {format!r} out")
-        return Workload(model_graph(str(source), asked))
+        return Workload(capture_model(str(source), asked))
     if isinstance(source, Workload | Graph):
         _require_none(asked, source)
         return source if isinstance(source, Workload) else Workload(source)
@@ -56,8 +56,8 @@ def read_source(
         if format is not None:
             raise InputError(f"{source!r} is generated and has no format; leave {format!r} out")
         _require_none(asked, source)
-        return _generated(source)
-    return _file(os.fsdecode(source), format=format, max_bytes=max_bytes, asked=asked)
+        return _generate_workload(source)
+    return _read_file(os.fsdecode(source), format=format, max_bytes=max_bytes, asked=asked)
 
 
 def is_model(source: object) -> bool:
@@ -65,7 +65,7 @@ def is_model(source: object) -> bool:
     return isinstance(source, str) and names_model(source) and not _is_file(source)
 
 
-def _require_none(asked: Asked, source: object, *, sized: bool = False) -> None:
+def _require_none(asked: CaptureOptions, source: object, *, sized: bool = False) -> None:
     """Refuse what only a model can be asked; `sized` sources have a batch and a seq."""
     names: tuple[str, ...] = ("target", "path", "assume", "accumulation", "ranges")
     names = names if sized else ("batch", "seq", *names)
@@ -79,9 +79,9 @@ def _is_file(source: str) -> bool:
     return "\0" not in source and os.path.lexists(source)
 
 
-def _generated(source: str) -> Workload:
+def _generate_workload(source: str) -> Workload:
     """The workload of `gen:FAMILY:OPS[:SEED]`."""
-    from loadmaster.graph.generate import FAMILIES, brought
+    from loadmaster.graph.generate import FAMILIES, with_benchmark_cluster
 
     parts = source.split(":")
     if len(parts) not in (3, 4):
@@ -89,14 +89,14 @@ def _generated(source: str) -> Workload:
     family = parts[1]
     if family not in FAMILIES:
         raise UnknownNameError("family", family, FAMILIES, see=f"families: {', '.join(FAMILIES)}")
-    num_ops = _count(parts[2], "OPS", source)
-    seed = _count(parts[3], "SEED", source) if len(parts) == 4 else 0
+    num_ops = _parse_count(parts[2], "OPS", source)
+    seed = _parse_count(parts[3], "SEED", source) if len(parts) == 4 else 0
     graph = FAMILIES[family](num_ops, seed)
-    workload = brought(graph)
+    workload = with_benchmark_cluster(graph)
     return replace(workload, optimizer="adamw") if family == TRANSFORMER else workload
 
 
-def _count(text: str, what: str, source: str) -> int:
+def _parse_count(text: str, what: str, source: str) -> int:
     """A whole number from '10000', '10k' or '1M'."""
     match = _COUNT.fullmatch(text)
     if match is None or not text.isascii():
@@ -104,7 +104,7 @@ def _count(text: str, what: str, source: str) -> int:
     return int(match[1]) * _TIMES[match[2]]
 
 
-def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Workload:
+def _read_file(path: str, *, format: str | None, max_bytes: int, asked: CaptureOptions) -> Workload:
     if not _is_file(path):
         raise FileError(
             f"no such file {path!r}; a source is a file or gen:FAMILY:OPS[:SEED], or a model: hf:NAME,"
@@ -113,8 +113,8 @@ def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Wor
     if path.endswith(".py"):
         raise InputError(f"{path!r} is Python; name the function that builds the model: {path}:function")
     data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
-    formats = _formats(asked)
-    chosen = format if format is not None else _recognised(formats, data, path)
+    formats = _list_formats(asked)
+    chosen = format if format is not None else _recognise_format(formats, data, path)
     name = path if chosen == "own" else _graph_name(path)  # our own files name the graph themselves
     _require_none(asked, path, sized=chosen == "onnx")
     try:
@@ -125,7 +125,7 @@ def _file(path: str, *, format: str | None, max_bytes: int, asked: Asked) -> Wor
         raise
 
 
-def _formats(asked: Asked) -> dict[str, _Format]:
+def _list_formats(asked: CaptureOptions) -> dict[str, _Format]:
     """The formats by name, in the order in which they are tried."""
     from loadmaster.graph.formats import msr, nodelink, onnx, openvino, own, pipedream, piper, pt2
 
@@ -141,7 +141,7 @@ def _formats(asked: Asked) -> dict[str, _Format]:
     }
 
 
-def _recognised(formats: dict[str, _Format], data: bytes, path: str) -> str:
+def _recognise_format(formats: dict[str, _Format], data: bytes, path: str) -> str:
     for name, known in formats.items():
         if known.recognises(data):
             return name

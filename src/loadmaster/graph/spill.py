@@ -35,25 +35,25 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spilled:
+class SpilledGraph:
     """A graph with loads, and the op of the first graph behind each of its ops."""
 
     graph: Graph
     origin: Ints  # [N'] or NEW
 
 
-def going_bytes(largest_bytes: int) -> int:
+def max_outgoing_bytes(largest_bytes: int) -> int:
     """Gradients that may be kept on a device until they are down, by the largest spilled weight."""
     return 2 * largest_bytes
 
 
-def readings(graph: Graph) -> dict[int, list[Reading]]:
+def find_readings(graph: Graph) -> dict[int, list[Reading]]:
     """The readings of every weight that may be spilled, by param op; views of weights are followed."""
     tensor = {int(op): t for t, op in enumerate(graph.tensor_op.tolist()) if graph.phase[op] == Phase.PARAM}
     weights = {t: op for op, t in tensor.items() if graph.op_kind[op] != LOAD}
     found: dict[int, list[Reading]] = {op: [] for op in weights.values()}
-    users = _by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
-    phase, made = graph.phase.tolist(), _by_key(graph.tensor_op.tolist(), range(graph.num_tensors))
+    users = _group_by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
+    phase, made = graph.phase.tolist(), _group_by_key(graph.tensor_op.tolist(), range(graph.num_tensors))
     for weight, param in weights.items():
         by_reader = {}
         for op in sorted(users.get(weight, ())):
@@ -110,7 +110,7 @@ def _hold_until_done(graph: Graph, found: dict[int, list[Reading]]) -> None:
                 reading.backward.append(last)
 
 
-def _by_key(keys: Iterable[int], values: Iterable[int]) -> dict[int, list[int]]:
+def _group_by_key(keys: Iterable[int], values: Iterable[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for key, value in zip(keys, values, strict=True):
         found.setdefault(key, []).append(value)
@@ -126,7 +126,7 @@ class _Load:
     after: int = NEW  # the op whose end makes room for it
 
 
-def loads_of(
+def list_loads(
     graph: Graph, chosen: Sequence[Reading], device: Sequence[int], window_bytes: int
 ) -> list[_Load]:
     """The loads of chosen readings in order, each with the op that it waits for; windows are per device."""
@@ -154,12 +154,12 @@ def loads_of(
     return made
 
 
-def window_of(graph: Graph) -> int:
+def max_window_bytes(graph: Graph) -> int:
     """The most bytes of copies that a graph's loads let be on one device at a time, or on the way to it."""
     loads = [op for op, kind in enumerate(graph.op_kind) if kind == LOAD]
-    users = _by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
+    users = _group_by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
     made = {int(op): t for t, op in enumerate(graph.tensor_op.tolist())}
-    inputs = _by_key(graph.use_op.tolist(), graph.tensor_op[graph.use_tensor].tolist())
+    inputs = _group_by_key(graph.use_op.tolist(), graph.tensor_op[graph.use_tensor].tolist())
     most, held = 0, dict[int, tuple[int, int]]()
     for op in loads:
         waits = [source for source in inputs[op] if graph.phase[source] != Phase.PARAM]
@@ -170,17 +170,19 @@ def window_of(graph: Graph) -> int:
     return most
 
 
-def spilled(graph: Graph, chosen: Sequence[Reading], device: Sequence[int], *, window_bytes: int) -> Spilled:
+def add_loads(
+    graph: Graph, chosen: Sequence[Reading], device: Sequence[int], *, window_bytes: int
+) -> SpilledGraph:
     """The graph whose chosen readings are loads; `device` [N] says where ops run."""
     writer = _Writer(graph, chosen)
     waiting: dict[int, list[_Load]] = {}
-    for load in loads_of(graph, chosen, device, window_bytes):
+    for load in list_loads(graph, chosen, device, window_bytes):
         waiting.setdefault(max(load.after, load.reading.param), []).append(load)
     writer.hold_gradients(device)
     landed_before = writer.landing()
     for op in range(graph.num_ops):
         if op == landed_before:
-            writer.land()
+            writer.add_gradients_op()
         writer.op(op)
         for load in waiting.get(op, ()):
             writer.load(load)
@@ -206,9 +208,9 @@ class _Writer:
         self.kinds: dict[int, tuple[str, int, int]] = {}  # new op -> kind, phase, param
         self._taken = set(graph.op_name)
         self._weight = {int(op): t for t, op in enumerate(graph.tensor_op.tolist())}
-        self._grads = self._gradients()
+        self._grads = self._find_gradients()
 
-    def _gradients(self) -> list[int]:
+    def _find_gradients(self) -> list[int]:
         """Tensors that the updates of spilled weights read, but for the weights."""
         graph, own = self.graph, set(self.params)
         maker = graph.tensor_op[graph.use_tensor]
@@ -221,7 +223,9 @@ class _Writer:
     def hold_gradients(self, device: Sequence[int]) -> None:
         """A gradient stays until later ones are made, as many as may be on their way down."""
         graph = self.graph
-        limit = going_bytes(max((int(graph.tensor_bytes[self._weight[p]]) for p in self.params), default=0))
+        limit = max_outgoing_bytes(
+            max((int(graph.tensor_bytes[self._weight[p]]) for p in self.params), default=0)
+        )
         made: dict[int, list[int]] = {}
         for t in sorted(self._grads, key=lambda t: int(graph.tensor_op[t])):
             going = made.setdefault(device[graph.tensor_op[t]], [])
@@ -278,14 +282,14 @@ class _Writer:
         if not load.backward:
             self.base.update(dict.fromkeys(reading.aliases, copy))
 
-    def land(self) -> None:
+    def add_gradients_op(self) -> None:
         """All gradients of spilled weights are there."""
         op = self._new("spilled gradients", LANDED, Phase.UPDATE, self.params[0])
         done = self._tensor(op, 0, stored=False)
         self.uses += [(t, op) for t in self._grads]
         self.later += [(done, update) for update in self.updates]
 
-    def done(self) -> Spilled:
+    def done(self) -> SpilledGraph:
         """The new graph."""
         origin = np.array(self.origin, dtype=np.int32)
         graph, old = self.graph, np.maximum(origin, 0)
@@ -323,7 +327,7 @@ class _Writer:
             use_tensor=use_tensor,
             use_op=use_op,
         )
-        return Spilled(made, origin)
+        return SpilledGraph(made, origin)
 
     def _column(self, at: int, dtype: type) -> Ints:
         return np.array([row[at] for row in self.extra], dtype=dtype).reshape(-1)

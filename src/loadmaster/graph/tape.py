@@ -75,7 +75,7 @@ class Tape:
     def param(self, name: str, shape: tuple[int, ...], *, module: str, dtype: Dtype) -> Value:
         """A parameter: an op without time, where its weight is resident, whose output is that weight."""
         value = Value(len(self._base), shape, dtype)
-        op = self._op(
+        op = self._add_op(
             name,
             "param",
             module,
@@ -91,7 +91,7 @@ class Tape:
     def constant(self, name: str, shape: tuple[int, ...], *, dtype: Dtype) -> Value:
         """An input or a buffer, without gradient."""
         value = Value(len(self._base), shape, dtype, needs_grad=False)
-        op = self._op(name, "input", "", Phase.FORWARD, (value,))
+        op = self._add_op(name, "input", "", Phase.FORWARD, (value,))
         self._tensor(op, value.num_bytes)
         return value
 
@@ -126,7 +126,7 @@ class Tape:
         written = 0 if view else output.num_bytes + save_mask * output.num_elements
         if read_bytes is None:
             read_bytes = 0 if view else sum(value.num_bytes for value in inputs)
-        op = self._op(
+        op = self._add_op(
             full_name,
             kind,
             module,
@@ -170,7 +170,7 @@ class Tape:
         read = {*parts, *(value.tensor for value in record.saved)}
         moved = sum(self._bytes[tensor] for tensor in read) + sum(value.num_bytes for value in made)
         moved += record.output.num_bytes if record.through and not alias else 0
-        op = self._op(
+        op = self._add_op(
             f"{record.name}.backward",
             f"{record.kind}_backward",
             record.module,
@@ -192,8 +192,8 @@ class Tape:
             self._grads.setdefault(value.tensor, []).append(self._tensor(op, value.num_bytes))
 
     def _update(self, param: int, name: str, module: str, value: Value) -> None:
-        grad = self._summed(param, name, module, value)
-        op = self._op(
+        grad = self._add_gradient_sum(param, name, module, value)
+        op = self._add_op(
             f"{name}.update",
             "update",
             module,
@@ -206,12 +206,12 @@ class Tape:
         self._builder.use(grad, op)
         self._builder.use(value.tensor, op)
 
-    def _summed(self, param: int, name: str, module: str, value: Value) -> int:
+    def _add_gradient_sum(self, param: int, name: str, module: str, value: Value) -> int:
         """The one gradient of a parameter."""
         parts = self._grads[value.tensor]
         if len(parts) == 1:
             return parts[0]
-        op = self._op(
+        op = self._add_op(
             f"{name}.grad_sum",
             "grad_sum",
             module,
@@ -225,7 +225,7 @@ class Tape:
             self._builder.use(part, op)
         return self._tensor(op, value.num_bytes)
 
-    def _op(
+    def _add_op(
         self,
         name: str,
         kind: str,

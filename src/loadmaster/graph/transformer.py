@@ -49,7 +49,7 @@ def transformer(
     return repeat_layers(template, num_layers, prefix=_LAYER) if num_layers > 3 else template
 
 
-def transformer_of(num_ops: int, seed: int = 0) -> Graph:
+def transformer_with_ops(num_ops: int, seed: int = 0) -> Graph:
     """GPT-2 small with as many layers as come nearest to `num_ops`; nothing is random here."""
     if not 1 <= num_ops <= MOST_OPS:
         raise InputError(f"cannot generate {num_ops} ops; ask for 1 to {MOST_OPS}")
@@ -83,7 +83,7 @@ class _Model:
 
     def training_step(self) -> Graph:
         """Parameters first, as an exported graph lists them, then the rest in order."""
-        self._declare()
+        self._declare_params()
         s, tape = self.shape, self.tape
         tokens = tape.constant("tokens", (s.batch, s.seq), dtype=Dtype.INT64)
         positions = tape.constant("positions", (s.seq,), dtype=Dtype.INT64)
@@ -97,7 +97,7 @@ class _Model:
             x = self._mlp(x, f"{_LAYER}{layer}")
         return tape.finish(self._loss(self._layernorm(x, "ln_f"), labels))
 
-    def _declare(self) -> None:
+    def _declare_params(self) -> None:
         w = self.shape.width
         self._param("wte.weight", self.shape.vocab, w)
         self._param("wpe.weight", self.shape.seq, w)
@@ -127,9 +127,9 @@ class _Model:
         k = self._view("transpose", k, (heads, depth, s.seq), attn, "k.turned")
         scores = self._matmul(q, k, attn, name="scores")
         scores = self._view("reshape", scores, (s.batch, s.num_heads, s.seq, s.seq), attn, "scores.split")
-        scores = self._each("scale", scores, attn, flops=1, backward=1)
-        scores = self._each("mask", scores, attn, flops=1, backward=1, other=mask)
-        probs = self._each("softmax", scores, attn, flops=5, backward=4, save_output=True)
+        scores = self._elementwise("scale", scores, attn, flops=1, backward=1)
+        scores = self._elementwise("mask", scores, attn, flops=1, backward=1, other=mask)
+        probs = self._elementwise("softmax", scores, attn, flops=5, backward=4, save_output=True)
         probs = self._dropout(probs, f"{attn}.attn_dropout")
         probs = self._view("reshape", probs, (heads, s.seq, s.seq), attn, "probs.joined")
         mixed = self._matmul(probs, v, attn, name="mixed")
@@ -152,7 +152,7 @@ class _Model:
     def _mlp(self, x: Value, at: str) -> Value:
         mlp = f"{at}.mlp"
         y = self._linear(self._layernorm(x, f"{at}.ln_2"), f"{mlp}.c_fc")
-        y = self._each("gelu", y, f"{mlp}.act", flops=10, backward=18, save_input=True)
+        y = self._elementwise("gelu", y, f"{mlp}.act", flops=10, backward=18, save_input=True)
         y = self._dropout(self._linear(y, f"{mlp}.c_proj"), f"{mlp}.dropout")
         return self._add(x, y, mlp)
 
@@ -160,7 +160,7 @@ class _Model:
         s = self.shape
         x = self._view("reshape", x, (s.batch * s.seq, s.width), "lm_head", "flat")
         logits = self._matmul(x, self.weight["wte.weight"], "lm_head", tied=True)
-        logs = self._each("log_softmax", logits, "loss", flops=5, backward=4, save_output=True)
+        logs = self._elementwise("log_softmax", logits, "loss", flops=5, backward=4, save_output=True)
         rows = s.batch * s.seq
         return self.tape.apply(
             "nll_loss",
@@ -253,7 +253,7 @@ class _Model:
             "dropout", (x,), x.shape, module=module, flops=2 * size, backward_flops=size, save_mask=True
         )
 
-    def _each(
+    def _elementwise(
         self,
         kind: str,
         x: Value,

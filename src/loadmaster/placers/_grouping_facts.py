@@ -7,14 +7,14 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import NO_MIRROR, NO_STORAGE, Graph, Phase, home_bytes
 from loadmaster.core.problem import BY_ROUTE, FREE, Problem, allowed_devices
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers._grouping_net import NONE, Limit, Net, Ties, epochs, net_of, tie_pairs
+from loadmaster.placers._grouping_net import NONE, Limit, Net, Ties, count_epochs, make_net, tie_pairs
 
 __all__: list[str] = []
 
 _RANK = np.array([1, 2, 3, 0], dtype=np.int32)  # of Phase: a parameter comes first, an update last
 
 
-def whole_net(problem: Problem) -> Net:
+def build_net(problem: Problem) -> Net:
     """What comes before what: producers before consumers, and a base before its views."""
     graph = problem.graph
     view = np.flatnonzero(graph.tensor_storage != NO_STORAGE)
@@ -25,16 +25,16 @@ def whole_net(problem: Problem) -> Net:
     cost_s = np.concatenate(
         [_least_transfer_s(problem)[graph.use_tensor], np.zeros(len(head) - graph.num_uses)]
     )
-    return net_of(graph.num_ops, tail, head, cost_s, np.zeros(len(head), dtype=np.bool_))
+    return make_net(graph.num_ops, tail, head, cost_s, np.zeros(len(head), dtype=np.bool_))
 
 
-def inner_net(net: Net, ops: Longs, kind: Ints) -> Net:
+def restrict_net(net: Net, ops: Longs, kind: Ints) -> Net:
     """The net of some ops, renumbered, with the edges between ops of one kind."""
     number = np.full(len(kind), NONE, dtype=np.int32)
     number[ops] = np.arange(len(ops), dtype=np.int32)
     inside = (number[net.tail] != NONE) & (number[net.head] != NONE) & (kind[net.tail] == kind[net.head])
     columns = (number[net.tail[inside]], number[net.head[inside]], net.cost_s[inside], net.firm[inside])
-    return net_of(len(ops), *columns)
+    return make_net(len(ops), *columns)
 
 
 def _least_transfer_s(problem: Problem) -> Floats:
@@ -81,12 +81,12 @@ def kinds_of(graph: Graph, net: Net) -> Ints:
     """
     rank = _RANK[graph.phase]
     falls = (rank[net.tail] > rank[net.head]).any()
-    epoch = epochs(net.ptr, net.head, rank) if falls else np.zeros(graph.num_ops, dtype=np.int32)
+    epoch = count_epochs(net.ptr, net.head, rank) if falls else np.zeros(graph.num_ops, dtype=np.int32)
     kind: Ints = epoch * np.int32(len(Phase)) + rank
     return kind
 
 
-def ruled_ops(graph: Graph) -> Bools:
+def ops_under_rules(graph: Graph) -> Bools:
     """[N] ops that merge by the rules: forward, and others where nothing says whom they follow."""
     ruled: Bools = graph.phase == Phase.FORWARD
     if not (graph.mirror != NO_MIRROR).any():
@@ -119,7 +119,7 @@ def ties_of(problem: Problem, unit: Ints, num_units: int, seconds: Floats, home:
         np.arange(num_units, dtype=np.int32),
         np.bincount(unit, seconds, num_units),
         np.bincount(unit, op_bytes, num_units),
-        _masks(problem, unit, num_units),
+        _device_masks(problem, unit, num_units),
     )
     back = np.flatnonzero(graph.mirror != NO_MIRROR)
     tie_pairs(ties, unit[back], unit[graph.mirror[back]])
@@ -143,7 +143,7 @@ def _lasting_bytes(graph: Graph) -> Floats:
     return lasting
 
 
-def _masks(problem: Problem, unit: Ints, num_units: int) -> NDArray[np.uint8]:
+def _device_masks(problem: Problem, unit: Ints, num_units: int) -> NDArray[np.uint8]:
     """[units, words] bits of the devices allowed; no words where all may go everywhere."""
     runs = np.isfinite(problem.costs.compute_s[:, np.unique(problem.cluster.kind)])
     if (problem.pinned == FREE).all() and runs.all():

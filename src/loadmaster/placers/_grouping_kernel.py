@@ -10,9 +10,9 @@ acyclic on its own:
 * `merge_siblings`: groups of one level. Every edge leads to a higher level.
 * `merge_rows`: neighbours in a topological order. Every edge leads to the same row or a later one.
 
-An edge u -> w beside a longer path u -> ... -> w says nothing new about order: `needed` finds most of those.
-`follow_homes` then merges ops of other phases alike, with a potential that never rises along an edge.
-All passes are O(groups + edges).
+An edge u -> w beside a longer path u -> ... -> w says nothing new about order: `find_needed_edges` finds most
+of those. `follow_homes` then merges ops of other phases alike, with a potential that never rises along an
+edge. All passes are O(groups + edges).
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ from loadmaster.placers._grouping_net import (
     Limit,
     Net,
     Ties,
-    find,
-    forest,
+    build_forest,
+    find_needed_edges,
+    find_root,
     may_share,
-    needed,
-    tie,
+    tie_roots,
     try_tie,
     try_tie_source,
 )
@@ -41,7 +41,7 @@ TOP = 2**62 + 1  # a potential above every other; odd
 
 
 @kernel
-def lone_edges(net: Net, real: Any) -> Any:
+def find_lone_edges(net: Net, real: Any) -> Any:
     """The only real edge out of each group, or NONE, and how many real edges lead into each."""
     num = len(net.ptr) - 1
     lone = np.full(num, NONE, dtype=np.int32)
@@ -59,7 +59,7 @@ def lone_edges(net: Net, real: Any) -> Any:
 
 
 @kernel
-def by_head(net: Net, lone: Any) -> Any:
+def group_by_head(net: Net, lone: Any) -> Any:
     """Groups with a lone edge, by its head: row pointer and groups."""
     num = len(lone)
     ptr = np.zeros(num + 1, dtype=np.int32)
@@ -90,8 +90,8 @@ def merge_into_consumers(
     """
     unit, own_s, joined = groups.unit, groups.own_s, groups.joined
     num = len(unit)
-    lone, num_in = lone_edges(net, needed(net))
-    ptr, group = by_head(net, lone)
+    lone, num_in = find_lone_edges(net, find_needed_edges(net))
+    ptr, group = group_by_head(net, lone)
     fed = np.zeros(num, dtype=np.bool_)
     fed[net.head] = True
     root = np.arange(num).astype(np.int32)
@@ -135,7 +135,7 @@ def merge_into_producers(net: Net, groups: Groups, ties: Ties, limit: Limit) -> 
     """Root of each group and how many merged: what takes no time goes to the one op that feeds it."""
     unit, own_s, joined = groups.unit, groups.own_s, groups.joined
     num = len(unit)
-    real = needed(net)
+    real = find_needed_edges(net)
     num_in = np.zeros(num, dtype=np.int32)
     only = np.full(num, NONE, dtype=np.int32)
     for e in range(len(real)):
@@ -162,7 +162,7 @@ def merge_siblings(net: Net, groups: Groups, ties: Ties, limit: Limit, width: in
     """
     unit, own_s, joined = groups.unit, groups.own_s, groups.joined
     num = len(unit)
-    level, _, place, _ = forest(net)
+    level, _, place, _ = build_forest(net)
     depth = 0
     for v in range(num):
         depth = max(depth, int(level[v]) + 1)
@@ -202,7 +202,7 @@ def merge_siblings(net: Net, groups: Groups, ties: Ties, limit: Limit, width: in
 
 
 @kernel
-def depth_first(net: Net, module: Any) -> Any:
+def order_depth_first(net: Net, module: Any) -> Any:
     """A topological order that goes on with what has just become ready, in the same module if it can."""
     num = len(net.ptr) - 1
     waiting = np.zeros(num, dtype=np.int32)
@@ -278,10 +278,10 @@ def follow_homes(
                 lead[phase[u], at] = u
                 value = 2 * at
             elif kind[first] == kind[u]:
-                a, b = find(ties.up, unit[first]), find(ties.up, unit[u])
+                a, b = find_root(ties.up, unit[first]), find_root(ties.up, unit[u])
                 if a == b or may_share(ties, a, b):
                     if a != b:
-                        tie(ties, a, b)
+                        tie_roots(ties, a, b)
                     leader[u] = first
                     value = 2 * at
         potential[u] = value

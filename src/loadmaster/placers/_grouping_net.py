@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
 
 @kernel
-def net_of(num: int, tail: Any, head: Any, cost_s: Any, firm: Any) -> Net:
+def make_net(num: int, tail: Any, head: Any, cost_s: Any, firm: Any) -> Net:
     """The net of edges in any order: sorted by tail, equal ones added up, loops dropped."""
     ptr = np.zeros(num + 1, dtype=np.int32)
     for e in range(len(tail)):
@@ -97,7 +97,7 @@ def net_of(num: int, tail: Any, head: Any, cost_s: Any, firm: Any) -> Net:
 
 
 @kernel
-def contracted(net: Net, root: Any, order: Any, branch: Any) -> Any:
+def contract_net(net: Net, root: Any, order: Any, branch: Any) -> Any:
     """The net of the roots, numbered along `order`, and the number of each old group's new one.
 
     `branch` [groups] was merged into a join: edges to it are firm from now on.
@@ -115,11 +115,11 @@ def contracted(net: Net, root: Any, order: Any, branch: Any) -> Any:
     firm = np.empty(len(net.tail), dtype=np.bool_)
     for e in range(len(firm)):
         firm[e] = net.firm[e] or branch[net.head[e]]
-    return number, net_of(num, number[net.tail], number[net.head], net.cost_s, firm)
+    return number, make_net(num, number[net.tail], number[net.head], net.cost_s, firm)
 
 
 @kernel
-def longest_s(ptr: Any, head: Any, seconds: Any) -> float:
+def longest_path_s(ptr: Any, head: Any, seconds: Any) -> float:
     """Seconds of the longest path."""
     before = np.zeros(len(seconds), dtype=np.float64)
     longest = 0.0
@@ -132,7 +132,7 @@ def longest_s(ptr: Any, head: Any, seconds: Any) -> float:
 
 
 @kernel
-def epochs(ptr: Any, head: Any, rank: Any) -> Any:
+def count_epochs(ptr: Any, head: Any, rank: Any) -> Any:
     """[N] how often the ranks of ops fall, at most, on a path to each op.
 
     (epoch, rank) never falls along an edge; so ops that merge within one value of it close no circle with
@@ -147,7 +147,7 @@ def epochs(ptr: Any, head: Any, rank: Any) -> Any:
 
 
 @kernel
-def forest(net: Net) -> Any:
+def build_forest(net: Net) -> Any:
     """Level of each group, and its place and size in a forest of longest paths (by number of ops).
 
     A group is an ancestor of those whose `place` is within `size` of its own. Returns level, parent,
@@ -180,9 +180,9 @@ def forest(net: Net) -> Any:
 
 
 @kernel
-def needed(net: Net) -> Any:
+def find_needed_edges(net: Net) -> Any:
     """[E] False where the forest knows a longer path between the ends of an edge, unless it is firm."""
-    _, parent, place, size = forest(net)
+    _, parent, place, size = build_forest(net)
     real = np.empty(len(net.tail), dtype=np.bool_)
     for e in range(len(real)):
         u, v = net.tail[e], net.head[e]
@@ -192,7 +192,7 @@ def needed(net: Net) -> Any:
 
 
 @kernel
-def find(up: Any, unit: int) -> int:
+def find_root(up: Any, unit: int) -> int:
     """The root of a unit."""
     while up[unit] != unit:
         up[unit] = up[up[unit]]
@@ -211,7 +211,7 @@ def may_share(ties: Ties, a: int, b: int) -> bool:
 
 
 @kernel
-def tie(ties: Ties, one: int, other: int) -> None:
+def tie_roots(ties: Ties, one: int, other: int) -> None:
     """Two different roots become one."""
     a, b = min(one, other), max(one, other)
     ties.up[b] = a
@@ -225,9 +225,9 @@ def tie(ties: Ties, one: int, other: int) -> None:
 def tie_pairs(ties: Ties, one: Any, other: Any) -> None:
     """Tie units pair by pair, where a device may run both."""
     for at in range(len(one)):
-        a, b = find(ties.up, one[at]), find(ties.up, other[at])
+        a, b = find_root(ties.up, one[at]), find_root(ties.up, other[at])
         if a != b and may_share(ties, a, b):
-            tie(ties, a, b)
+            tie_roots(ties, a, b)
 
 
 @kernel
@@ -236,7 +236,7 @@ def try_tie(ties: Ties, one: int, other: int, own_s: float, limit: Limit) -> boo
 
     What adds nothing may join something that is too large already.
     """
-    a, b = find(ties.up, one), find(ties.up, other)
+    a, b = find_root(ties.up, one), find_root(ties.up, other)
     if a == b:
         return own_s <= limit.seconds
     both_s, both = ties.seconds[a] + ties.seconds[b], ties.held[a] + ties.held[b]
@@ -246,7 +246,7 @@ def try_tie(ties: Ties, one: int, other: int, own_s: float, limit: Limit) -> boo
         return False
     if not may_share(ties, a, b):
         return False
-    tie(ties, a, b)
+    tie_roots(ties, a, b)
     return True
 
 
@@ -256,10 +256,10 @@ def try_tie_source(ties: Ties, one: int, other: int, limit: Limit) -> bool:
 
     Its output must be where the consumer runs anyway.
     """
-    a, b = find(ties.up, one), find(ties.up, other)
+    a, b = find_root(ties.up, one), find_root(ties.up, other)
     if a == b:
         return True
     if ties.held[a] > limit.num_bytes or not may_share(ties, a, b):
         return False
-    tie(ties, a, b)
+    tie_roots(ties, a, b)
     return True

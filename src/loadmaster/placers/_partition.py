@@ -86,7 +86,7 @@ def loads_of(standing: Standing, device: Any, count: Any) -> Any:
 
 
 @kernel
-def draw_frontier(standing: Standing, device: Any, on_frontier: Any, frontier: Any) -> Any:
+def list_frontier(standing: Standing, device: Any, on_frontier: Any, frontier: Any) -> Any:
     """List the units of nets that reach more than one device; returns how many."""
     on_frontier[:] = False
     num = 0
@@ -108,7 +108,7 @@ def draw_frontier(standing: Standing, device: Any, on_frontier: Any, frontier: A
 
 
 @kernel
-def take_back(device: Any, moved: Any, came_from: Any, num_moved: int, into: Any) -> None:
+def undo_moves(device: Any, moved: Any, came_from: Any, num_moved: int, into: Any) -> None:
     """Write the devices [U] as they were `num_moved` moves ago."""
     into[:] = device
     for at in range(num_moved - 1, -1, -1):
@@ -116,7 +116,7 @@ def take_back(device: Any, moved: Any, came_from: Any, num_moved: int, into: Any
 
 
 @kernel
-def settle(standing: Standing, start: Any, terms: Terms, schedule: Schedule) -> Any:
+def anneal_partition(standing: Standing, start: Any, terms: Terms, schedule: Schedule) -> Any:
     """Anneal from `start` [U], allowed devices all of them.
 
     Returns the best devices [U], the bytes they lack, the bytes they copy, and the number of tries. One
@@ -149,7 +149,7 @@ def settle(standing: Standing, start: Any, terms: Terms, schedule: Schedule) -> 
         state = state * _MULTIPLIER + _STEP
 
     while tries < schedule.num_tries and num_devices > 1 and not (schedule.stop and best_over == 0):
-        num = draw_frontier(standing, device, on_frontier, frontier)
+        num = list_frontier(standing, device, on_frontier, frontier)
         done = tries / schedule.num_tries
         warm = schedule.hot * (schedule.cold / schedule.hot) ** done
         price = schedule.soft * (schedule.stiff / schedule.soft) ** done
@@ -216,7 +216,7 @@ def settle(standing: Standing, start: Any, terms: Terms, schedule: Schedule) -> 
                     continue
 
             if num_moved == len(moved):
-                take_back(device, moved, came_from, num_moved, best)
+                undo_moves(device, moved, came_from, num_moved, best)
                 num_moved, stored = 0, True
             if not stored:
                 moved[num_moved], came_from[num_moved] = u, a
@@ -250,5 +250,5 @@ def settle(standing: Standing, start: Any, terms: Terms, schedule: Schedule) -> 
                 if schedule.stop and over == 0:
                     break
     if not stored:
-        take_back(device, moved, came_from, num_moved, best)
+        undo_moves(device, moved, came_from, num_moved, best)
     return best, best_over, best_copied, tries

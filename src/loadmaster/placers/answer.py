@@ -116,16 +116,16 @@ class Tally:
     def mend(self) -> None:
         """Where no plan fits, repair the one that came nearest, as far as the budget goes."""
         if self.best_score.overflow_bytes > 0 and self.run.repair and not self.spent:
-            from loadmaster.placers.repair import fitted  # loads a compiler, and is seldom needed
+            from loadmaster.placers.repair import repair_until_fits  # loads a compiler, and is seldom needed
 
             cargo, best = load_cargo(self.problem), self.best_plan
             device = np.empty(cargo.num_units, dtype=np.int32)
             device[cargo.of_op] = best.device
-            fitted(self.problem, self, cargo, device, priority=best.priority)
+            repair_until_fits(self.problem, self, cargo, device, priority=best.priority)
 
     def answer(self, *, algorithm: str, proof: str = "", guarantee: str = "") -> Placement:
         """The placement of the best plan; `proof` claims that there is no better one."""
-        found = answer(
+        found = make_placement(
             self.problem, self.run, self.best_plan, self.best_score, algorithm=algorithm, proof=proof
         )
         return replace(found, guarantee=guarantee) if guarantee and found.fits else found
@@ -136,7 +136,7 @@ def broken_rules(problem: Problem, plan: Plan) -> list[str]:
     return [v.message for v in check_plan(problem, plan) if v.rule != "memory"]
 
 
-def answer(
+def make_placement(
     problem: Problem,
     run: Run,
     plan: Plan,
@@ -167,7 +167,7 @@ def answer(
         score_s=score.time_s if fits else None,
         bound_s=run.bound.seconds,
         bound_name=run.bound.name,
-        proof=proof or (broken[0] if broken else "" if fits else _lacks(problem, peak)),
+        proof=proof or (broken[0] if broken else "" if fits else _describe_shortfall(problem, peak)),
         shortfall_bytes=shortfall,
         peak_bytes=peak,
         least_overflow_plan=None if fits else plan,
@@ -176,7 +176,7 @@ def answer(
     )
 
 
-def _lacks(problem: Problem, peak: Longs) -> str:
+def _describe_shortfall(problem: Problem, peak: Longs) -> str:
     """The device that is short of most, with both numbers."""
     cluster = problem.cluster
     d = int((peak - cluster.usable_bytes).argmax())

@@ -12,16 +12,16 @@ import numpy as np
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.placement import Placement
-from loadmaster.core.plan import Plan, in_order
+from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Budget, Run, Score, silent
+from loadmaster.core.run import Budget, Run, Score, ignore_progress
 from loadmaster.placers.registry import Placer
 
 FREE, CAPTURED = ORDERS = ("free", "captured")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlanRequest:
     """Who is asked, and how; `spill` names the device that weights may stay on."""
 
     algorithm: Placer
@@ -29,7 +29,7 @@ class Ask:
     seed: int = 0
     order: str = FREE
     spill: str | None = None
-    progress: Callable[[str, float], None] = silent
+    progress: Callable[[str, float], None] = ignore_progress
 
     def __post_init__(self) -> None:
         """Refuse an unknown order."""
@@ -37,18 +37,18 @@ class Ask:
             raise UnknownNameError("order", self.order, ORDERS)
 
 
-def answered(problem: Problem, ask: Ask) -> Placement:
+def find_placement(problem: Problem, ask: PlanRequest) -> Placement:
     """The answer of an algorithm; with `spill` the better of two plans, one of which may spill weights."""
     if ask.spill is None:
-        return _placed(problem, ask)
-    from loadmaster.placers.spill import store_of, with_spill
+        return _run_algorithm(problem, ask)
+    from loadmaster.placers.spill import find_store_device, with_spill
 
-    store, kept = store_of(problem.cluster, ask.spill), replace(ask, spill=None)
-    first = _placed(problem, kept)
-    return with_spill(first, store, plan=lambda other: _placed(other, kept), budget=ask.budget)
+    store, kept = find_store_device(problem.cluster, ask.spill), replace(ask, spill=None)
+    first = _run_algorithm(problem, kept)
+    return with_spill(first, store, plan=lambda other: _run_algorithm(other, kept), budget=ask.budget)
 
 
-def _placed(problem: Problem, ask: Ask) -> Placement:
+def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     from loadmaster.placers.bounds import quick_bound
     from loadmaster.placers.warm import warm_up
     from loadmaster.simulator.events import engine
@@ -61,8 +61,8 @@ def _placed(problem: Problem, ask: Ask) -> Placement:
     run = Run(
         budget=ask.budget,
         rng=np.random.default_rng(ask.seed),
-        score=_as_captured(simulator.score) if captured else simulator.score,
-        arrange=_kept(simulator.score) if captured else simulator.arranged,
+        score=_score_in_graph_order(simulator.score) if captured else simulator.score,
+        arrange=_arrange_in_graph_order(simulator.score) if captured else simulator.order_and_score,
         bound=bound,
         progress=ask.progress,
     )
@@ -75,18 +75,18 @@ def _placed(problem: Problem, ask: Ask) -> Placement:
     nearest = answer.least_overflow_plan
     return replace(
         answer,
-        plan=None if answer.plan is None else in_order(answer.plan),
-        least_overflow_plan=None if nearest is None else in_order(nearest),
+        plan=None if answer.plan is None else in_graph_order(answer.plan),
+        least_overflow_plan=None if nearest is None else in_graph_order(nearest),
     )
 
 
-def _as_captured(score: Callable[[Plan], Score]) -> Callable[[Plan], Score]:
-    return lambda plan: score(in_order(plan))
+def _score_in_graph_order(score: Callable[[Plan], Score]) -> Callable[[Plan], Score]:
+    return lambda plan: score(in_graph_order(plan))
 
 
-def _kept(score: Callable[[Plan], Score]) -> Callable[[Plan], tuple[Plan, Score]]:
+def _arrange_in_graph_order(score: Callable[[Plan], Score]) -> Callable[[Plan], tuple[Plan, Score]]:
     def arrange(plan: Plan) -> tuple[Plan, Score]:
-        ordered = in_order(plan)
+        ordered = in_graph_order(plan)
         return ordered, score(ordered)
 
     return arrange

@@ -26,7 +26,7 @@ class Given:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Score it, in its order if it has one."""
-        broken = what_is_foreign(problem, self.plan)
+        broken = why_foreign(problem, self.plan)
         if broken:
             raise InputError(f"that is no plan of this problem: {broken}")
         tally = Tally(problem, run)
@@ -34,6 +34,6 @@ class Given:
         return tally.answer(algorithm="given")
 
 
-def what_is_foreign(problem: Problem, plan: Plan) -> str:
+def why_foreign(problem: Problem, plan: Plan) -> str:
     """Why a plan is none of this problem, '' = it is one, if perhaps one that does not fit."""
     return next((v.message for v in check_plan(problem, plan) if v.rule in _FOREIGN), "")

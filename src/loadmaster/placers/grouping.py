@@ -25,28 +25,28 @@ from loadmaster.core.errors import PlanError, ProblemError
 from loadmaster.core.graph import units
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Problem
-from loadmaster.graph.coarsen import Coarse, coarse_of, coarsen_costs, expand
+from loadmaster.graph.coarsen import CoarseGraph, coarsen_costs, contract_to, expand
 from loadmaster.placers._grouping_facts import (
+    build_net,
     fastest_s,
     homes_of,
-    inner_net,
     kinds_of,
     limit_of,
     num_engines,
+    ops_under_rules,
+    restrict_net,
     roots_of,
-    ruled_ops,
     ties_of,
-    whole_net,
 )
 from loadmaster.placers._grouping_kernel import (
-    depth_first,
     follow_homes,
     merge_into_consumers,
     merge_into_producers,
     merge_rows,
     merge_siblings,
+    order_depth_first,
 )
-from loadmaster.placers._grouping_net import NONE, Groups, Ties, contracted, longest_s
+from loadmaster.placers._grouping_net import NONE, Groups, Ties, contract_net, longest_path_s
 
 _TIME_SHARE = 8  # groups per device and bound, at least
 _BYTE_SHARE = 16  # groups per device's memory, at least
@@ -54,11 +54,11 @@ _WIDTH = 4  # groups per device that a level of a huge graph keeps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grouped:
+class GroupedProblem:
     """A coarse problem and the way back."""
 
     problem: Problem  # coarse
-    coarse: Coarse
+    coarse: CoarseGraph
     joins_kept: bool  # False: for `max_ops` siblings or rows across joins were merged
 
     def back(self, plan: Plan) -> Plan:
@@ -71,7 +71,7 @@ class Grouped:
             return replace(fine, priority=np.zeros(len(fine.device), dtype=np.int32))
         return fine
 
-    def device_back(self, device: Ints) -> Ints:
+    def expand_devices(self, device: Ints) -> Ints:
         """[N] the device of every op, from that of every group."""
         if device.shape != (self.problem.graph.num_ops,):
             num = self.problem.graph.num_ops
@@ -79,7 +79,7 @@ class Grouped:
         return device[self.coarse.op_of]
 
 
-def grouped(
+def group_ops(
     problem: Problem,
     *,
     bound_s: float | None = None,
@@ -87,7 +87,7 @@ def grouped(
     merge_branches: bool = True,
     time_share: int = _TIME_SHARE,
     byte_share: int = _BYTE_SHARE,
-) -> Grouped:
+) -> GroupedProblem:
     """The problem with ops merged to groups.
 
     `bound_s` is a lower bound of the step, worked out roughly if not given. Without `merge_branches` no
@@ -104,12 +104,12 @@ def grouped(
     )
     work.settle()
     kept = max_ops is None or work.shrink(max_ops)
-    op_of, num, tied = work.numbering()
-    coarse = coarse_of(problem.graph, op_of, num, tied=tied, named=False)
+    op_of, num, tied = work.number_groups()
+    coarse = contract_to(problem.graph, op_of, num, tied=tied, named=False)
     pinned = np.full(num, FREE, dtype=np.int32)
     np.maximum.at(pinned, op_of, problem.pinned)
     costs = coarsen_costs(problem.costs, coarse)
-    return Grouped(replace(problem, graph=coarse.graph, costs=costs, pinned=pinned), coarse, kept)
+    return GroupedProblem(replace(problem, graph=coarse.graph, costs=costs, pinned=pinned), coarse, kept)
 
 
 def _distinct_order(priority: Ints) -> Ints:
@@ -129,20 +129,20 @@ class _Work:
         self.graph = graph
         self.branches = branches
         self.num_engines = num_engines(problem)
-        self.net = whole_net(problem)
+        self.net = build_net(problem)
         self.seconds = fastest_s(problem)
         if bound_s is None:
-            path_s = longest_s(self.net.ptr, self.net.head, self.seconds)
+            path_s = longest_path_s(self.net.ptr, self.net.head, self.seconds)
             bound_s = max(path_s, float(self.seconds.sum()) / self.num_engines)
         self.bound_s = bound_s
         self.limit = limit_of(problem, self.seconds, bound_s, time_share=time_share, byte_share=byte_share)
         self.kind = kinds_of(graph, self.net)
         self.unit, num_units = units(graph)
-        ruled = ruled_ops(graph)
+        ruled = ops_under_rules(graph)
         self.home = homes_of(graph, self.unit, ruled)
         self.ties = ties_of(problem, self.unit, num_units, self.seconds, self.home)
         self.ops = np.flatnonzero(ruled)  # those that merge by the rules, not as others do
-        self.rules = inner_net(self.net, self.ops, self.kind)
+        self.rules = restrict_net(self.net, self.ops, self.kind)
         alone = np.zeros(len(self.ops), dtype=np.bool_)
         self.groups = Groups(self.unit[self.ops], self.kind[self.ops], self.seconds[self.ops], alone)
         self.label = np.arange(len(self.ops), dtype=np.int32)  # group of each of `ops`
@@ -169,7 +169,7 @@ class _Work:
             return
         branch = np.zeros(len(root), dtype=np.bool_) if branch is None else branch
         order = np.arange(len(root), dtype=np.int32) if order is None else order
-        number, self.rules = contracted(self.rules, root, order, branch)
+        number, self.rules = contract_net(self.rules, root, order, branch)
         stays = order[root[order] == order]
         self.groups = Groups(*(column[stays] for column in self.groups))
         self.first = self.first[stays]
@@ -188,7 +188,7 @@ class _Work:
         most_s = float(self.seconds.sum())
         self.limit = self.limit._replace(seconds=most_s / max_ops)  # of one row, if all were equal
         while self._count() > max_ops and self.limit.seconds < 2 * most_s:
-            order = depth_first(self.rules, self._modules())
+            order = order_depth_first(self.rules, self._modules())
             root, count = merge_rows(self.rules, self.groups, self.ties, self.limit, order)
             self._contract(root, count, order=order)
             self.limit = self.limit._replace(seconds=2 * self.limit.seconds)
@@ -208,7 +208,7 @@ class _Work:
         found = (number.setdefault(module[op], len(number)) for op in self.first.tolist())
         return np.fromiter(found, dtype=np.int32, count=len(self.first))
 
-    def _followed(self) -> tuple[Ints, Ints, Longs, Ties]:
+    def _follow_homes(self) -> tuple[Ints, Ints, Longs, Ties]:
         """Group of each op that has one by the rules, leader and potential of the others, all ties."""
         group = np.full(self.graph.num_ops, NONE, dtype=np.int32)
         group[self.ops] = self.label
@@ -219,13 +219,13 @@ class _Work:
         return group, leader, potential, ties
 
     def _count(self) -> int:
-        group, leader, _, _ = self._followed()
+        group, leader, _, _ = self._follow_homes()
         alone = (group == NONE) & (leader == np.arange(len(leader)))
         return len(self.first) + int(np.count_nonzero(alone))
 
-    def numbering(self) -> tuple[Ints, int, Ints]:
+    def number_groups(self) -> tuple[Ints, int, Ints]:
         """Coarse op of each op in topological order, their number, and the tied unit of each coarse op."""
-        group, leader, potential, ties = self._followed()
+        group, leader, potential, ties = self._follow_homes()
         leads = np.flatnonzero((group == NONE) & (leader == np.arange(len(leader))))
         op = np.concatenate([self.first, leads])
         key = np.concatenate([np.arange(len(self.first)), -potential[leads]])

@@ -13,28 +13,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Ints, Longs
-from loadmaster.core.pipelining import mirrored
+from loadmaster.core.pipelining import find_mirrored_ops
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan, plan_of
 from loadmaster.core.problem import Problem, allowed_devices
 from loadmaster.core.run import Bound, Run
 from loadmaster.core.units import format_bytes
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.exact._maxload.answering import limit, with_bound, with_note
+from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound, with_note
 from loadmaster.placers.exact._maxload.chains import Ideals
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import MaxLoad
-from loadmaster.placers.exact._maxload.prices import prices
+from loadmaster.placers.exact._maxload.prices import find_prices
 from loadmaster.placers.exact._maxload.staged import (
     Flight,
     Staged,
     best_order,
-    best_staged,
     devices_needed,
-    flight_of,
+    find_best_stages,
+    find_reversed_ideals,
+    make_flight,
     most_microbatches,
     num_states_of,
-    turned_ideals,
 )
 from loadmaster.placers.resident_memory import op_running_bytes
 from loadmaster.simulator.events.throughput import steady_state
@@ -59,7 +59,7 @@ class Effort:
     max_bytes: int = 2**30
 
 
-def pipelined(problem: Problem, run: Run, effort: Effort, *, algorithm: str) -> Placement:
+def find_pipeline(problem: Problem, run: Run, effort: Effort, *, algorithm: str) -> Placement:
     """The best pipeline found for a problem that asks for a schedule."""
     search = _Search(problem, run, effort)
     tally, usable = Tally(problem, run), problem.cluster.usable_bytes
@@ -68,20 +68,22 @@ def pipelined(problem: Problem, run: Run, effort: Effort, *, algorithm: str) -> 
         staged = search.solve(room, temporary=attempt > 0)
         if staged is None:
             break
-        peak = np.array(tally.offer(pipelined_plan(problem, search.model, staged)).peak_bytes, dtype=np.int64)
+        peak = np.array(
+            tally.offer(make_pipeline_plan(problem, search.model, staged)).peak_bytes, dtype=np.int64
+        )
         if tally.spent or (peak <= usable).all():
             break
-        room = _less(problem, room, peak - usable) if attempt else room
+        room = _shrink_room(problem, room, peak - usable) if attempt else room
     if tally.scored == 0:
-        tally.offer(search.anyhow())
+        tally.offer(search.plan_without_memory_limits())
     answer = tally.answer(algorithm=algorithm)
     return with_note(with_bound(answer, search.bound), algorithm, search.note)
 
 
-def pipelined_plan(problem: Problem, model: MaxLoad, staged: Staged) -> Plan:
+def make_pipeline_plan(problem: Problem, model: MaxLoad, staged: Staged) -> Plan:
     """The plan of stages, with what each holds and takes."""
     stage: Ints = staged.stage[model.of_op]
-    again = mirrored(problem.graph) & np.array(staged.again)[stage]
+    again = find_mirrored_ops(problem.graph) & np.array(staged.again)[stage]
     return with_pipeline(problem, stage, np.array(staged.device, dtype=np.int32), recompute=again)
 
 
@@ -103,7 +105,7 @@ def with_pipeline(
     return replace(bare, pipeline=pipeline)
 
 
-def _less(problem: Problem, room: Longs, over: Longs) -> Longs:
+def _shrink_room(problem: Problem, room: Longs, over: Longs) -> Longs:
     """Less room on the devices that overflow and on those like them, which would be taken instead."""
     cluster, smaller = problem.cluster, room.copy()
     for d in np.flatnonzero(over > 0):
@@ -124,8 +126,8 @@ class _Search:
     def solve(self, room: Longs, *, temporary: bool) -> Staged | None:
         """The best stages within room [D], with room left for `temporary` tensors or without."""
         running = op_running_bytes(self.problem.graph, workspace=True) if temporary else self.nothing
-        flight, spent = flight_of(self.problem, self.model, room, running), limit(self.run)
-        bound_s = prices(flight.model).bound_s
+        flight, spent = make_flight(self.problem, self.model, room, running), make_budget_check(self.run)
+        bound_s = find_prices(flight.model).bound_s
         rng = np.random.default_rng(self.run.rng.integers(2**63))
         start = best_order(
             flight,
@@ -137,15 +139,15 @@ class _Search:
         )
         if self.effort.max_ideals == 0:
             return start
-        return self._over_ideals(flight, start, own=not temporary)
+        return self._search_ideals(flight, start, own=not temporary)
 
-    def _over_ideals(self, flight: Flight, start: Staged | None, *, own: bool) -> Staged | None:
-        seconds, spent = self.run.budget.seconds, limit(self.run)
+    def _search_ideals(self, flight: Flight, start: Staged | None, *, own: bool) -> Staged | None:
+        seconds, spent = self.run.budget.seconds, make_budget_check(self.run)
         most = self.effort.max_ideals
         most = most if seconds is None else min(most, 10_000 + int(_IDEALS_PER_S * seconds))
         each = 16 * num_states_of(flight) + 64
         most = min(most, self.effort.max_bytes // (2 * each))
-        ideals = turned_ideals(flight.model, most=most, max_bytes=self.effort.max_bytes)
+        ideals = find_reversed_ideals(flight.model, most=most, max_bytes=self.effort.max_bytes)
         if ideals is None:
             memory = format_bytes(self.effort.max_bytes)
             self.note = (
@@ -155,31 +157,31 @@ class _Search:
             return start
         self.run.progress(f"{ideals.num:,} ideals", 0.0)
         upper = np.inf if start is None else start.value_s * (1 - _BELOW)
-        found, proven = best_staged(flight, ideals, upper, spent=lambda: spent(0))
+        found, proven = find_best_stages(flight, ideals, upper, spent=lambda: spent(0))
         best = found if found is not None else start
         if not proven:
             self.note = "the budget, or too many kinds of devices, left it without a proof"
         elif own and self.model.bounding and not self.model.restricted:
-            self._claim(best, ideals)
+            self._record_proof(best, ideals)
         elif self.model.restricted:
             self.note = f"the best of its kind: {self.model.restricted}"
         return best
 
-    def _claim(self, best: Staged | None, ideals: Ideals) -> None:
+    def _record_proof(self, best: Staged | None, ideals: Ideals) -> None:
         if best is not None:
             self.bound = Bound(best.value_s * (1 - _BELOW), f"best pipeline, {ideals.num:,} ideals")
             return
         devices, asked = self.problem.cluster.num_devices, self.problem.pipeline
         reason = f"no pipeline {asked} has room for its micro-batches in flight on {devices} devices"
-        remedies = [*self._remedies(ideals), "a smaller batch", "larger devices"]
+        remedies = [*self._find_remedies(ideals), "a smaller batch", "larger devices"]
         remedy = f"{', '.join(remedies[:-1])} or {remedies[-1]}"
         self.bound = Bound(0.0, "none", infeasible=f"{reason}, recomputed or not; use {remedy}")
 
-    def _remedies(self, ideals: Ideals) -> list[str]:
+    def _find_remedies(self, ideals: Ideals) -> list[str]:
         """What was tried and would do, with room for temporary tensors: more devices, fewer micro-batches."""
         running = op_running_bytes(self.problem.graph, workspace=True)
-        flight = flight_of(self.problem, self.model, self.problem.cluster.usable_bytes, running)
-        spent, common = limit(self.run), max(flight.model.devices, key=len)
+        flight = make_flight(self.problem, self.model, self.problem.cluster.usable_bytes, running)
+        spent, common = make_budget_check(self.run), max(flight.model.devices, key=len)
         name, found = self.problem.cluster.device_name[common[0]], []
         need = devices_needed(flight, ideals, max_bytes=self.effort.max_bytes, spent=lambda: spent(0))
         if need is not None:
@@ -189,14 +191,14 @@ class _Search:
             found.append(f"{fewer} micro-batch{'es' if fewer > 1 else ''}")
         return found
 
-    def anyhow(self) -> Plan:
+    def plan_without_memory_limits(self) -> Plan:
         """Where nothing fits: the stages of a cluster with all the room in the world."""
         room = np.full(self.problem.cluster.num_devices, _ANY_ROOM, dtype=np.int64)
-        flight = flight_of(self.problem, self.model, room, self.nothing)
+        flight = make_flight(self.problem, self.model, room, self.nothing)
         rng = np.random.default_rng(0)
         staged = best_order(flight, rng, most=1, rounds=0, bound_s=0.0, spent=lambda: False)
         if staged is not None:
-            return pipelined_plan(self.problem, self.model, staged)
+            return make_pipeline_plan(self.problem, self.model, staged)
         allowed = allowed_devices(self.problem, self.model.of_op, self.model.num_classes)
         used, stage = np.unique(allowed.argmax(axis=1)[self.model.of_op], return_inverse=True)
         none = np.zeros(len(stage), dtype=np.bool_)

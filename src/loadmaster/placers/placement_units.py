@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct, offsets
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs, offsets, sorted_unique
 from loadmaster.core.check import stage_order
 from loadmaster.core.graph import Graph, Phase, edges, held_bytes, home_bytes, units
 from loadmaster.core.problem import FREE, Problem, allowed_devices
@@ -38,10 +38,10 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     the order is topological on forward edges (and on those that order classes without forward ops), so
     that every cut of the order is a chain.
     """
-    graph, of_op = problem.graph, _with_riders(problem)
+    graph, of_op = problem.graph, _join_parameters(problem)
     if acyclic:
-        of_op = _fused(problem, of_op)
-    of_op = _in_forward_order(problem, of_op, topological=acyclic)
+        of_op = _fuse_cycles(problem, of_op)
+    of_op = _sort_by_forward_op(problem, of_op, topological=acyclic)
     num = int(of_op.max()) + 1
     allowed = allowed_devices(problem, of_op, num)
     by_kind = [np.bincount(of_op, seconds, num) for seconds in problem.costs.compute_s.T]
@@ -55,7 +55,7 @@ def load_cargo(problem: Problem, *, acyclic: bool = False) -> Cargo:
     return Cargo(of_op, np.where(allowed, seconds, np.inf), held, made, allowed)
 
 
-def _with_riders(problem: Problem) -> Ints:
+def _join_parameters(problem: Problem) -> Ints:
     """Units, each parameter-only unit joined to its first reader's where all may share a device."""
     graph = problem.graph
     unit, num = units(graph)
@@ -67,12 +67,12 @@ def _with_riders(problem: Problem) -> Ints:
     reads = rides[maker] & ~rides[unit[graph.use_op]]
     order = np.argsort(graph.use_op[reads], kind="stable")[::-1]  # the first reader is written last
     host[maker[reads][order]] = unit[graph.use_op[reads][order]]
-    apart = np.flatnonzero(~_placeable(problem, host[unit], num)[host])
+    apart = np.flatnonzero(~_can_place(problem, host[unit], num)[host])
     host[apart] = apart
     return host[unit]
 
 
-def _fused(problem: Problem, of_op: Ints) -> Ints:
+def _fuse_cycles(problem: Problem, of_op: Ints) -> Ints:
     """Units joined until the order of stages has no circle, but for those no device may run."""
     source, target = _stage_edges(problem, of_op)
     num = int(of_op.max()) + 1
@@ -84,29 +84,29 @@ def _fused(problem: Problem, of_op: Ints) -> Ints:
     matrix = csr_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(num, num))
     count, component = connected_components(matrix, directed=True, connection="strong")
     fused: Ints = component.astype(np.int32)[of_op]
-    return np.where(_placeable(problem, fused, count)[fused], fused, count + of_op).astype(np.int32)
+    return np.where(_can_place(problem, fused, count)[fused], fused, count + of_op).astype(np.int32)
 
 
-def _placeable(problem: Problem, unit: Ints, num: int) -> Bools:
+def _can_place(problem: Problem, unit: Ints, num: int) -> Bools:
     """[num] whether some device may run the whole unit."""
     return np.asarray(allowed_devices(problem, unit, num).any(axis=1))
 
 
-def _in_forward_order(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
+def _sort_by_forward_op(problem: Problem, of_op: Ints, *, topological: bool) -> Ints:
     """Units renumbered by first forward op, the others beside their neighbours; then as stages may follow."""
     graph = problem.graph
     first = np.full(int(of_op.max()) + 1, graph.num_ops, dtype=np.int64)
     forward = np.flatnonzero(graph.phase == Phase.FORWARD)
     np.minimum.at(first, of_op[forward], forward)
-    of_op, first = _renumbered(of_op, first)
+    of_op, first = _renumber_units(of_op, first)
     lost = first == graph.num_ops
     if lost.any():
         place = np.where(lost, graph.num_ops, np.arange(len(first)))
-        of_op, _ = _renumbered(of_op, _beside_neighbours(graph, of_op, place))
-    return _topological(problem, of_op)[of_op] if topological else of_op
+        of_op, _ = _renumber_units(of_op, _place_beside_neighbours(graph, of_op, place))
+    return _rank_topologically(problem, of_op)[of_op] if topological else of_op
 
 
-def _renumbered(of_op: Ints, key: Longs) -> tuple[Ints, Longs]:
+def _renumber_units(of_op: Ints, key: Longs) -> tuple[Ints, Longs]:
     """Units in order of their keys, as before where equal, and the keys in that order; empty units go."""
     present = np.flatnonzero(np.bincount(of_op, minlength=len(key)))
     order = present[np.argsort(key[present], kind="stable")]
@@ -115,7 +115,7 @@ def _renumbered(of_op: Ints, key: Longs) -> tuple[Ints, Longs]:
     return rank[of_op], key[order]
 
 
-def _beside_neighbours(graph: Graph, of_op: Ints, place: Longs) -> Longs:
+def _place_beside_neighbours(graph: Graph, of_op: Ints, place: Longs) -> Longs:
     """[units] their place; a unit that has none (N: it has no forward ops) gets that of the last it feeds.
 
     Backward runs against the forward order, so that is where its gradient comes from. A unit that feeds
@@ -135,7 +135,7 @@ def _beside_neighbours(graph: Graph, of_op: Ints, place: Longs) -> Longs:
     return np.array(at, dtype=np.int64)
 
 
-def _topological(problem: Problem, of_op: Ints) -> Ints:
+def _rank_topologically(problem: Problem, of_op: Ints) -> Ints:
     """[units] their rank in an order of stages, the lowest number first."""
     source, target = _stage_edges(problem, of_op)
     num = int(of_op.max()) + 1
@@ -161,6 +161,6 @@ def _stage_edges(problem: Problem, of_op: Ints) -> tuple[Ints, Ints]:
     """Distinct pairs of different units of which the second may not stand in an earlier stage."""
     source, target = stage_order(problem.graph)
     num = int(of_op.max()) + 1
-    pair = distinct(of_op[source].astype(np.int64) * num + of_op[target])
+    pair = sorted_unique(of_op[source].astype(np.int64) * num + of_op[target])
     pair = pair[pair // num != pair % num]
     return (pair // num).astype(np.int32), (pair % num).astype(np.int32)

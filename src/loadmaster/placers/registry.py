@@ -1,6 +1,6 @@
 """The registry: every file in a family folder is an algorithm of that name.
 
-`available()` looks at file names only. A third party adds an algorithm with an entry point in the
+`list_algorithms()` looks at file names only. A third party adds an algorithm with an entry point in the
 group `loadmaster.placers` that names a class which is a `Placer`.
 """
 
@@ -53,7 +53,7 @@ class Entry:
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
-def own() -> dict[str, Entry]:
+def own_algorithms() -> dict[str, Entry]:
     """The algorithms of this package by name, by their file names alone."""
     return {
         module.name: Entry(module.name, family, f"loadmaster.placers.{family}.{module.name}")
@@ -63,9 +63,9 @@ def own() -> dict[str, Entry]:
     }
 
 
-def available() -> dict[str, Entry]:
+def list_algorithms() -> dict[str, Entry]:
     """Every algorithm by name, third parties' too, without importing any."""
-    found = own()
+    found = own_algorithms()
     for point in entry_points(group="loadmaster.placers"):
         found.setdefault(point.name, Entry(point.name, "third party", point.value))
     return dict(sorted(found.items()))
@@ -73,8 +73,8 @@ def available() -> dict[str, Entry]:
 
 def placer(name: str, **parameters: Any) -> Placer:
     """Make an algorithm by name."""
-    entries = own()  # looking for entry points reads the whole environment: only where need be
-    entries = entries if name in entries else available()
+    entries = own_algorithms()  # looking for entry points reads the whole environment: only where need be
+    entries = entries if name in entries else list_algorithms()
     if name not in entries:
         raise UnknownNameError("algorithm", name, entries, see="loadmaster algorithms lists them")
     made = _class_of(entries[name])
@@ -109,10 +109,10 @@ def objectives_of(algorithm: Placer) -> tuple[Objective, ...]:
 
 def why_not(algorithm: Placer, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, or cannot run here, '' if it does."""
-    return unsuited(algorithm, problem) or lacking(algorithm)
+    return why_unsuited(algorithm, problem) or why_missing_package(algorithm)
 
 
-def unsuited(algorithm: Placer, problem: Problem) -> str:
+def why_unsuited(algorithm: Placer, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, '' if it does; imports nothing."""
     served = objectives_of(algorithm)
     if problem.objective not in served:
@@ -132,7 +132,7 @@ def splits_of(algorithm: Placer) -> tuple[Split, ...]:
     return tuple(getattr(algorithm, "splits", tuple(Split)))
 
 
-def lacking(algorithm: Placer) -> str:
+def why_missing_package(algorithm: Placer) -> str:
     """What an algorithm needs and cannot be imported, and why not, '' if nothing. It is imported."""
     module, extra = getattr(algorithm, "needs", ("", ""))
     package = module.partition(".")[0]
@@ -170,21 +170,21 @@ def why_not_importable(module: str) -> str:
 
 def require_served(algorithm: Placer, problem: Problem) -> None:
     """Refuse a problem that an algorithm does not serve, and say what would be served."""
-    reason = unsuited(algorithm, problem)
+    reason = why_unsuited(algorithm, problem)
     if reason:
-        raise ProblemError(f"{reason}; {_remedy(algorithm, problem)}")
-    reason = lacking(algorithm)
+        raise ProblemError(f"{reason}; {_suggest_remedy(algorithm, problem)}")
+    reason = why_missing_package(algorithm)
     if reason:
         raise ProblemError(f"{reason}; or choose another algorithm")
 
 
-def _remedy(algorithm: Placer, problem: Problem) -> str:
+def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     """What to ask instead."""
     served, splits = objectives_of(algorithm), splits_of(algorithm)
     if problem.objective not in served:
         return f"ask for --objective {served[0]}, or choose another algorithm"
     if problem.pipeline and not getattr(algorithm, "pipelines", False):
-        able = [name for name in own() if getattr(placer(name), "pipelines", False)]
+        able = [name for name in own_algorithms() if getattr(placer(name), "pipelines", False)]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"
     if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
         return f"ask for --split {splits[0]}, or choose another algorithm"

@@ -1,9 +1,10 @@
 """Repair: a placement that overflows, moved as little as it takes until it fits.
 
-`repaired` works on standing memory (`standing.py`), which the compiled search counts exactly: gently from
-where the units are; then hotter, with runs of units carved off the overfull devices; at last from contiguous
-blocks and for memory alone. `fitted` closes the loop with the simulator: what a peak shows beyond that model
-is taken off the room of its device, and the plan is repaired again. Work is bounded by counts, not by clocks.
+`repair_assignment` works on resident memory (`resident_memory.py`), which the compiled search counts exactly:
+gently from where the units are; then hotter, with runs of units carved off the overfull devices; at last from
+contiguous blocks and for memory alone. `repair_until_fits` closes the loop with the simulator: what a peak
+shows beyond that model is taken off the room of its device, and the plan is repaired again. Work is
+bounded by counts, not by clocks.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.cost.transfer import route_bytes_per_s
-from loadmaster.placers._partition import Schedule, Standing, Terms, settle
+from loadmaster.placers._partition import Schedule, Standing, Terms, anneal_partition
 from loadmaster.placers.placement_units import Cargo
 from loadmaster.placers.resident_memory import load_standing, running_bytes, standing_bytes
-from loadmaster.placers.unit_cuts import blocks, carved
+from loadmaster.placers.unit_cuts import cut_into_blocks, move_overflow
 
 _ROUNDS, _ROUNDS_OF_LARGE, _LARGE = 6, 2, 200_000  # repairs of a plan; from so many units on, fewer
 
@@ -76,37 +77,39 @@ class Bench:
     scale_bytes: float  # of a mean tensor
     bytes_per_s: float  # of a mean transfer
 
-    def repaired(self, device: Ints, room_bytes: Longs, *, seed: int = 0, anew: Ints | None = None) -> Ints:
+    def repair_devices(
+        self, device: Ints, room_bytes: Longs, *, seed: int = 0, anew: Ints | None = None
+    ) -> Ints:
         """[U] devices near `device` [U] whose standing bytes are within `room_bytes` [D], or nearly.
 
         With `anew` [U], staying near is not worth much: what does not fit soon begins again from there.
         """
-        terms, allowed = self._terms(device, room_bytes, seed), self.cargo.fits
-        best, over = self._settled(device, terms, _GENTLE, seed)
+        terms, allowed = self._make_terms(device, room_bytes, seed), self.cargo.fits
+        best, over = self._anneal_from(device, terms, _GENTLE, seed)
         if over == 0 or self.standing.unit_bytes.sum() > room_bytes.sum(dtype=np.float64):
             return best
         hard = _HARD[(seed + seed // 2) % len(_HARD)]
         for effort in (*_FIRM, hard) if anew is None else (hard,):
             if not effort.for_memory:
-                start = carved(self.standing, allowed, best, room_bytes)
+                start = move_overflow(self.standing, allowed, best, room_bytes)
             elif anew is None:
-                start = blocks(self.standing, allowed, np.arange(len(device)), room_bytes)
+                start = cut_into_blocks(self.standing, allowed, np.arange(len(device)), room_bytes)
             else:
                 start = anew
-            found, lack = self._settled(start, terms, effort, seed)
+            found, lack = self._anneal_from(start, terms, effort, seed)
             best, over = (found, lack) if lack < over else (best, over)
             if over == 0:
                 break
         return best
 
     def excess(self, device: Ints, peak_bytes: Longs, seed: int) -> Longs:
-        """[D] what peaks show beyond the bytes that `repaired` counts."""
+        """[D] what peaks show beyond the bytes that `repair_assignment` counts."""
         beside = np.zeros(len(peak_bytes), dtype=np.int64)
         np.maximum.at(beside, device, self.running[seed % len(self.running)])
         counted = standing_bytes(self.standing, device, len(peak_bytes)) + beside
         return np.asarray(np.maximum(peak_bytes - counted, 0))
 
-    def _settled(self, device: Ints, terms: Terms, effort: Effort, seed: int) -> tuple[Ints, int]:
+    def _anneal_from(self, device: Ints, terms: Terms, effort: Effort, seed: int) -> tuple[Ints, int]:
         """The best state of one search from `device` [U], and the bytes it lacks."""
         tries = effort.tries_per_unit * len(device)
         schedule = Schedule(
@@ -119,10 +122,10 @@ class Bench:
             stop=not effort.for_memory,
         )
         terms = terms._replace(bytes_per_s=0.0) if effort.for_memory else terms
-        found, over, _, _ = settle(self.standing, device, terms, schedule)
+        found, over, _, _ = anneal_partition(self.standing, device, terms, schedule)
         return found, int(over)
 
-    def _terms(self, device: Ints, room_bytes: Longs, seed: int) -> Terms:
+    def _make_terms(self, device: Ints, room_bytes: Longs, seed: int) -> Terms:
         """Moves are judged by bytes, and by seconds beyond those of the busiest device now."""
         running, seconds = self.running[seed % len(self.running)], self.cargo.seconds
         heavy = np.argsort(-running, kind="stable")[: int((running > 0).sum())]
@@ -148,10 +151,10 @@ def load_bench(problem: Problem, cargo: Cargo) -> Bench:
     if running[0].any():  # where all is kept, ops with workspace run before the memory is full
         running.append(running_bytes(problem, cargo, workspace=True))
     scale_bytes = max(float(sizes.mean()), 1.0)
-    return Bench(problem, cargo, standing, tuple(running), scale_bytes, _bytes_per_s(problem))
+    return Bench(problem, cargo, standing, tuple(running), scale_bytes, _mean_bytes_per_s(problem))
 
 
-def _bytes_per_s(problem: Problem) -> float:
+def _mean_bytes_per_s(problem: Problem) -> float:
     """Of the mean transfer: as its time is given, or over all routes."""
     given_s = problem.costs.transfer_s
     timed = given_s > 0
@@ -161,12 +164,12 @@ def _bytes_per_s(problem: Problem) -> float:
     return float(route_bytes_per_s(problem.cluster)[away].mean()) if away.any() else 0.0
 
 
-def repaired(problem: Problem, cargo: Cargo, device: Ints, room_bytes: Longs) -> Ints:
+def repair_assignment(problem: Problem, cargo: Cargo, device: Ints, room_bytes: Longs) -> Ints:
     """[U] devices near `device` [U] whose standing bytes are within `room_bytes` [D], or nearly."""
-    return load_bench(problem, cargo).repaired(device, room_bytes)
+    return load_bench(problem, cargo).repair_devices(device, room_bytes)
 
 
-def fitted(
+def repair_until_fits(
     problem: Problem,
     tally: Offers,
     cargo: Cargo,
@@ -192,8 +195,8 @@ def fitted(
     usable = problem.cluster.usable_bytes
     room = usable
     for turn in range(seed, seed + rounds):
-        device = bench.repaired(device, room, seed=turn, anew=anew)
-        peak = _offered(problem, tally, device[cargo.of_op], priority)
+        device = bench.repair_devices(device, room, seed=turn, anew=anew)
+        peak = _offer_orders(problem, tally, device[cargo.of_op], priority)
         if (peak <= usable).all():
             return True
         if tally.spent:
@@ -202,7 +205,7 @@ def fitted(
     return False
 
 
-def _offered(problem: Problem, tally: Offers, device: Ints, priority: Ints | None) -> Longs:
+def _offer_orders(problem: Problem, tally: Offers, device: Ints, priority: Ints | None) -> Longs:
     """[D] peaks under the best of a few orders; later orders are tried only where the first ones overflow."""
     best = tally.offer(plan_of(device, priority))
     for order in (_workspace_first, _latest_first):

@@ -7,7 +7,7 @@ is the simulator's to tell. Where every tensor is kept, the standing bytes are t
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Ints, Longs, distinct, offsets
+from loadmaster.core.arrays import Bools, Ints, Longs, offsets, sorted_unique
 from loadmaster.core.graph import Graph, Phase, home_bytes
 from loadmaster.core.problem import Problem
 from loadmaster.placers._partition import NOWHERE, Standing, count_pins, loads_of
@@ -21,7 +21,7 @@ def load_standing(problem: Problem, cargo: Cargo) -> Standing:
     unit_bytes = np.zeros(cargo.num_units, dtype=np.int64)
     np.add.at(unit_bytes, cargo.of_op, graph.resident_bytes)
     np.add.at(unit_bytes, root[graph.keep], at_home[graph.keep])
-    tensor, unit = _needs(graph, cargo)
+    tensor, unit = _list_needs(graph, cargo)
     stays = graph.keep | (at_home == 0)  # at home: to the end of the step, or in what is resident anyway
     away = ~stays[tensor] | (root[tensor] != unit)
     tensor, unit = tensor[away], unit[away]
@@ -43,12 +43,12 @@ def load_standing(problem: Problem, cargo: Cargo) -> Standing:
     )
 
 
-def _needs(graph: Graph, cargo: Cargo) -> tuple[Longs, Longs]:
+def _list_needs(graph: Graph, cargo: Cargo) -> tuple[Longs, Longs]:
     """Distinct pairs (tensor, unit), sorted, such that the tensor stands where the unit is."""
     counted = graph.tensor_storage >= 0
-    used = (graph.keep[graph.use_tensor] | _saved(graph)) & counted[graph.use_tensor]
+    used = (graph.keep[graph.use_tensor] | _is_saved(graph)) & counted[graph.use_tensor]
     tensors, units = [graph.use_tensor[used]], [cargo.of_op[graph.use_op[used]]]
-    stands, looks_into = graph.keep & counted, _looks_into(graph)
+    stands, looks_into = graph.keep & counted, _view_sources(graph)
     stands[tensors[0]] = True
     fresh = np.flatnonzero(stands)
     while len(views := fresh[looks_into[fresh] != fresh]):  # where it is made, a view prolongs what it sees
@@ -57,11 +57,11 @@ def _needs(graph: Graph, cargo: Cargo) -> tuple[Longs, Longs]:
         fresh = np.unique(tensors[-1][~stands[tensors[-1]]])
         stands[fresh] = True
     num = cargo.num_units
-    pair = distinct(np.concatenate(tensors).astype(np.int64) * num + np.concatenate(units))
+    pair = sorted_unique(np.concatenate(tensors).astype(np.int64) * num + np.concatenate(units))
     return pair // num, pair % num
 
 
-def _looks_into(graph: Graph) -> Ints:
+def _view_sources(graph: Graph) -> Ints:
     """[T] what a view was made from: its op's input of the same storage, else its base; others themselves."""
     base, own = graph.tensor_storage, np.arange(graph.num_tensors, dtype=np.int32)
     found = np.where(base >= 0, base, own)
@@ -77,7 +77,7 @@ def _looks_into(graph: Graph) -> Ints:
     return found
 
 
-def _saved(graph: Graph) -> Bools:
+def _is_saved(graph: Graph) -> Bools:
     """[uses] whether a tensor of the forward pass is used after it."""
     later = np.isin(graph.phase, (Phase.BACKWARD, Phase.UPDATE))
     return later[graph.use_op] & ~later[graph.tensor_op[graph.use_tensor]]
@@ -100,7 +100,7 @@ def op_running_bytes(graph: Graph, *, workspace: bool) -> Longs:
     """[N] what an op needs while it runs: tensors that do not stay, and workspace."""
     gone = ~graph.keep & (graph.tensor_storage == np.arange(graph.num_tensors))
     gone &= graph.phase[graph.tensor_op] != Phase.PARAM
-    gone[graph.use_tensor[_saved(graph)]] = False
+    gone[graph.use_tensor[_is_saved(graph)]] = False
     need = graph.workspace_bytes.copy() if workspace else np.zeros(graph.num_ops, dtype=np.int64)
     np.add.at(need, graph.tensor_op[gone], graph.tensor_bytes[gone])
     reads = gone[graph.use_tensor]

@@ -20,8 +20,8 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Objective, Origin, Problem
 from loadmaster.core.run import Budget, Run, Score
-from loadmaster.graph.spill import NEW, Reading, readings, spilled
-from loadmaster.placers.answer import answer
+from loadmaster.graph.spill import NEW, Reading, add_loads, find_readings
+from loadmaster.placers.answer import make_placement
 from loadmaster.simulator.bounds import lower_bounds
 from loadmaster.simulator.events import engine
 
@@ -33,7 +33,7 @@ _ISSUE_S = 3e-5  # assumed: a copy, an event and a wait, where launches are coun
 _SMALL = 1e-4  # of all weights: one that is smaller is spilled last
 
 
-def store_of(cluster: Cluster, name: str) -> int:
+def find_store_device(cluster: Cluster, name: str) -> int:
     """The device that spilled weights stay on: a host-side one, or the one that is named."""
     if name != HOST:
         if name not in cluster.device_name:
@@ -59,13 +59,13 @@ def with_spill(
     if own is not None and not (own.device == store).any():
         return placement  # nothing of it is slowed down by memory
     search = _Search(problem, store, budget)
-    for name, where in _computations(problem, store, plan):
+    for name, where in _list_computations(problem, store, plan):
         search.try_all(name, where)
     found = search.answer(placement)
     return placement if found is None else found
 
 
-def _computations(
+def _list_computations(
     problem: Problem, store: int, plan: Callable[[Problem], Placement]
 ) -> Iterator[tuple[str, Ints]]:
     """Where everything but weights may be: one device alone, and a plan that weights do not weigh on."""
@@ -102,22 +102,22 @@ class _Search:
         self.best: _Try | None = None
         self.num = 0
         self._began, self._budget = time.perf_counter(), budget
-        self._readings = readings(problem.graph)
+        self._readings = find_readings(problem.graph)
         self._freed = _freed_bytes(problem.graph)
 
     def try_all(self, name: str, where: Ints) -> None:
         """Every way of choosing weights, for one placement of the computation."""
         device = self._with_weights(where)
-        mine = [param for param, some in self._readings.items() if self._may_go(param, some, device)]
+        mine = [param for param, some in self._readings.items() if self._may_spill(param, some, device)]
         if not mine:
             return
         largest = max(self._weight_bytes(param) for param in mine)
-        for way, order in _orders(mine, self._freed, self._readings).items():
+        for way, order in _list_orders(mine, self._freed, self._readings).items():
             for times in _WINDOWS:
                 if self._spent:
                     return
                 title = f"{name}, {way}, window of {times} weights"
-                self._fit(title, device, order, way == "spread", times * largest)
+                self._spill_until_fits(title, device, order, way == "spread", times * largest)
 
     @property
     def _spent(self) -> bool:
@@ -139,7 +139,7 @@ class _Search:
         device[grouped] = home[graph.group[grouped]]
         return device
 
-    def _may_go(self, param: int, some: Sequence[Reading], device: Ints) -> bool:
+    def _may_spill(self, param: int, some: Sequence[Reading], device: Ints) -> bool:
         """Whether a weight is read elsewhere than on the store only, and nothing pins it."""
         ops = np.flatnonzero(self.problem.graph.group == self.problem.graph.group[param])
         ops = ops if self.problem.graph.group[param] >= 0 else np.array([param])
@@ -150,19 +150,19 @@ class _Search:
     def _weight_bytes(self, param: int) -> int:
         return int(self.problem.graph.tensor_bytes[self.problem.graph.tensor_op == param].max())
 
-    def _fit(self, name: str, device: Ints, order: list[int], spread: bool, window: int) -> None:
+    def _spill_until_fits(self, name: str, device: Ints, order: list[int], spread: bool, window: int) -> None:
         """Spill more until it fits, or all is spilled."""
         sizes = self._freed[order].astype(np.float64)
         wanted = 0.0
         for _ in range(_ROUNDS):
-            chosen = _spread(order, sizes, wanted) if spread else _first(order, sizes, wanted)
-            made = self._scored(name, device, chosen, window)
-            over = _over(self.problem.cluster, made.score, self.store)
+            chosen = _take_evenly(order, sizes, wanted) if spread else _take_first(order, sizes, wanted)
+            made = self._compute_score(name, device, chosen, window)
+            over = _overflow_bytes(self.problem.cluster, made.score, self.store)
             if over <= 0 or len(chosen) == len(order) or self._spent:
                 return
             wanted = float(self._freed[chosen].sum()) + _SLACK * over
 
-    def _scored(self, name: str, device: Ints, chosen: list[int], window: int) -> _Try:
+    def _compute_score(self, name: str, device: Ints, chosen: list[int], window: int) -> _Try:
         """Simulate a set of weights spilled."""
         self.num += 1
         picked = [reading for param in chosen for reading in self._readings[param]]
@@ -170,7 +170,7 @@ class _Search:
         gone = np.isin(self.problem.graph.group, self.problem.graph.group[chosen])
         home[gone & (self.problem.graph.group >= 0)] = self.store
         home[chosen] = self.store
-        problem, origin = spilled_problem(self.problem, picked, home, window_bytes=window)
+        problem, origin = spill_problem(self.problem, picked, home, window_bytes=window)
         where = np.where(origin == NEW, self.store, home[np.maximum(origin, 0)]).astype(np.int32)
         plan = plan_of(where, np.arange(len(where), dtype=np.int32))
         made = _Try(problem, plan, engine.prepare(problem).score(plan), name, len(chosen))
@@ -187,7 +187,7 @@ class _Search:
             budget=self._budget,
             rng=np.random.default_rng(0),
             score=engine.prepare(best.problem).score,
-            arrange=engine.prepare(best.problem).arranged,
+            arrange=engine.prepare(best.problem).order_and_score,
             bound=lower_bounds.lower_bound(best.problem),
             started=self._began,
         )
@@ -198,14 +198,14 @@ class _Search:
         spill = Member("spill", Status.FEASIBLE, best.score.time_s, taken, reason)
         without = Member(base.algorithm, base.status, base.score_s, base.wall_s, "without spilling")
         members = (spill, without)
-        return answer(best.problem, run, best.plan, best.score, algorithm="spill", members=members)
+        return make_placement(best.problem, run, best.plan, best.score, algorithm="spill", members=members)
 
 
 def _seconds(placement: Placement) -> float:
     return np.inf if placement.score_s is None else placement.score_s
 
 
-def _over(cluster: Cluster, score: Score, store: int) -> int:
+def _overflow_bytes(cluster: Cluster, score: Score, store: int) -> int:
     """Bytes lacking on devices other than the store."""
     over = np.maximum(np.array(score.peak_bytes) - cluster.usable_bytes, 0)
     over[store] = 0
@@ -228,7 +228,7 @@ def _freed_bytes(graph: Graph) -> Longs:
     return freed
 
 
-def _orders(mine: list[int], freed: Longs, found: dict[int, list[Reading]]) -> dict[str, list[int]]:
+def _list_orders(mine: list[int], freed: Longs, found: dict[int, list[Reading]]) -> dict[str, list[int]]:
     """Ways of choosing weights; those that are read often, or are small, come last in each."""
     least = _SMALL * float(freed[mine].sum())
     first = [param for param in mine if len(found[param]) == 1 and freed[param] >= least]
@@ -242,7 +242,7 @@ def _orders(mine: list[int], freed: Longs, found: dict[int, list[Reading]]) -> d
     }
 
 
-def _first(
+def _take_first(
     order: list[int], sizes: "np.ndarray[tuple[int], np.dtype[np.float64]]", wanted: float
 ) -> list[int]:
     """The first weights that free so many bytes."""
@@ -251,7 +251,7 @@ def _first(
     return order[: int(np.searchsorted(np.cumsum(sizes), wanted)) + 1]
 
 
-def _spread(
+def _take_evenly(
     order: list[int], sizes: "np.ndarray[tuple[int], np.dtype[np.float64]]", wanted: float
 ) -> list[int]:
     """Weights that free so many bytes, at even distances in bytes."""
@@ -264,14 +264,14 @@ def _spread(
     chosen = [param for param, go in zip(order, goes.tolist(), strict=True) if go]
     rest = [param for param, go in zip(order, goes.tolist(), strict=True) if not go]
     lacking = wanted - float(sizes[goes].sum())
-    return chosen + (_first(rest, sizes[~goes], lacking) if lacking > 0 else [])
+    return chosen + (_take_first(rest, sizes[~goes], lacking) if lacking > 0 else [])
 
 
-def spilled_problem(
+def spill_problem(
     problem: Problem, chosen: Sequence[Reading], device: Ints, *, window_bytes: int
 ) -> tuple[Problem, Ints]:
     """The problem with loads for the chosen readings, and the old op behind each op."""
-    made = spilled(problem.graph, chosen, device.tolist(), window_bytes=window_bytes)
+    made = add_loads(problem.graph, chosen, device.tolist(), window_bytes=window_bytes)
     costs, new = problem.costs, made.origin == NEW
     old = np.maximum(made.origin, 0)
     issue = _ISSUE_S if costs.issue_s.any() else 0.0

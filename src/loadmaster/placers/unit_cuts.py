@@ -9,7 +9,7 @@ from loadmaster.placers.resident_memory import standing_bytes
 _WIDEST = 0.1  # of a block: how far from its share a cut may be at most
 
 
-def blocks(
+def cut_into_blocks(
     standing: Standing, allowed: Bools, order: Longs, room_bytes: Longs, *, devices: Longs | None = None
 ) -> Ints:
     """[U] contiguous blocks of an order of units, as large as the rooms of `devices` (all, in their order).
@@ -21,13 +21,13 @@ def blocks(
     room = np.maximum(room_bytes[devices].astype(np.float64), 1e-9)
     share = room / room.sum()
     slack = min(max(1.0 - taken[-1] / room.sum(), 0.0), _WIDEST)
-    ends = _lightest(cut_bytes(standing, order), taken, share, slack)
+    ends = _find_lightest_cuts(cut_bytes(standing, order), taken, share, slack)
     device = np.empty(len(order), dtype=np.int32)
     device[order] = devices[np.searchsorted(ends, np.arange(len(order)))]
-    return _where_allowed(allowed, device, room_bytes)
+    return _move_to_allowed(allowed, device, room_bytes)
 
 
-def _lightest(cost: Longs, taken: Floats, share: Floats, slack: float) -> Longs:
+def _find_lightest_cuts(cost: Longs, taken: Floats, share: Floats, slack: float) -> Longs:
     """Places after which to cut, in order."""
     ends = [-1]
     for aim, own in zip(np.cumsum(share)[:-1], share, strict=False):
@@ -51,7 +51,7 @@ def cut_bytes(standing: Standing, order: Longs) -> Longs:
     return np.cumsum(change)[:-1]
 
 
-def _where_allowed(allowed: Bools, device: Ints, room_bytes: Longs) -> Ints:
+def _move_to_allowed(allowed: Bools, device: Ints, room_bytes: Longs) -> Ints:
     """[U] the same; a unit that may not be there goes to the roomiest device that may run it."""
     barred = np.flatnonzero(~allowed[np.arange(len(device)), device])
     moved = device.copy()
@@ -59,7 +59,7 @@ def _where_allowed(allowed: Bools, device: Ints, room_bytes: Longs) -> Ints:
     return moved
 
 
-def carved(standing: Standing, allowed: Bools, device: Ints, room_bytes: Longs) -> Ints:
+def move_overflow(standing: Standing, allowed: Bools, device: Ints, room_bytes: Longs) -> Ints:
     """[U] devices after the last units of every overfull device went where there is room for them."""
     device = device.copy()
     free = room_bytes - standing_bytes(standing, device, len(room_bytes))

@@ -7,11 +7,11 @@ import numpy as np
 
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split, Workload
-from loadmaster.core.run import Bound, Budget, Run, silent
+from loadmaster.core.run import Bound, Budget, Run, ignore_progress
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.generate import brought, fork_join
-from loadmaster.placers.grouping import grouped
-from loadmaster.placers.registry import own, placer, why_not
+from loadmaster.graph.generate import fork_join, with_benchmark_cluster
+from loadmaster.placers.grouping import group_ops
+from loadmaster.placers.registry import own_algorithms, placer, why_not
 from loadmaster.simulator.events.engine import Simulator, prepare
 from loadmaster.simulator.jit import is_warm, mark_warm
 
@@ -21,14 +21,16 @@ _TRIES = 60
 _TIGHT = 0.55  # of the memory: some plans have to be repaired
 
 
-def warm_up(progress: Callable[[str, float], None] = silent) -> None:
+def warm_up(progress: Callable[[str, float], None] = ignore_progress) -> None:
     """Have every algorithm answer tiny problems, unless they did so on this machine before."""
     if is_warm("placers"):
         return
-    questions = _questions()
+    questions = _tiny_problems()
     progress(_MESSAGE, 0.0)
-    grouped(questions[0], max_ops=1)
-    tasks = [(at, name) for at, asked in enumerate(questions) for name in own() if _serves(name, asked)]
+    group_ops(questions[0], max_ops=1)
+    tasks = [
+        (at, name) for at, asked in enumerate(questions) for name in own_algorithms() if _serves(name, asked)
+    ]
     simulators: dict[int, Simulator] = {}
     for done, (at, name) in enumerate(tasks):
         progress(f"{_MESSAGE}: {done + 1} of {len(tasks)}", done / len(tasks))
@@ -39,7 +41,7 @@ def warm_up(progress: Callable[[str, float], None] = silent) -> None:
             budget=Budget(count=_TRIES),
             rng=np.random.default_rng(0),
             score=simulators[at].score,
-            arrange=simulators[at].arranged,
+            arrange=simulators[at].order_and_score,
             bound=Bound(0.0, "none"),
         )
         placer(name)(questions[at], run)
@@ -50,33 +52,37 @@ def _serves(name: str, question: Problem) -> bool:
     return not why_not(placer(name), question)
 
 
-def _questions() -> tuple[Problem, ...]:
+def _tiny_problems() -> tuple[Problem, ...]:
     """Tiny problems that between them reach every kernel."""
-    problem = _tiny()
+    problem = _tiny_problem()
     cluster = problem.cluster
     less = (_TIGHT * cluster.memory_bytes).astype(np.int64)
     tight = replace(problem, cluster=replace(cluster, memory_bytes=less))
     pipelined = replace(problem, objective=Objective.THROUGHPUT, links=Links.HALF_DUPLEX)
     chained = replace(pipelined, split=Split.CHAIN)
-    return problem, tight, pipelined, chained, _in_flight()
+    return problem, tight, pipelined, chained, _tiny_pipeline_problem()
 
 
-def _tiny() -> Problem:
-    return _asked(brought(fork_join(_OPS)))
+def _tiny_problem() -> Problem:
+    return _make_problem(with_benchmark_cluster(fork_join(_OPS)))
 
 
-def _in_flight() -> Problem:
+def _tiny_pipeline_problem() -> Problem:
     """Two layers of a training step in a pipeline."""
     builder = GraphBuilder("layers")
     for at in range(2):
         forward = builder.op(f"f{at}", group=at, flops=1e9, resident_bytes=1)
         backward = builder.op(f"b{at}", group=at, flops=1e9, phase=Phase.BACKWARD, mirror=forward)
         builder.use(builder.tensor(forward, 1), backward)
-    chained = replace(_asked(brought(builder.build())), objective=Objective.THROUGHPUT, split=Split.CHAIN)
+    chained = replace(
+        _make_problem(with_benchmark_cluster(builder.build())),
+        objective=Objective.THROUGHPUT,
+        split=Split.CHAIN,
+    )
     return replace(chained, pipeline="1f1b:2")
 
 
-def _asked(work: Workload) -> Problem:
+def _make_problem(work: Workload) -> Problem:
     assert work.cluster is not None
     assert work.costs is not None
     return Problem(

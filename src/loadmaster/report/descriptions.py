@@ -18,7 +18,7 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_flops, format_percent, format_seconds
 from loadmaster.graph.measures import measure
 from loadmaster.report import documents, tables
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 from loadmaster.report.tables import columns, fields, memory_text, one_line
 
 _MOST_LINKS = 40
@@ -50,12 +50,12 @@ def describe_graph(graph: Graph, num_listed: int, where: tuple[str, ...] = ()) -
     }
     shown: list[RenderableType] = [fields(rows)]
     if num_listed:
-        document["ops"], table = _listed_ops(graph, num_listed, where)
+        document["ops"], table = _list_ops(graph, num_listed, where)
         shown.append(table)
     return {"graph": document}, shown
 
 
-def _listed_ops(graph: Graph, num_listed: int, where: tuple[str, ...]) -> tuple[list[dict[str, Any]], Table]:
+def _list_ops(graph: Graph, num_listed: int, where: tuple[str, ...]) -> tuple[list[dict[str, Any]], Table]:
     num = min(num_listed, graph.num_ops)
     made = np.bincount(graph.tensor_op, graph.tensor_bytes.astype(np.float64), minlength=graph.num_ops)
     numbers = ("flops", "outputs", "resident")
@@ -112,12 +112,12 @@ def describe_cluster(cluster: Cluster) -> Description:
             f"{format_flops(rate[Dtype.BFLOAT16])}/s",
             f"{format_bytes(memory_rate)}/s",
         )
-    links, link_table = _links(cluster)
+    links, link_table = _list_links(cluster)
     document = {"name": cluster.name, "digest": cluster.digest, "devices": rows, "links": links}
     return {"cluster": document}, [table, link_table]
 
 
-def _links(cluster: Cluster) -> tuple[list[dict[str, Any]], Table]:
+def _list_links(cluster: Cluster) -> tuple[list[dict[str, Any]], Table]:
     columns_of_links = (cluster.link_name, cluster.link_bytes_per_s.tolist(), cluster.link_latency_s.tolist())
     rows = [
         {"name": name, "bytes_per_s": rate, "latency_s": latency_s}
@@ -150,7 +150,7 @@ def describe_placement(placement: Placement) -> Description:
     if placement.plan is not None:
         shown.append(tables.modules(placement))
     if not placement.fits:
-        reasons = "\n".join(map(printable, why_none_fits(placement)))
+        reasons = "\n".join(map(escape_control_characters, why_none_fits(placement)))
         shown.append(Text(reasons, style="red"))
     return {"placement": documents.placement_document(placement)}, shown
 

@@ -27,7 +27,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "bound_s": placement.bound_s,
         "bound_name": placement.bound_name,
         "gap": placement.gap,
-        "samples_per_s": _rate(placement),
+        "samples_per_s": _samples_per_s(placement),
         "devices": list(problem.cluster.device_name),
         "peak_bytes": placement.peak_bytes.tolist(),
         "memory_bytes": problem.cluster.usable_bytes.tolist(),
@@ -44,7 +44,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "not_runnable": why_not_runnable(problem, placement.plan) if placement.plan is not None else [],
         "links": problem.links.value,
         "split": problem.split.value,
-        "pipeline": _pipeline(placement),
+        "pipeline": _pipeline_document(placement),
         "members": [
             {
                 "name": m.name,
@@ -58,7 +58,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _pipeline(placement: Placement) -> dict[str, Any] | None:
+def _pipeline_document(placement: Placement) -> dict[str, Any] | None:
     """The stages of a plan, None where it has none."""
     plan = placement.plan
     if plan is None or plan.pipeline is None:
@@ -84,7 +84,7 @@ def recomputed_stages(placement: Placement) -> list[int]:
     return again
 
 
-def _rate(placement: Placement) -> float | None:
+def _samples_per_s(placement: Placement) -> float | None:
     """Samples a second of a pipelined plan."""
     if placement.problem.objective != Objective.THROUGHPUT or not placement.score_s:
         return None

@@ -76,10 +76,10 @@ def cluster(answer: Fit) -> Table | None:
     whole = answer.cluster
     if whole is None or len(whole.devices) < 2:
         return None
-    titles = ("device", *_shown_parts(whole.parts), "peak", "memory", "")
+    titles = ("device", *_parts_to_show(whole.parts), "peak", "memory", "")
     table = columns(*titles, right=titles[1:-1], whole=titles[1:-1])
     for name, parts, memory in zip(whole.devices, whole.parts, whole.memory_bytes, strict=True):
-        sizes = [format_bytes(size) for size in _sizes(parts, titles[1:-3])]
+        sizes = [format_bytes(size) for size in _sizes_of(parts, titles[1:-3])]
         share = parts.total_bytes / memory if memory else 0.0
         table.add_row(
             one_line(name), *sizes, format_bytes(parts.total_bytes), memory_text(memory), Bar(share)
@@ -89,17 +89,17 @@ def cluster(answer: Fit) -> Table | None:
 
 def modules(answer: Fit) -> Table:
     """The tree of modules, what each holds when the whole holds most."""
-    shown = _shown_parts([row.parts for row in answer.modules])
+    shown = _parts_to_show([row.parts for row in answer.modules])
     table = columns("module", *shown, "all", right=(*shown, "all"), whole=(*shown, "all"))
-    for row, num in _alike(answer.modules):
+    for row, num in _merge_alike_rows(answer.modules):
         name = row.module.rpartition(".")[2] if row.module else "whole model"
         name += f" ({num} alike)" if num > 1 else ""
-        sizes = [format_bytes(size) if size else "-" for size in _sizes(row.parts, shown)]
+        sizes = [format_bytes(size) if size else "-" for size in _sizes_of(row.parts, shown)]
         table.add_row(one_line(f"{' ' * row.depth}{name}"), *sizes, format_bytes(row.parts.total_bytes))
     return table
 
 
-def _alike(rows: tuple[ModuleParts, ...]) -> list[tuple[ModuleParts, int]]:
+def _merge_alike_rows(rows: tuple[ModuleParts, ...]) -> list[tuple[ModuleParts, int]]:
     """Rows and how many siblings look the same; the first of them stands for all."""
     count: dict[tuple[object, ...], int] = {}
     first: dict[tuple[object, ...], ModuleParts] = {}
@@ -157,10 +157,10 @@ def notes(answer: Fit) -> list[str]:
     return lines
 
 
-def _shown_parts(rows: "tuple[Parts, ...] | list[Parts]") -> tuple[str, ...]:
+def _parts_to_show(rows: "tuple[Parts, ...] | list[Parts]") -> tuple[str, ...]:
     """The parts of which there is something to show."""
     return tuple(name for name in _PARTS if any(getattr(row, f"{name}_bytes") for row in rows))
 
 
-def _sizes(parts: Parts, names: tuple[str, ...]) -> list[int]:
+def _sizes_of(parts: Parts, names: tuple[str, ...]) -> list[int]:
     return [int(getattr(parts, f"{name}_bytes")) for name in names]

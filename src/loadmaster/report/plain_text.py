@@ -12,26 +12,26 @@ _HANDLER = "loadmaster_stand_in"
 _STAND_INS = {"█": "#", "░": ".", "…": "~", "×": "x"}
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text with control characters, newlines included, shown instead of obeyed."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def shortened(text: str, limit: int = _MOST_CHARACTERS) -> str:
+def shorten_text(text: str, limit: int = _MOST_CHARACTERS) -> str:
     """The text, or its two ends where it is longer than a person would read."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
 
 
-def speak_the_terminals_alphabet() -> None:
+def escape_unencodable_output() -> None:
     """Make stdout and stderr show what they cannot encode, instead of failing on it."""
-    codecs.register_error(_HANDLER, _stand_in)
+    codecs.register_error(_HANDLER, _replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # closed or replaced streams have nothing to set
             stream.reconfigure(errors=_HANDLER)
 
 
-def discard(stream: TextIO | None) -> None:
+def discard_stream(stream: TextIO | None) -> None:
     """Point a stream whose reader is gone at nothing, so that the interpreter does not complain at exit."""
     import os
 
@@ -39,7 +39,7 @@ def discard(stream: TextIO | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _stand_in(problem: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(problem: UnicodeError) -> tuple[str, int]:
     if not isinstance(problem, UnicodeEncodeError):
         raise problem
     lost = problem.object[problem.start : problem.end]

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 from loadmaster.report.tables import columns, one_line
 
 _EVERY_S = 20.0
@@ -81,7 +81,10 @@ class _Watch:
                 row.status,
                 str(row.step),
                 "-" if row.loss is None else f"{row.loss:.5g}",
-                printable(", ".join(f"{key} {value:.5g}" for key, value in row.metrics.items())) or "-",
+                escape_control_characters(
+                    ", ".join(f"{key} {value:.5g}" for key, value in row.metrics.items())
+                )
+                or "-",
                 f"{row.num_tokens / row.seconds:.4g}" if row.seconds else "-",
             )
         return table
@@ -108,9 +111,9 @@ class LiveTable(_Watch):
         self, console: Console, names: Sequence[str], evaluated: Collection[str] | None = None
     ) -> None:
         super().__init__(names, evaluated)
-        self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=4, transient=True)
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
 
-    def _drawn(self) -> Group:
+    def _draw(self) -> Group:
         return Group(self.trials_table(), self.devices_table())
 
     def __enter__(self) -> "LiveTable":
@@ -123,7 +126,7 @@ class LiveTable(_Watch):
         self._live.stop()
 
 
-class Lines(_Watch):
+class LineReporter(_Watch):
     """A line when a trial ends, and one now and then, where no terminal is."""
 
     def __init__(self, console: Console) -> None:
@@ -138,10 +141,12 @@ class Lines(_Watch):
             self._said = now
             took = format_seconds(now - self.began)
             text = f"{took}: {trial} at step {done.step}, loss {done.loss:.5g} on {device}"
-            self._console.print(printable(text), style="dim", soft_wrap=True)
+            self._console.print(escape_control_characters(text), style="dim", soft_wrap=True)
 
     def on_trial_end(self, trial: str, status: str, error: str) -> None:
         """Said always."""
         super().on_trial_end(trial, status, error)
         reason = f": {error.strip().splitlines()[0]}" if error.strip() else ""
-        self._console.print(printable(f"{trial}: {status}{reason}"), style="dim", soft_wrap=True)
+        self._console.print(
+            escape_control_characters(f"{trial}: {status}{reason}"), style="dim", soft_wrap=True
+        )

@@ -18,7 +18,7 @@ from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.documents import measured_part, recomputed_stages
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 
 _MOST_PEAKS = 6
 _LONG_REASON = 240
@@ -32,7 +32,7 @@ _STATUS = {
 
 def one_line(text: str, limit: int = 48) -> Text:
     """A name from elsewhere, safe to print: control characters shown, markup not obeyed."""
-    shown = printable(text)
+    shown = escape_control_characters(text)
     return Text(shown if len(shown) <= limit else f"{shown[: limit - 1]}…")
 
 
@@ -56,7 +56,10 @@ def fields(rows: dict[str, object]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(printable(name), value if isinstance(value, Text) else printable(str(value)))
+        table.add_row(
+            escape_control_characters(name),
+            value if isinstance(value, Text) else escape_control_characters(str(value)),
+        )
     return table
 
 
@@ -85,7 +88,7 @@ def bound_text(placement: Placement) -> str:
 def summary(placement: Placement) -> Table:
     """What was found, how good it is, and what proves it."""
     rows: dict[str, object] = {
-        "algorithm": _winner(placement),
+        "algorithm": _winner_text(placement),
         "status": Text(status_text(placement), style="green" if placement.fits else "red"),
     }
     if placement.score_s is not None:
@@ -120,7 +123,7 @@ def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:
     return f"{asked}; in flight {flying}; stages recomputed: {again}"
 
 
-def _winner(placement: Placement) -> str:
+def _winner_text(placement: Placement) -> str:
     best = [m.name for m in placement.members if m.reason.split(";")[0] == "best"]
     return f"{placement.algorithm} ({best[0]})" if best else placement.algorithm
 
@@ -129,7 +132,7 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
     """Every device: what it holds, how busy it is (if a timeline says so), and how full."""
     cluster = placement.problem.cluster
     plan = placement.plan or placement.least_overflow_plan
-    busy = _busy(placement, timeline)
+    busy = _busy_texts(placement, timeline)
     titles = ["device", "kind", "ops", *(["busy"] if busy else []), "peak", "memory", ""]
     table = columns(*titles, right=("ops", "busy", "peak", "memory"), whole=("ops", "busy", "peak", "memory"))
     num = cluster.num_devices
@@ -148,7 +151,7 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
     return table
 
 
-def _busy(placement: Placement, timeline: Timeline | None) -> list[str]:
+def _busy_texts(placement: Placement, timeline: Timeline | None) -> list[str]:
     """Share of the time each device computes: of the step, or of a pipeline's time per sample."""
     if timeline is None:
         return []
@@ -263,15 +266,15 @@ def notes(rows: Sequence[tuple[str, Placement | str]]) -> list[str]:
     placements = [p for _, p in rows if isinstance(p, Placement)]
     said: dict[str, list[str]] = {}
     for name, result in rows:
-        text = result if isinstance(result, str) else note(result)
+        text = result if isinstance(result, str) else explain_placement(result)
         said.setdefault(text.removeprefix(f"{name} "), []).append(name)
     lines = [f"{', '.join(names)}: {text}" for text, names in said.items() if text]
     if any(p.gap is not None for p in placements):
         lines.insert(0, f"gap: above the lower bound of {bound_text(placements[0])}, which no plan can beat")
-    return [printable(line) for line in lines]
+    return [escape_control_characters(line) for line in lines]
 
 
-def note(placement: Placement) -> str:
+def explain_placement(placement: Placement) -> str:
     """Why a placement is what it is, in a few words."""
     if placement.status == Status.OPTIMAL:
         return f"optimal: {placement.proof}"

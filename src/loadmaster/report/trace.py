@@ -20,7 +20,7 @@ from loadmaster.core.timeline import SpanKind, Timeline
 
 def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
     """The JSON document of a trace; times in microseconds, op names as data."""
-    return _encoded(_events(timeline, graph), _other(timeline))
+    return _encode_trace(_list_events(timeline, graph), _summarize_timeline(timeline))
 
 
 def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph) -> bytes:
@@ -28,33 +28,35 @@ def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph) -> bytes:
     events: list[dict[str, Any]] = []
     first = 0
     for title, timeline in timelines.items():
-        for event in _events(timeline, graph):
+        for event in _list_events(timeline, graph):
             moved = {**event, "pid": event["pid"] + first}
             if event["name"] == "process_name":
                 moved["args"] = {"name": f"{title}: {event['args']['name']}"}
             events.append(moved)
         first += len(timeline.device_name) + 1
-    return _encoded(events, {title: _other(timeline) for title, timeline in timelines.items()})
+    return _encode_trace(
+        events, {title: _summarize_timeline(timeline) for title, timeline in timelines.items()}
+    )
 
 
-def _events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
+def _list_events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     num = len(timeline.device_name)
     for d, name in enumerate(timeline.device_name):
-        events.append(_named("process_name", d, 0, name))
-        events.append(_named("thread_name", d, 0, "ops"))
-    events.append(_named("process_name", num, 0, "links"))
+        events.append(_name_event("process_name", d, 0, name))
+        events.append(_name_event("thread_name", d, 0, "ops"))
+    events.append(_name_event("process_name", num, 0, "links"))
     events.extend(_op_events(timeline, graph))
     events.extend(_transfer_events(timeline, graph, num))
     return events
 
 
-def _other(timeline: Timeline) -> dict[str, Any]:
+def _summarize_timeline(timeline: Timeline) -> dict[str, Any]:
     peak = {name: int(p) for name, p in zip(timeline.device_name, timeline.peak_bytes, strict=True)}
     return {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak}
 
 
-def _encoded(events: list[dict[str, Any]], other: dict[str, Any]) -> bytes:
+def _encode_trace(events: list[dict[str, Any]], other: dict[str, Any]) -> bytes:
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     try:
         return msgspec.json.encode(document)
@@ -62,11 +64,13 @@ def _encoded(events: list[dict[str, Any]], other: dict[str, Any]) -> bytes:
         return json.dumps(document).encode()
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _slice(name: str, category: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
+def _slice_event(
+    name: str, category: str, pid: int, tid: int, start_s: float, end_s: float
+) -> dict[str, Any]:
     start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
     return {
         "ph": "X",
@@ -85,7 +89,7 @@ def _op_events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
         op, device = int(timeline.item[span]), int(timeline.resource[span])
         phase = Phase(int(graph.phase[op])).name.lower()
         start, end = float(timeline.start_s[span]), float(timeline.end_s[span])
-        event = _slice(graph.op_name[op], phase, device, 0, start, end)
+        event = _slice_event(graph.op_name[op], phase, device, 0, start, end)
         event["args"] = {"kind": graph.op_kind[op], "module": graph.module[op]}
         events.append(event)
     return events
@@ -99,21 +103,21 @@ def _transfer_events(timeline: Timeline, graph: Graph, num: int) -> list[dict[st
         spans = moved[timeline.resource[moved] == pair]
         source, target = timeline.device_name[pair // num], timeline.device_name[pair % num]
         label = f"{source} to host memory" if pair // num == pair % num else f"{source} to {target}"
-        lane = _lanes(timeline.start_s[spans], timeline.end_s[spans])
+        lane = _assign_lanes(timeline.start_s[spans], timeline.end_s[spans])
         for k in range(int(lane.max()) + 1):
-            events.append(_named("thread_name", num, tid + k, label))
+            events.append(_name_event("thread_name", num, tid + k, label))
         for span, k in zip(spans.tolist(), lane.tolist(), strict=True):
             tensor = int(timeline.item[span])
             name = graph.op_name[int(graph.tensor_op[tensor])]
             start, end = float(timeline.start_s[span]), float(timeline.end_s[span])
-            event = _slice(name, "transfer", num, tid + k, start, end)
+            event = _slice_event(name, "transfer", num, tid + k, start, end)
             event["args"] = {"bytes": int(graph.tensor_bytes[tensor])}
             events.append(event)
         tid += int(lane.max()) + 1
     return events
 
 
-def _lanes(start_s: Floats, end_s: Floats) -> Ints:
+def _assign_lanes(start_s: Floats, end_s: Floats) -> Ints:
     """The first lane that is free at each span's start."""
     lane = np.zeros(len(start_s), dtype=np.int32)
     taken: list[tuple[float, int]] = []  # (end, lane) of the lanes in use

@@ -51,8 +51,8 @@ class Checkpoint:
         """Read the headers."""
         self.source = Path(source)
         self._entries: dict[str, _Entry] = {}
-        for path in _files(self.source):
-            self._entries |= _header(path)
+        for path in _find_files(self.source):
+            self._entries |= _read_header(path)
 
     @property
     def names(self) -> set[str]:
@@ -76,7 +76,7 @@ class Checkpoint:
         return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
 
 
-def _files(source: Path) -> list[Path]:
+def _find_files(source: Path) -> list[Path]:
     """The safetensors files of a checkpoint."""
     if source.is_file():
         return [source]
@@ -101,7 +101,7 @@ def _files(source: Path) -> list[Path]:
     return found
 
 
-def _header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> dict[str, _Entry]:
     """Every tensor of one file."""
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -117,7 +117,7 @@ def _header(path: Path) -> dict[str, _Entry]:
         try:
             header = json.loads(file.read(length))
             return {
-                name: _entry(path, name, what, 8 + length, size)
+                name: _parse_entry(path, name, what, 8 + length, size)
                 for name, what in header.items()
                 if name != "__metadata__"
             }
@@ -127,7 +127,7 @@ def _header(path: Path) -> dict[str, _Entry]:
             raise FormatError(f"{path}: not a safetensors file: {problem!r}") from None
 
 
-def _entry(path: Path, name: str, what: Any, start: int, size: int) -> _Entry:
+def _parse_entry(path: Path, name: str, what: Any, start: int, size: int) -> _Entry:
     dtype = _DTYPES.get(what["dtype"])
     if dtype is None:
         raise FormatError(f"{path}: tensor {name!r} is of {what['dtype']!r}; known: {', '.join(_DTYPES)}")

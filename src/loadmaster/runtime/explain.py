@@ -3,17 +3,17 @@
 from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.runtime.graph_engine.engine import Engine
 from loadmaster.runtime.hook_engine.engine import HookEngine
-from loadmaster.runtime.transport.byte_accounts import storages_bytes
+from loadmaster.runtime.transport.byte_accounts import count_storage_bytes
 
 
-def explanation(engine: Engine, hooks: HookEngine | None) -> str:
+def explain_engine(engine: Engine, hooks: HookEngine | None) -> str:
     """One line for the engine, one for each device, one for each note."""
     graphs = engine.graphs
     copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
     if hooks is not None:
         copies = f"{len(hooks.places)} modules"
     lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]
-    lines += [_device_line(engine, at) for at in range(len(engine.devices))]
+    lines += [_describe_device(engine, at) for at in range(len(engine.devices))]
     if engine.spill is not None:
         window = format_bytes(engine.spill.window_bytes)
         lines.append(
@@ -22,14 +22,14 @@ def explanation(engine: Engine, hooks: HookEngine | None) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
 
 
-def _device_line(engine: Engine, at: int) -> str:
+def _describe_device(engine: Engine, at: int) -> str:
     device = engine.devices[at]
     tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     own = [tensors[name] for name, home in engine.homes.items() if home == at]
     placed = engine.graphs[0].device if engine.graphs else {}
     num_ops = sum(home == at and node.op == "call_function" for node, home in placed.items())
     words = [f"{num_ops} ops"] if engine.graphs else []
-    words += [f"{len(own)} weights and buffers of {format_bytes(storages_bytes(own))}"]
+    words += [f"{len(own)} weights and buffers of {format_bytes(count_storage_bytes(own))}"]
     if engine.accounts is not None:
         peak, limit = format_apart(engine.accounts.peak_bytes[at], device.limit_bytes)
         words.append(f"at most {peak} of {limit} so far")

@@ -21,7 +21,7 @@ HOWS = (RAISE, WARN)
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Finite:
+class FiniteCheck:
     """Looks at the losses of one placed model."""
 
     how: str

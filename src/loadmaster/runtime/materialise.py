@@ -30,15 +30,15 @@ def is_meta(model: nn.Module) -> bool:
 
 def materialise(model: nn.Module, settle: Settle, *, weights: Checkpoint | None = None) -> None:
     """Give values to every weight on 'meta' (with `weights`: to every weight), and `settle` each at once."""
-    names = _first_names(model)
-    found = _in_file(model, weights, names) if weights is not None else {}
+    names = _find_first_names(model)
+    found = _match_checkpoint(model, weights, names) if weights is not None else {}
     blank = {id(module) for module in model.modules() if _is_blank(module)}
     with torch.no_grad():
-        for path, module in _children_first(model):
-            _one(model, path, module, found, weights, names, settle, blank=id(module) in blank)
+        for path, module in _iterate_children_first(model):
+            _materialise_module(model, path, module, found, weights, names, settle, blank=id(module) in blank)
 
 
-def _one(
+def _materialise_module(
     model: nn.Module,
     path: str,
     module: nn.Module,
@@ -50,20 +50,20 @@ def _one(
     blank: bool,
 ) -> None:
     """One module's own weights: made, given values, sent home."""
-    own = {name: tensor for name, tensor in _own(module) if tensor.is_meta}
+    own = {name: tensor for name, tensor in _own_tensors(module) if tensor.is_meta}
     for tensor in own.values():
         _make_real(tensor)
     before = {name: tensor._version for name, tensor in own.items()}
     lacking = [name for name in own if names[id(own[name])] not in found]
     if lacking or (weights is None and blank):
-        with _aside(module, keep=set(own)):
-            _reset(model, module)
-    for _, tensor in _own(module):
+        with _protect_weights(module, keep=set(own)):
+            _reset_module(model, module)
+    for _, tensor in _own_tensors(module):
         source = found.get(names.get(id(tensor), ""))
         if source is not None and weights is not None:
             tensor.copy_(weights.read(source))
     for name in lacking:
-        now = _named(module, name)
+        now = _get_tensor(module, name)
         if now is own[name] and now._version == before[name] and now.numel():
             kind = "weight" if name in module._parameters else "buffer"
             full = f"{path}.{name}" if path else name
@@ -71,7 +71,7 @@ def _one(
                 f"{kind} {full!r} is on 'meta', and {type(module).__name__} has no reset_parameters to give"
                 " it values; give weights=, write that method, or build this module outside of 'meta'"
             )
-    for name, tensor in _own(module):
+    for name, tensor in _own_tensors(module):
         if name in own or (weights is not None):
             settle(names.get(id(tensor), f"{path}.{name}" if path else name), tensor)
 
@@ -85,7 +85,7 @@ def _make_real(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def _aside(module: nn.Module, *, keep: set[str]) -> Iterator[None]:
+def _protect_weights(module: nn.Module, *, keep: set[str]) -> Iterator[None]:
     """Weights that have their values (those tied to another module's) are not given others: as where a model
     is built, the numbers drawn for them go nowhere."""
     real = {name: weight for name, weight in module._parameters.items() if weight is not None}
@@ -98,7 +98,7 @@ def _aside(module: nn.Module, *, keep: set[str]) -> Iterator[None]:
         module._parameters.update(real)
 
 
-def _reset(model: nn.Module, module: nn.Module) -> None:
+def _reset_module(model: nn.Module, module: nn.Module) -> None:
     """The module's own way, then that of a model that initialises its modules itself."""
     for name in _RESETS:
         reset = getattr(module, name, None)
@@ -116,17 +116,17 @@ def _is_blank(module: nn.Module) -> bool:
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Weights and buffers of the module itself."""
     for table in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
 
 
-def _named(module: nn.Module, name: str) -> Any:
+def _get_tensor(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name, module._buffers.get(name))
 
 
-def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module after its children, which stand in the order of their registration."""
     stack, seen = [("", model, False)], {id(model)}
     while stack:
@@ -141,7 +141,7 @@ def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 stack.append((f"{path}.{name}" if path else name, child, False))
 
 
-def _first_names(model: nn.Module) -> dict[int, str]:
+def _find_first_names(model: nn.Module) -> dict[int, str]:
     """The name of each weight and buffer; of several the first."""
     found: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -149,7 +149,7 @@ def _first_names(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _in_file(model: nn.Module, weights: Checkpoint, names: Mapping[int, str]) -> dict[str, str]:
+def _match_checkpoint(model: nn.Module, weights: Checkpoint, names: Mapping[int, str]) -> dict[str, str]:
     """What the checkpoint calls each weight (of a tied one any name will do); refuses one that lacks some."""
     state = model.state_dict(keep_vars=True)
     head = str(getattr(model, "base_model_prefix", ""))

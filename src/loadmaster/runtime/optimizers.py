@@ -34,9 +34,9 @@ class Optimizers:
         self._accounts, self._homes = accounts, homes
         self._stops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-        for made in _live():
+        for made in _find_optimizers():
             if self._holds(made):
-                self._stops[made] = made.register_step_pre_hook(_stop)
+                self._stops[made] = made.register_step_pre_hook(_refuse_stale_optimizer)
 
     def adopt(self, optimizer: Any) -> None:
         """Move an optimizer's state to its weights."""
@@ -99,13 +99,13 @@ def is_divided(group: dict[str, Any]) -> bool:
     return plain and len({weight.device.type for weight in group["params"]}) > 1
 
 
-def _live() -> list[Any]:
+def _find_optimizers() -> list[Any]:
     """Every optimizer there is."""
     kind = torch.optim.Optimizer
     return [one for one in gc.get_objects() if issubclass(type(one), kind) and hasattr(one, "param_groups")]
 
 
-def _stop(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _refuse_stale_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     raise RunError(
         f"this {type(optimizer).__name__} was made before the model was placed, and its state is where the"
         " weights were; hand it over with placed.adopt(optimizer), or lm.place(..., optimizer=optimizer)"

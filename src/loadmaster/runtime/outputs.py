@@ -29,11 +29,11 @@ class Output(torch.Tensor):
         except RuntimeError as problem:
             if not any(words in str(problem) for words in _MISMATCHES):
                 raise
-            devices = _devices((args, kwargs))
+            devices = _find_devices((args, kwargs))
             raise RunError(
-                f"the model's output is on {_listed(_devices((args, kwargs), Output))}, what it meets is on"
-                f" {_listed(devices - _devices((args, kwargs), Output))}; move the labels with"
-                " labels.to(output.device), or give lm.place(..., output_device='cpu')"
+                f"the model's output is on {_join_devices(_find_devices((args, kwargs), Output))},"
+                f" what it meets is on {_join_devices(devices - _find_devices((args, kwargs), Output))};"
+                " move the labels with labels.to(output.device), or give lm.place(..., output_device='cpu')"
             ) from problem
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -41,10 +41,10 @@ class Output(torch.Tensor):
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
 
-def outputs(out: Any, given: Any) -> Any:
+def mark_outputs(out: Any, given: Any) -> Any:
     """What a model gives; tensors on a device on which no input was explain mismatches."""
-    here = _devices(given)
-    if not here or _devices(out) <= here:
+    here = _find_devices(given)
+    if not here or _find_devices(out) <= here:
         return out
     return pytree.tree_map_only(
         torch.Tensor,
@@ -53,9 +53,9 @@ def outputs(out: Any, given: Any) -> Any:
     )
 
 
-def _devices(tree: Any, kind: type[torch.Tensor] = torch.Tensor) -> set[torch.device]:
+def _find_devices(tree: Any, kind: type[torch.Tensor] = torch.Tensor) -> set[torch.device]:
     return {leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)}
 
 
-def _listed(devices: set[torch.device]) -> str:
+def _join_devices(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))

@@ -19,18 +19,18 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
-from loadmaster.graph.torch_capture.fake_model import rebuilt
+from loadmaster.graph.torch_capture.fake_model import rebuild_modules
 from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.finite_loss import HOWS, WARN
-from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, placed_model
+from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, build_placed_model
 from loadmaster.runtime.shortage import Replan
 from loadmaster.runtime.verify.unplaced import Loss
-from loadmaster.runtime.verify.verification import Verification, require_batch
+from loadmaster.runtime.verify.verification import Verification, parse_batch
 
 FIRST_STEP = "first-step"
 
 
-class Wish(TypedDict, total=False):
+class PlaceOptions(TypedDict, total=False):
     """What `lm.place` may be asked beside model, plan or inputs, and devices."""
 
     kwargs: Mapping[str, Any] | None  # example inputs by name, where there is no plan yet
@@ -47,41 +47,41 @@ class Wish(TypedDict, total=False):
     weights: str | os.PathLike[str] | None  # a safetensors file or checkpoint's folder to fill the model from
 
 
-def placed(
+def place_model(
     model: nn.Module,
     given: Any,
     devices: Any,
-    wishes: Wish,
+    wishes: PlaceOptions,
     *,
     problem: Callable[..., Any],
     plan: Callable[..., Placement],
     replan: Replan,
 ) -> Placed:
     """A placed model; `problem` and `plan` make a plan where none is given."""
-    unknown = sorted(set(wishes) - set(Wish.__annotations__))
+    unknown = sorted(set(wishes) - set(PlaceOptions.__annotations__))
     if unknown:
-        raise UnknownNameError("argument of place", unknown[0], Wish.__annotations__)
+        raise UnknownNameError("argument of place", unknown[0], PlaceOptions.__annotations__)
     require_model(model)
-    _check(wishes)
-    placement = placement_of(given)
+    _check_options(wishes)
+    placement = resolve_placement(given)
     if placement is None:
-        placement = _planned(model, given, devices, wishes, problem=problem, plan=plan)
+        placement = _make_plan(model, given, devices, wishes, problem=problem, plan=plan)
     else:
-        _require_no_questions(devices, wishes)
-    made = on_devices(model, placement, wishes, replan)
+        _refuse_planning_options(devices, wishes)
+    made = place_with_plan(model, placement, wishes, replan)
     if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
         made.adopt(wishes["optimizer"])
     return made
 
 
-def verified(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
+def verify_plan(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
     """One batch under a plan and without, on a copy of the model."""
     require_model(model)
-    args, kwargs = require_batch(batch)
-    placement = placement_of(given)
+    args, kwargs = parse_batch(batch)
+    placement = resolve_placement(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
-    made = on_devices(_copied(model), placement, {"loss": loss})
+    made = place_with_plan(_copy_model(model), placement, {"loss": loss})
     return made.verify(*args, seed=seed, **kwargs)
 
 
@@ -103,7 +103,7 @@ def require_model(model: Any) -> None:
     raise InputError(f"{given} is no model; give the torch.nn.Module itself, made before")
 
 
-def _require_no_questions(devices: Any, wishes: Wish) -> None:
+def _refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
     """Refuse what only the making of a plan can heed, where there is one."""
     optimizer = wishes.get("optimizer")
     answered = {
@@ -121,16 +121,16 @@ def _require_no_questions(devices: Any, wishes: Wish) -> None:
             raise InputError(f"the plan {why}; leave {name} out, or give inputs to plan anew")
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     """The model with weights of its own; what cannot be copied is shared."""
     try:
         return copy.deepcopy(model)
     except Exception:  # a lock, a file, a generator
         tensors = [*model.parameters(), *model.buffers()]
-        return rebuilt(model, {id(tensor): copy.deepcopy(tensor) for tensor in tensors})
+        return rebuild_modules(model, {id(tensor): copy.deepcopy(tensor) for tensor in tensors})
 
 
-def placement_of(given: Any) -> Placement | None:
+def resolve_placement(given: Any) -> Placement | None:
     """The Placement that is given, or lies in the file that is named; None where inputs are given."""
     if isinstance(given, str | os.PathLike):
         given = load(given)
@@ -151,18 +151,18 @@ def placement_of(given: Any) -> Placement | None:
     )
 
 
-def _check(wishes: Wish) -> None:
+def _check_options(wishes: PlaceOptions) -> None:
     if wishes.get("engine", AUTO) not in ENGINES:
         raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
     if wishes.get("verify") not in (None, FIRST_STEP):
         raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
     if wishes.get("on_nan") not in (None, *HOWS):
         raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
-    _backend(wishes.get("compile", False))
-    _output_device(wishes.get("output_device"))
+    _choose_backend(wishes.get("compile", False))
+    _resolve_output_device(wishes.get("output_device"))
 
 
-def _output_device(asked: Any) -> torch.device | None:
+def _resolve_output_device(asked: Any) -> torch.device | None:
     """Where outputs shall come; refuses what this machine does not have."""
     if asked is None:
         return None
@@ -179,7 +179,7 @@ def _output_device(asked: Any) -> torch.device | None:
     return where
 
 
-def _backend(asked: Any) -> str:
+def _choose_backend(asked: Any) -> str:
     if isinstance(asked, str):
         known = torch.compiler.list_backends(exclude_tags=())
         if asked not in known:
@@ -188,12 +188,12 @@ def _backend(asked: Any) -> str:
     return "inductor" if asked else ""
 
 
-def _planned(
-    model: nn.Module, given: Any, devices: Any, wishes: Wish, *, problem: Any, plan: Any
+def _make_plan(
+    model: nn.Module, given: Any, devices: Any, wishes: PlaceOptions, *, problem: Any, plan: Any
 ) -> Placement:
     """A plan for a model on example inputs."""
     cluster = parse_cluster(auto_shorthand() if devices == AUTO else devices)
-    args, kwargs = require_batch(given)
+    args, kwargs = parse_batch(given)
     kwargs |= dict(wishes.get("kwargs") or {})
     graph = capture(
         model,
@@ -202,7 +202,7 @@ def _planned(
         optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
         loss=wishes.get("loss"),
         train=model.training,
-        target=_target(cluster),
+        target=_choose_target(cluster),
     )
     budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
     order = "captured" if model.training else "free"  # autograd has an order of its own
@@ -210,7 +210,7 @@ def _planned(
     return found
 
 
-def _target(cluster: Cluster) -> str:
+def _choose_target(cluster: Cluster) -> str:
     return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
@@ -232,23 +232,25 @@ def require_plan(placement: Placement) -> Plan:
     return plan
 
 
-def on_devices(model: nn.Module, placement: Placement, wishes: Wish, replan: Replan | None = None) -> Placed:
+def place_with_plan(
+    model: nn.Module, placement: Placement, wishes: PlaceOptions, replan: Replan | None = None
+) -> Placed:
     """The model on the devices of a plan."""
     cluster, plan = placement.problem.cluster, require_plan(placement)
     options = Options(
         engine=wishes.get("engine", AUTO),
         presum=wishes.get("presum", False),
-        output_device=_output_device(wishes.get("output_device")),
+        output_device=_resolve_output_device(wishes.get("output_device")),
         loss=wishes.get("loss"),
         verify=wishes.get("verify") == FIRST_STEP,
         on_nan=wishes.get("on_nan", WARN),
-        compile=_backend(wishes.get("compile", False)),
+        compile=_choose_backend(wishes.get("compile", False)),
     )
     predicted = placement.peak_bytes.tolist()
     graph = placement.problem.graph
     source = wishes.get("weights")
     weights = Checkpoint(source) if source is not None else None
-    made = placed_model(
+    made = build_placed_model(
         model, graph, plan, cluster, predicted_bytes=predicted, options=options, weights=weights
     )
     made._placement, made._replan = placement, replan

@@ -16,22 +16,28 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.checkpoint import Checkpoint
-from loadmaster.runtime.explain import explanation
-from loadmaster.runtime.finite_loss import WARN, Finite
-from loadmaster.runtime.graph_engine.assignment import Known, known_of
-from loadmaster.runtime.graph_engine.engine import CannotExportError, Engine, Ready
-from loadmaster.runtime.graph_engine.python_attributes import hooked_module
+from loadmaster.runtime.explain import explain_engine
+from loadmaster.runtime.finite_loss import WARN, FiniteCheck
+from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
+from loadmaster.runtime.graph_engine.engine import CannotExportError, Engine, ReadyGraph
+from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
-from loadmaster.runtime.outputs import outputs
-from loadmaster.runtime.shortage import Replan, device_is_full, full_device, held_on, plan_that_fits
+from loadmaster.runtime.outputs import mark_outputs
+from loadmaster.runtime.shortage import (
+    Replan,
+    find_full_device,
+    find_plan_that_fits,
+    make_memory_error,
+    peak_allocated_bytes,
+)
 from loadmaster.runtime.spill.weight_loads import Spill
 from loadmaster.runtime.transport.byte_accounts import Accounts
 from loadmaster.runtime.transport.device_streams import PartStreams
-from loadmaster.runtime.transport.devices import RunDevice, run_devices
+from loadmaster.runtime.transport.devices import RunDevice, locate_devices
 from loadmaster.runtime.verify.unplaced import BatchError, Loss
-from loadmaster.runtime.verify.verification import Verification, verification
+from loadmaster.runtime.verify.verification import Verification, compare_batch
 
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed
@@ -74,7 +80,7 @@ class Placed(nn.Module):
     _hooks: HookEngine
     _optimizers: Optimizers
     _options: Options
-    _finite: Finite | None
+    _finite: FiniteCheck | None
     _to_verify: bool
     hf_device_map: dict[str, torch.device]
     _placement: Placement | None = None
@@ -106,19 +112,19 @@ class Placed(nn.Module):
             raise self.full(problem) from problem
         if looks is not None:
             looks.loss(out)
-        return outputs(out, (args, kwargs))
+        return mark_outputs(out, (args, kwargs))
 
     def verify(self, *args: Any, seed: int = 0, **kwargs: Any) -> Verification:
         """One batch compared with the unplaced model; nothing changes."""
         engine = self._hooks if self._graph(args, kwargs) is None else self._engine
-        return verification(engine, args, kwargs, loss=self._options.loss, seed=seed)
+        return compare_batch(engine, args, kwargs, loss=self._options.loss, seed=seed)
 
-    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]] | None:
+    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadyGraph, list[Any]] | None:
         """The graph for these arguments and their leaves; None is said in the notes: hooks run it."""
         if self._options.engine == HOOKS:
             return None
         try:
-            hooked = hooked_module(self)
+            hooked = find_hooked_module(self)
             if hooked:
                 raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
             return self._engine.ready(args, kwargs)
@@ -138,17 +144,17 @@ class Placed(nn.Module):
         """After a device was full: the nearest plan that leaves room for what was missing there."""
         accounts = self._engine.accounts
         needed = self._needed if accounts is None else accounts.most_needed_bytes
-        return plan_that_fits(self.placement, needed, self._replan)
+        return find_plan_that_fits(self.placement, needed, self._replan)
 
     def full(self, problem: torch.OutOfMemoryError) -> DeviceMemoryError:
         """Torch's error as ours, for a loop that catches it in its backward pass: `raise placed.full(e)`."""
         devices = self._engine.devices
-        at, tried = full_device(problem, devices)
-        held = [held_on(device) for device in devices]
+        at, tried = find_full_device(problem, devices)
+        held = [peak_allocated_bytes(device) for device in devices]
         known = self._placement.peak_bytes.tolist() if self._placement is not None else None
         self._needed = list(held)
         self._needed[at] += tried
-        return device_is_full(
+        return make_memory_error(
             devices[at],
             held_bytes=held[at],
             tried_bytes=tried,
@@ -177,7 +183,7 @@ class Placed(nn.Module):
 
     def explain(self) -> str:
         """Where everything is, in a few lines."""
-        return explanation(self._engine, self._hooks if self._options.engine == HOOKS else None)
+        return explain_engine(self._engine, self._hooks if self._options.engine == HOOKS else None)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """It is where its plan has it."""
@@ -206,7 +212,7 @@ class Placed(nn.Module):
         raise RunError("a placed model cannot be pickled; save placed.state_dict(), it loads into the model")
 
 
-def placed_model(
+def build_placed_model(
     model: nn.Module,
     graph: Graph,
     plan: Plan,
@@ -219,25 +225,25 @@ def placed_model(
     """The model on the devices of a plan; its weights move there, or are made there (from `weights`)."""
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
-    devices, known = run_devices(cluster), known_of(graph, plan)
+    devices, known = locate_devices(cluster), index_plan(graph, plan)
     if known.spilled and options is not None and options.compile:
         raise PlanError("the plan spills weights, which compiled parts cannot load; leave one of them out")
     require_weights(model, graph)
-    homes = _homes(model, known)
+    homes = _find_homes(model, known)
     accounts = Accounts(devices) if any(device.logical for device in devices) else None
     if accounts is not None:
         accounts.predicted_bytes = list(predicted_bytes or [])
     model.__dict__[_TURN] = model.__dict__.get(_TURN, 0) + 1
-    optimizers = Optimizers(model, accounts, homes, _turn_of(model))
+    optimizers = Optimizers(model, accounts, homes, _make_turn_check(model))
     if weights is not None or is_meta(model):
         materialise(
             model,
-            lambda name, tensor: _move_one(name, tensor, homes[name], devices, accounts),
+            lambda name, tensor: _move_tensor(name, tensor, homes[name], devices, accounts),
             weights=weights,
         )
-    _move(model, homes, devices, accounts)
-    spill = _spill(model, known, devices, accounts)
-    made = _of_class(model)
+    _move_weights(model, homes, devices, accounts)
+    spill = _make_spill(model, known, devices, accounts)
+    made = _make_placed_instance(model)
     chosen = (options or Options()).for_graph(graph)
     shared: dict[str, Any] = {
         "model": model,
@@ -256,7 +262,7 @@ def placed_model(
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
         made._engine.say(f"run by hooks on modules, not as a graph: {_TRACED}")
-    made._finite = Finite(chosen.on_nan) if chosen.on_nan is not None else None
+    made._finite = FiniteCheck(chosen.on_nan) if chosen.on_nan is not None else None
     if made._finite is not None:
         made._finite.watch(model)
     # transformers and accelerate leave a model alone that has more than one entry here
@@ -270,7 +276,7 @@ def placed_model(
     return made
 
 
-def _of_class(model: nn.Module) -> Placed:
+def _make_placed_instance(model: nn.Module) -> Placed:
     """A module with the model's own tables of weights and modules."""
     kind = type(model)
 
@@ -314,7 +320,7 @@ def require_weights(model: nn.Module, graph: Graph) -> None:
             )
 
 
-def _homes(model: nn.Module, known: Known) -> dict[str, int]:
+def _find_homes(model: nn.Module, known: PlanIndex) -> dict[str, int]:
     """The device of every weight and buffer; a buffer the plan does not know is with its module."""
     found = {}
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
@@ -323,15 +329,15 @@ def _homes(model: nn.Module, known: Known) -> dict[str, int]:
     return found
 
 
-def _move(
+def _move_weights(
     model: nn.Module, homes: Mapping[str, int], devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> None:
     """Weights, buffers and gradients go home; the objects stay the same."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _move_one(name, tensor, homes[name], devices, accounts)
+        _move_tensor(name, tensor, homes[name], devices, accounts)
 
 
-def _move_one(
+def _move_tensor(
     name: str, tensor: torch.Tensor, home: int, devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> None:
     where = devices[home].where
@@ -343,8 +349,8 @@ def _move_one(
         accounts.add((tensor, tensor.grad), home, f"weight {name}")
 
 
-def _spill(
-    model: nn.Module, known: Known, devices: tuple[RunDevice, ...], accounts: Accounts | None
+def _make_spill(
+    model: nn.Module, known: PlanIndex, devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> Spill | None:
     """Weights that stay on the host while GPUs read them are pinned, so that copies run beside the ops."""
     if not known.spilled:
@@ -360,7 +366,7 @@ def _spill(
     return Spill(known.spilled, known.window_bytes, largest, devices, accounts)
 
 
-def _turn_of(model: nn.Module) -> Callable[[], bool]:
+def _make_turn_check(model: nn.Module) -> Callable[[], bool]:
     """Whether a model is still placed as it is now: asked later, when it may have been placed anew."""
     turn = model.__dict__.get(_TURN, 0)
     return lambda: bool(model.__dict__.get(_TURN, 0) == turn)
@@ -368,7 +374,7 @@ def _turn_of(model: nn.Module) -> Callable[[], bool]:
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
     """A gradient is counted where its weight is, until the model is placed anew or the placed one is gone."""
-    current = _turn_of(model)
+    current = _make_turn_check(model)
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue

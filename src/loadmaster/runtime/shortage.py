@@ -25,7 +25,7 @@ _GPU = re.compile(r"GPU (\d+)")
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B)")
 
 
-def full_device(problem: BaseException, devices: Sequence[RunDevice]) -> tuple[int, int]:
+def find_full_device(problem: BaseException, devices: Sequence[RunDevice]) -> tuple[int, int]:
     """The device that an error of torch is about, and the bytes that were asked for there."""
     gpu, tried = _GPU.search(str(problem)), _TRIED.search(str(problem))
     index = int(gpu[1]) if gpu else 0
@@ -34,7 +34,7 @@ def full_device(problem: BaseException, devices: Sequence[RunDevice]) -> tuple[i
     return at, parse_bytes(tried[1]) if tried else 0
 
 
-def device_is_full(
+def make_memory_error(
     device: RunDevice, *, held_bytes: int, tried_bytes: int, predicted_bytes: int | None
 ) -> DeviceMemoryError:
     """Torch's error in our words."""
@@ -46,12 +46,12 @@ def device_is_full(
     )
 
 
-def held_on(device: RunDevice) -> int:
+def peak_allocated_bytes(device: RunDevice) -> int:
     """The most bytes that tensors took on a whole device."""
     return int(torch.cuda.max_memory_allocated(device.where)) if device.where.type == "cuda" else 0
 
 
-def plan_that_fits(
+def find_plan_that_fits(
     placement: Placement, most_needed_bytes: Sequence[int] | None, replan: Replan | None
 ) -> Placement:
     """A placement of the same problem that fits as far as is known now."""

@@ -33,13 +33,15 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     ours, our_s = _op_seconds(predicted)
     theirs, their_s = _op_seconds(measured)
     common, at, there = np.intersect1d(ours, theirs, return_indices=True)
-    op_error = _error(our_s[at], their_s[there])
+    op_error = _relative_error(our_s[at], their_s[there])
     finite = np.abs(op_error[np.isfinite(op_error)])
     return Comparison(
-        step_error=float(_error(np.array([predicted.step_s]), np.array([measured.step_s]))[0]),
-        busy_error=_error(predicted.busy_s, measured.busy_s),
-        transfer_error=float(_error(_transfer_s(predicted), _transfer_s(measured))[0]),
-        peak_error=_error(predicted.peak_bytes.astype(np.float64), measured.peak_bytes.astype(np.float64)),
+        step_error=float(_relative_error(np.array([predicted.step_s]), np.array([measured.step_s]))[0]),
+        busy_error=_relative_error(predicted.busy_s, measured.busy_s),
+        transfer_error=float(_relative_error(_transfer_s(predicted), _transfer_s(measured))[0]),
+        peak_error=_relative_error(
+            predicted.peak_bytes.astype(np.float64), measured.peak_bytes.astype(np.float64)
+        ),
         common_ops=common.astype(np.int32),
         op_error=op_error,
         median_op_error=float(np.median(finite)) if len(finite) else 0.0,
@@ -61,7 +63,7 @@ def _transfer_s(timeline: Timeline) -> Floats:
     return np.array([(timeline.end_s - timeline.start_s)[moved].sum()])
 
 
-def _error(ours: Floats, theirs: Floats) -> Floats:
+def _relative_error(ours: Floats, theirs: Floats) -> Floats:
     """ours / theirs - 1; 0 where both are 0, infinite where only theirs is."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = ours / theirs - 1.0

@@ -52,25 +52,25 @@ def cache_folder() -> Path:
         Path(tempfile.gettempdir()) / f"loadmaster-{os.getuid()}",
     ]
     for folder in choices:
-        if _writable(folder / label):
+        if _is_writable(folder / label):
             return folder / label
     return Path(tempfile.mkdtemp(prefix="loadmaster-")) / label
 
 
 def is_warm(part: str) -> bool:
     """Whether the kernels of a part ('simulator', 'placers') were compiled on this machine before."""
-    return _marker(part).exists()
+    return _marker_path(part).exists()
 
 
 def mark_warm(part: str) -> None:
     """Remember that the kernels of a part are compiled; failing to remember only costs time."""
     try:
-        _marker(part).touch()
+        _marker_path(part).touch()
     except OSError:
         return
 
 
-def _marker(part: str) -> Path:
+def _marker_path(part: str) -> Path:
     maker = f"{_PACKAGE} {sys.version} {numba.__version__} {platform.processor()} {numba.config.CPU_NAME}"
     return cache_folder() / f"{part}-warm-{hashlib.sha256(maker.encode()).hexdigest()[:16]}"
 
@@ -85,7 +85,7 @@ def _sources_digest() -> str:
     return sha.hexdigest()[:16]
 
 
-def _writable(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     """Whether a file can be made in `folder` (made if need be); a stranger's folder is not trusted."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

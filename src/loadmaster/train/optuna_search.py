@@ -16,11 +16,11 @@ from typing import Any
 from loadmaster.core.errors import InputError
 from loadmaster.core.io import write_bytes
 from loadmaster.train.coordination.result import Result
-from loadmaster.train.coordination.searchers import Decision, Entrant, value_of
+from loadmaster.train.coordination.searchers import Decision, Entrant, metric_value
 from loadmaster.train.study import Study
 
 
-def _optuna() -> Any:
+def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
@@ -34,7 +34,7 @@ class OptunaSearch:
     def __init__(
         self, study: Any, proposals: Mapping[str, Any], *, metric: str | None = None, report_every: int = 1
     ) -> None:
-        _optuna()
+        _import_optuna()
         self._study, self._proposals, self._metric, self._every = study, dict(proposals), metric, report_every
         self._num_steps: dict[str, int] = {}
         self._told: set[str] = set()
@@ -57,10 +57,10 @@ class OptunaSearch:
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
         """Tell Optuna, and stop the trial where it would prune."""
-        optuna = _optuna()
+        optuna = _import_optuna()
         if trial in self._told:
             return Decision.CONTINUE
-        value, proposal = value_of(metrics, self._metric), self._proposals[trial]
+        value, proposal = metric_value(metrics, self._metric), self._proposals[trial]
         known = self._study._storage.get_trial(proposal._trial_id)
         if known.state.is_finished():  # told by an earlier call, which was killed before its journal knew
             self._told.add(trial)
@@ -89,7 +89,7 @@ class OptunaSearch:
     def withdraw(self, trial: str) -> None:
         """A trial that failed is told as failed."""
         if trial not in self._told:
-            self._tell(trial, None, state=_optuna().trial.TrialState.FAIL)
+            self._tell(trial, None, state=_import_optuna().trial.TrialState.FAIL)
 
 
 def optimize(
@@ -104,18 +104,18 @@ def optimize(
     **options: Any,
 ) -> Result:
     """Ask for trials, train them with pruning, tell how they end; `batch` at a time (default: all)."""
-    optuna = _optuna()
+    optuna = _import_optuna()
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "optuna.json"
-    known = _known(kept)
+    known = _read_known_trials(kept)
     proposals: dict[str, Any] = {}
     trials: list[Any] = []
     result: Result | None = None
     mode = "max" if study.direction == optuna.study.StudyDirection.MAXIMIZE else "min"
     while len(trials) < num_trials:
         for _ in range(min(batch or num_trials, num_trials - len(trials))):
-            proposal = _proposal(study, known[len(trials)] if len(trials) < len(known) else None)
+            proposal = _ask_proposal(study, known[len(trials)] if len(trials) < len(known) else None)
             one = make(proposal)
             if one.name in proposals:
                 raise InputError(
@@ -133,7 +133,7 @@ def optimize(
     return result
 
 
-def _known(kept: Path) -> list[dict[str, Any]]:
+def _read_known_trials(kept: Path) -> list[dict[str, Any]]:
     """What earlier calls asked for: number and parameters of each trial."""
     if not kept.exists():
         return []
@@ -144,9 +144,9 @@ def _known(kept: Path) -> list[dict[str, Any]]:
         raise InputError(f"{kept} is damaged; put it back from a copy, or give another dir") from None
 
 
-def _proposal(study: Any, known: Mapping[str, Any] | None) -> Any:
+def _ask_proposal(study: Any, known: Mapping[str, Any] | None) -> Any:
     """A new trial of Optuna's, or the one that an earlier call asked for."""
-    optuna = _optuna()
+    optuna = _import_optuna()
     if known is None:
         return study.ask()
     for each in study.get_trials(deepcopy=False):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.blocks import Chain, call, chain_of
+from loadmaster.shards.model.blocks import Chain, build_chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
-from loadmaster.train.execute.micro_batches import moved
+from loadmaster.train.execute.micro_batches import move_to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +29,10 @@ class Reference:
 def reference(trial: Trial, *, device: str = "cpu", host: Collection[str] = ()) -> Reference:
     """Train a trial the plain way, everything resident on one device."""
     where = torch.device(device)
-    with randomness.kept(where):
+    with randomness.preserve_generators(where):
         randomness.seed_all(trial.seed, where)
         model = trial.build()
-        chain = chain_of(trial, model)
+        chain = build_chain(trial, model)
         model.to(where).train()
         return _Loop(trial, chain, where, frozenset(host)).run()
 
@@ -62,17 +62,19 @@ class _Loop:
                 waiting.append(batch)
                 self.num_batches += 1
                 if len(waiting) == self.trial.accumulate and self._step(waiting):
-                    return self._result()
+                    return self._make_result()
                 if len(waiting) == self.trial.accumulate:
                     waiting = []
             if waiting and self._step(waiting):
                 break
-        return self._result()
+        return self._make_result()
 
     def _step(self, batches: list[Any]) -> bool:
         total = 0.0
         for number, (inputs, targets) in enumerate(batches):
-            loss = self._forward(moved(inputs, self.device), moved(targets, self.device), number)
+            loss = self._forward(
+                move_to_device(inputs, self.device), move_to_device(targets, self.device), number
+            )
             total += float(loss.detach()) / len(batches)
             self.scaler.scale(loss / len(batches) if len(batches) > 1 else loss).backward()
         self._update()
@@ -87,7 +89,7 @@ class _Loop:
 
     def _forward(self, value: Any, targets: Any, micro_batch: int) -> torch.Tensor:
         if self.trial.counted_rng:  # the data's own draws go on as if no block had drawn
-            with randomness.kept(self.device):
+            with randomness.preserve_generators(self.device):
                 return self._loss(value, targets, micro_batch)
         return self._loss(value, targets, micro_batch)
 
@@ -95,14 +97,14 @@ class _Loop:
         dtype = COMPUTE_DTYPE[self.trial.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             if self.chain.traced and not self.trial.counted_rng:  # the model itself, not what was cut of it
-                return self.trial.loss(call(self.chain.model, value, first=True), targets)
+                return self.trial.loss(call_block(self.chain.model, value, first=True), targets)
             for index, block in enumerate(self.chain.blocks):
                 if self.trial.counted_rng:
-                    seed = randomness.counted_seed(
+                    seed = randomness.derive_seed(
                         self.trial.seed, step=len(self.losses), micro_batch=micro_batch, block=index
                     )
                     randomness.seed_all(seed, self.device)
-                value = call(block, value, first=index == 0)
+                value = call_block(block, value, first=index == 0)
             return self.trial.loss(value, targets)
 
     def _update(self) -> None:
@@ -129,7 +131,7 @@ class _Loop:
         if overflow:
             self.scaler.update(self.scaler.get_scale() * 0.5)
 
-    def _result(self) -> Reference:
+    def _make_result(self) -> Reference:
         by_parameter: dict[torch.Tensor, dict[str, Any]] = {}
         for optimizer in self.optimizers:
             by_parameter |= dict(optimizer.state)

@@ -14,7 +14,7 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
 from loadmaster.shards.device.host_bytes import free_host_bytes
-from loadmaster.shards.model.shared_storage import Owners
+from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.spec.engine import Runner, TrialPlan
 from loadmaster.shards.spec.trial import Trial
@@ -39,7 +39,7 @@ class ShardEngine:
         default_factory=dict, init=False, repr=False
     )  # by device, of this process
     _sketches: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # [trial] on a backbone
-    _owners: Owners = field(default_factory=Owners, init=False, repr=False)
+    _owners: ParameterOwners = field(default_factory=ParameterOwners, init=False, repr=False)
     _alone: set[str] = field(default_factory=set, init=False, repr=False)  # of them, those no group takes
     _lent_bytes: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # held by another trial
     _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
@@ -51,7 +51,7 @@ class ShardEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay in their process."""
-        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}, "_owners": Owners()}
+        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}, "_owners": ParameterOwners()}
 
     def device_names(self, devices: str | Sequence[str]) -> list[str]:
         """The devices that are meant; no GPU is touched."""
@@ -91,7 +91,7 @@ class ShardEngine:
         from loadmaster.shards.device.update_thread import HostUpdater
         from loadmaster.train.execute.runner import open_runner
 
-        grouped = self._grouped(trial, device)
+        grouped = self._open_grouped_runner(trial, device)
         if grouped is not None:
             return grouped
         if "updater" not in self._here:
@@ -101,18 +101,18 @@ class ShardEngine:
             trial, device=device, optimizer_placement=wish, rates=self.rates, share=self.share, **self._here
         )
 
-    def _grouped(self, trial: Trial, device: Any) -> Runner | None:
+    def _open_grouped_runner(self, trial: Trial, device: Any) -> Runner | None:
         """A runner on a shared backbone, where most of a model is frozen and a group of it fits."""
-        from loadmaster.shards.model.built_model import build
+        from loadmaster.shards.model.built_model import build_trial
         from loadmaster.train.backbone.frozen_weights import has_backbone
-        from loadmaster.train.backbone.group_runner import Groups
+        from loadmaster.train.backbone.group_runner import GroupRegistry
 
         if trial.name not in self._backbones or trial.name in self._alone:
             return None
-        built = build(trial, device=device.torch_device)
+        built = build_trial(trial, device=device.torch_device)
         if not has_backbone(built.chain):
             return None
-        groups = self._groups.setdefault(id(device), Groups())
+        groups = self._groups.setdefault(id(device), GroupRegistry())
         try:
             return groups.runner(built, device)
         except DeviceMemoryError:  # it was planned for another device, or not at all
@@ -120,17 +120,17 @@ class ShardEngine:
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
-        from loadmaster.shards.model.built_model import build
-        from loadmaster.shards.model.refusals import options_of
+        from loadmaster.shards.model.built_model import build_trial
+        from loadmaster.shards.model.refusals import describe_options
         from loadmaster.shards.plan.partition import make_plan
-        from loadmaster.shards.plan.sizes import sizes_of
-        from loadmaster.train.backbone.group_forecast import sketch
+        from loadmaster.shards.plan.sizes import measure_sizes
+        from loadmaster.train.backbone.group_forecast import sketch_trial
         from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
         rates = self.rates or default_rates(where)
-        built = build(trial, device=where)
+        built = build_trial(trial, device=where)
         self._owners.claim(trial.name, built.chain)
         plan = make_plan(
             built,
@@ -139,14 +139,14 @@ class ShardEngine:
             optimizer_placement=self.optimizer_placement,
             share=self.share,
         )
-        sizes = sizes_of(built)
+        sizes = measure_sizes(built)
         state_bytes = sum(sizes.pinned_bytes)
         shared_bytes = self._noted(trial, built)
-        count = num_steps(trial, built.num_batches)
+        count = count_steps(trial, built.num_batches)
         buffer_bytes = sum(buffer.nbytes for buffer in built.chain.buffers)
         if trial.name in self._backbones:
             backbone = self._backbones[trial.name]
-            self._sketches[trial.name] = sketch(built, sizes, backbone, cap_bytes=self._cap_bytes(name))
+            self._sketches[trial.name] = sketch_trial(built, sizes, backbone, cap_bytes=self._cap_bytes(name))
         return TrialPlan(
             trial=trial.name,
             num_steps=count,
@@ -159,19 +159,21 @@ class ShardEngine:
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
-            options=options_of(trial, trial.optim([p for p in built.chain.parameters if p.requires_grad])),
+            options=describe_options(
+                trial, trial.optim([p for p in built.chain.parameters if p.requires_grad])
+            ),
             built_on="meta" if built.empty else "cpu",
             detail=plan,
         )
 
     def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
         """The plans of all trials, those on one frozen backbone as they will run: as a group."""
-        from loadmaster.train.backbone.group_forecast import together
+        from loadmaster.train.backbone.group_forecast import plan_together
         from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
-        found = together(
+        found = plan_together(
             plans,
             self._sketches,
             lent_bytes=self._lent_bytes,
@@ -185,11 +187,11 @@ class ShardEngine:
 
     def _noted(self, trial: Trial, built: Any) -> int:
         """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
-        from loadmaster.train.backbone.frozen_weights import digest, frozen_numbers, has_backbone
+        from loadmaster.train.backbone.frozen_weights import frozen_numbers, has_backbone, hash_frozen
 
         if not has_backbone(built.chain):
             return 0
-        found = f"{digest(built.chain)} {trial.precision}"  # a group reads it in one dtype
+        found = f"{hash_frozen(built.chain)} {trial.precision}"  # a group reads it in one dtype
         others = {each for name, each in self._backbones.items() if name != trial.name}
         self._backbones[trial.name] = found
         if found not in others:
@@ -199,7 +201,7 @@ class ShardEngine:
         return lent
 
 
-def num_steps(trial: Trial, num_batches: int | None) -> int:
+def count_steps(trial: Trial, num_batches: int | None) -> int:
     """Optimizer steps of a trial; data without a length is counted once, by an iterator of its own."""
     if num_batches is None and trial.max_steps is not None:  # it may have no end
         num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), trial.max_steps * trial.accumulate))

@@ -11,7 +11,7 @@ from loadmaster.train.study import Study
 _SOURCE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
 
-def study_of(source: str) -> Study:
+def load_study(source: str) -> Study:
     """Read the file and take the study out of it."""
     match = _SOURCE.fullmatch(source)
     if match is None:

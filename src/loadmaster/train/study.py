@@ -22,19 +22,19 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
 from loadmaster.shards.model.loaders import check_source, with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
-from loadmaster.shards.spec.trial import Trial, user_code
-from loadmaster.train.coordination.callbacks import Audience
+from loadmaster.shards.spec.trial import Trial, wrap_user_errors
+from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
-from loadmaster.train.coordination.host_memory import Places
+from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.referee import Referee
 from loadmaster.train.coordination.result import Result, TrialResult
 from loadmaster.train.coordination.searchers import RunAll, Searcher
-from loadmaster.train.coordination.study_plan import StudyPlan, study_plan
-from loadmaster.train.coordination.study_state import Book, Entry
+from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
+from loadmaster.train.coordination.study_state import Book, TrialEntry
 from loadmaster.train.coordination.worker_pool import Crew, InlineCrew
-from loadmaster.train.disk.folder_lock import locked
+from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
 
 _FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
@@ -122,30 +122,30 @@ class Study:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
             for name, trial in self._trials.items():
-                with user_code(name):
+                with wrap_user_errors(name):
                     check_source(trial.data, trial=name)
             engine = self.engine()
             devices = self._device_names(engine)
-            plans = [self._planned(engine, trial, devices) for trial in self._trials.values()]
+            plans = [self._make_plan(engine, trial, devices) for trial in self._trials.values()]
             if hasattr(engine, "together"):
                 plans = engine.together(plans, devices)
-            self._plan = study_plan(
+            self._plan = make_study_plan(
                 plans,
                 devices,
                 folder=self.dir,
                 memory_cap_bytes=self._memory_cap,
                 host_cap_bytes=self._host_cap,
-                ended=self._ended(),
+                ended=self._find_ended_trials(),
             )
         return self._plan
 
-    def _ended(self) -> set[str]:
+    def _find_ended_trials(self) -> set[str]:
         """Trials that an earlier call brought to an end."""
         records = read_journal(self.dir / "journal").records
         return {record["trial"] for record in records if record["kind"] == "done"}
 
-    def _planned(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
-        with user_code(trial.name):
+    def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
+        with wrap_user_errors(trial.name):
             return engine.planned(trial, devices)
 
     def _device_names(self, engine: Engine) -> list[str]:
@@ -161,21 +161,21 @@ class Study:
         Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
         """
         plan = self.plan()
-        plan.require()
+        plan.require_feasible()
         began = time.perf_counter()
-        with locked(self.dir):
+        with lock_folder(self.dir):
             journal = Journal(self.dir / "journal")
             try:
                 coordinator = self._coordinator(journal, plan, retry_failed=retry_failed)
                 try:
                     coordinator.audience.tell("on_start", self.names)
-                    with _interrupts(coordinator):
+                    with _handle_interrupts(coordinator):
                         coordinator.run()
                 finally:
                     coordinator.crew.close()
                     journal.sync()
                     coordinator.audience.tell("on_close")
-                result = self._result(coordinator.book, time.perf_counter() - began, coordinator)
+                result = self._make_result(coordinator.book, time.perf_counter() - began, coordinator)
                 coordinator.audience.tell("on_end", result)
             finally:
                 journal.close()
@@ -185,12 +185,12 @@ class Study:
         book = Book(journal)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
-            facts = _facts(trial) | dict(plans[name].options)
+            facts = _collect_facts(trial) | dict(plans[name].options)
             entry = book.enter(name, facts, plans[name].num_steps)
             if retry_failed and entry.error_kind:
                 book.note("retry", trial=name)
                 book.rewind(name)
-        audience = Audience(self.callbacks)
+        audience = CallbackList(self.callbacks)
         root = self.dir / "checkpoints"
         root.mkdir(exist_ok=True)
         # It is told everything anew from the journal, so each call starts from the one that was given.
@@ -201,17 +201,17 @@ class Study:
             names=self.names,
             device_names=plan.devices,
             book=book,
-            crew=self._crew(plan, root),
+            crew=self._make_crew(plan, root),
             referee=Referee(book, searcher, self._trials, audience=audience),
             plans=plans,
-            places=Places({each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes),
+            places=TrialLocations({each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes),
             pace=Pace({each.trial: each.step_s for each in plan.trials}, self._every),
             audience=audience,
             root=root,
         )
 
-    def _crew(self, plan: StudyPlan, root: Path) -> Crew:
-        trials = self._guarded()
+    def _make_crew(self, plan: StudyPlan, root: Path) -> Crew:
+        trials = self._add_data_timeouts()
         launcher = self.launcher
         if launcher == "auto":
             launcher = "inline" if len(plan.devices) == 1 else "processes"
@@ -228,7 +228,7 @@ class Study:
             len(plan.devices),
         )
 
-    def _guarded(self) -> dict[str, Any]:
+    def _add_data_timeouts(self) -> dict[str, Any]:
         """The trials, with a limit on how long their data may take."""
         if self._timeout_s is None:
             return dict(self._trials)
@@ -238,21 +238,21 @@ class Study:
             for name, trial in self._trials.items()
         }
 
-    def _result(self, book: Book, wall_s: float, coordinator: Coordinator) -> Result:
+    def _make_result(self, book: Book, wall_s: float, coordinator: Coordinator) -> Result:
         root = self.dir / "checkpoints"
         rows = tuple(
-            replace(_trial_result(book.entries[name], root), is_evaluated=name in self.evaluated)
+            replace(_make_trial_result(book.entries[name], root), is_evaluated=name in self.evaluated)
             for name in self.names
         )
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
 
 
-def _facts(trial: Any) -> dict[str, Any]:
+def _collect_facts(trial: Any) -> dict[str, Any]:
     """What may not change between two calls."""
     return {name: getattr(trial, name, None) for name in _FACTS}
 
 
-def _trial_result(entry: Entry, root: Path) -> TrialResult:
+def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
     return TrialResult(
         name=entry.name,
         status=entry.status,
@@ -270,18 +270,18 @@ def _trial_result(entry: Entry, root: Path) -> TrialResult:
 
 
 @contextmanager
-def _interrupts(coordinator: Coordinator) -> Iterator[None]:
+def _handle_interrupts(coordinator: Coordinator) -> Iterator[None]:
     """The first Ctrl-C asks for a clean stop, the second one does not wait."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def asked(_number: int, _frame: object) -> None:
+    def on_interrupt(_number: int, _frame: object) -> None:
         if coordinator.halt_asked:
             raise KeyboardInterrupt
         coordinator.halt_asked = True
 
-    before = signal.signal(signal.SIGINT, asked)
+    before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield
     finally:

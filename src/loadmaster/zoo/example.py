@@ -18,7 +18,7 @@ class Example:
     loss: Callable[[Any], torch.Tensor] | None = None
 
 
-def tokens(batch: int, seq: int, vocab: int, *, device: str = "meta", seed: int = 0) -> torch.Tensor:
+def random_tokens(batch: int, seq: int, vocab: int, *, device: str = "meta", seed: int = 0) -> torch.Tensor:
     """Random tokens; the same for the same seed."""
     if device == "meta":
         return torch.empty(batch, seq, dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.zoo.example import Example, tokens
+from loadmaster.zoo.example import Example, random_tokens
 
 _ATTENTION = "loadmaster_sdpa"
 
@@ -29,12 +29,12 @@ class Size:
     longest: int = 0  # tokens, 0 = any
 
 
-def _gpt2(layers: int, width: int, heads: int) -> Size:
+def _gpt2_size(layers: int, width: int, heads: int) -> Size:
     numbers = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": 50257, "n_positions": 1024}
     return Size("GPT2Config", "GPT2LMHeadModel", "text", numbers, longest=1024)
 
 
-def _bert(layers: int, width: int, heads: int) -> Size:
+def _bert_size(layers: int, width: int, heads: int) -> Size:
     numbers = {
         "num_hidden_layers": layers,
         "hidden_size": width,
@@ -46,7 +46,9 @@ def _bert(layers: int, width: int, heads: int) -> Size:
     return Size("BertConfig", "BertForMaskedLM", "text", numbers, longest=512)
 
 
-def _llama(layers: int, width: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+def _llama_numbers(
+    layers: int, width: int, heads: int, kv_heads: int, inner: int, **more: Any
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": width,
@@ -60,17 +62,17 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, inner: int, **mor
 
 
 SIZES: dict[str, Size] = {
-    "gpt2": _gpt2(12, 768, 12),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-    "bert-base": _bert(12, 768, 12),
-    "bert-large": _bert(24, 1024, 16),
-    "llama-7b": Size("LlamaConfig", "LlamaForCausalLM", "text", _llama(32, 4096, 32, 32, 11008)),
-    "llama-70b": Size("LlamaConfig", "LlamaForCausalLM", "text", _llama(80, 8192, 64, 8, 28672)),
+    "gpt2": _gpt2_size(12, 768, 12),
+    "gpt2-xl": _gpt2_size(48, 1600, 25),
+    "bert-base": _bert_size(12, 768, 12),
+    "bert-large": _bert_size(24, 1024, 16),
+    "llama-7b": Size("LlamaConfig", "LlamaForCausalLM", "text", _llama_numbers(32, 4096, 32, 32, 11008)),
+    "llama-70b": Size("LlamaConfig", "LlamaForCausalLM", "text", _llama_numbers(80, 8192, 64, 8, 28672)),
     "mixtral-8x7b": Size(
         "MixtralConfig",
         "MixtralForCausalLM",
         "text",
-        _llama(32, 4096, 32, 8, 14336, num_local_experts=8, num_experts_per_tok=2),
+        _llama_numbers(32, 4096, 32, 8, 14336, num_local_experts=8, num_experts_per_tok=2),
     ),
     "t5-base": Size(
         "T5Config",
@@ -107,12 +109,12 @@ def hf_example(name: str, *, batch: int, seq: int, device: str = "meta") -> Exam
     """A named model with a batch of inputs and labels."""
     if name not in SIZES:
         raise UnknownNameError("model", name, SIZES, see="hf:NAME")
-    return sized(SIZES[name], batch=batch, seq=seq, device=device)
+    return build_example(SIZES[name], batch=batch, seq=seq, device=device)
 
 
-def sized(size: Size, *, batch: int, seq: int, device: str = "meta") -> Example:
+def build_example(size: Size, *, batch: int, seq: int, device: str = "meta") -> Example:
     """The model of a size with a batch of inputs and labels."""
-    transformers = _transformers()
+    transformers = _import_transformers()
     if size.longest and seq > size.longest:
         raise InputError(f"{size.model} takes at most {size.longest} tokens, not {seq}; give a smaller --seq")
     numbers = dict(size.numbers)
@@ -122,19 +124,19 @@ def sized(size: Size, *, batch: int, seq: int, device: str = "meta") -> Example:
     config.use_cache = False
     with torch.device(device):
         model: nn.Module = getattr(transformers, size.model)._from_config(
-            config, attn_implementation=_attention(transformers, config)
+            config, attn_implementation=_register_attention(transformers, config)
         )
     model.train()
     if size.inputs == "image":
         side, labels = numbers["image_size"], torch.zeros(batch, dtype=torch.int64, device=device)
         image = torch.zeros(batch, 3, side, side, device=device)
         return Example(model, (), {"pixel_values": image, "labels": labels})
-    given = tokens(batch, seq, numbers["vocab_size"], device=device)
-    labels = tokens(batch, seq, numbers["vocab_size"], device=device, seed=1)
+    given = random_tokens(batch, seq, numbers["vocab_size"], device=device)
+    labels = random_tokens(batch, seq, numbers["vocab_size"], device=device, seed=1)
     return Example(model, (), {"input_ids": given, "labels": labels})
 
 
-def _attention(transformers: Any, config: Any) -> str:
+def _register_attention(transformers: Any, config: Any) -> str:
     """PyTorch's attention under a name for which the library writes out no mask."""
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -145,7 +147,7 @@ def _attention(transformers: Any, config: Any) -> str:
     return _ATTENTION
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError:

@@ -21,7 +21,7 @@ class Branches(nn.Module):
         return torch.cat([way(x) for way in self.ways], 1)
 
 
-def _pooled(inputs: int, outputs: int) -> nn.Module:
+def _pool_branch(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), ConvNorm(inputs, outputs, 1))
 
 
@@ -33,11 +33,11 @@ def _figure_5(inputs: int, pool: int) -> nn.Module:
         nn.Sequential(
             ConvNorm(inputs, 64, 1), ConvNorm(64, 96, 3, padding=1), ConvNorm(96, 96, 3, padding=1)
         ),
-        _pooled(inputs, pool),
+        _pool_branch(inputs, pool),
     )
 
 
-def _to_17(inputs: int) -> nn.Module:
+def _reduce_to_17(inputs: int) -> nn.Module:
     return Branches(
         ConvNorm(inputs, 384, 3, stride=2),
         nn.Sequential(ConvNorm(inputs, 64, 1), ConvNorm(64, 96, 3, padding=1), ConvNorm(96, 96, 3, stride=2)),
@@ -45,11 +45,11 @@ def _to_17(inputs: int) -> nn.Module:
     )
 
 
-def _row(inputs: int, outputs: int) -> ConvNorm:
+def _row_conv(inputs: int, outputs: int) -> ConvNorm:
     return ConvNorm(inputs, outputs, (1, 7), padding=(0, 3))
 
 
-def _column(inputs: int, outputs: int) -> ConvNorm:
+def _column_conv(inputs: int, outputs: int) -> ConvNorm:
     return ConvNorm(inputs, outputs, (7, 1), padding=(3, 0))
 
 
@@ -57,23 +57,26 @@ def _figure_6(width: int) -> nn.Module:
     """17 x 17: 7x7 convolutions as a row and a column."""
     return Branches(
         ConvNorm(768, 192, 1),
-        nn.Sequential(ConvNorm(768, width, 1), _row(width, width), _column(width, 192)),
+        nn.Sequential(ConvNorm(768, width, 1), _row_conv(width, width), _column_conv(width, 192)),
         nn.Sequential(
             ConvNorm(768, width, 1),
-            _column(width, width),
-            _row(width, width),
-            _column(width, width),
-            _row(width, 192),
+            _column_conv(width, width),
+            _row_conv(width, width),
+            _column_conv(width, width),
+            _row_conv(width, 192),
         ),
-        _pooled(768, 192),
+        _pool_branch(768, 192),
     )
 
 
-def _to_8() -> nn.Module:
+def _reduce_to_8() -> nn.Module:
     return Branches(
         nn.Sequential(ConvNorm(768, 192, 1), ConvNorm(192, 320, 3, stride=2)),
         nn.Sequential(
-            ConvNorm(768, 192, 1), _row(192, 192), _column(192, 192), ConvNorm(192, 192, 3, stride=2)
+            ConvNorm(768, 192, 1),
+            _row_conv(192, 192),
+            _column_conv(192, 192),
+            ConvNorm(192, 192, 3, stride=2),
         ),
         nn.MaxPool2d(3, stride=2),
     )
@@ -91,7 +94,7 @@ def _figure_7(inputs: int) -> nn.Module:
         ConvNorm(inputs, 320, 1),
         nn.Sequential(ConvNorm(inputs, 384, 1), _fork(384)),
         nn.Sequential(ConvNorm(inputs, 448, 1), ConvNorm(448, 384, 3, padding=1), _fork(384)),
-        _pooled(inputs, 192),
+        _pool_branch(inputs, 192),
     )
 
 
@@ -113,9 +116,9 @@ class InceptionV3(nn.Module):
             _figure_5(192, 32),
             _figure_5(256, 64),
             _figure_5(288, 64),
-            _to_17(288),
+            _reduce_to_17(288),
             *(_figure_6(width) for width in (128, 160, 160, 192)),
-            _to_8(),
+            _reduce_to_8(),
             _figure_7(1280),
             _figure_7(2048),
         )

@@ -24,11 +24,11 @@ class UnrolledLstm(nn.Module):
         """Scores of the next token after every token."""
         x = self.embedding(tokens)
         for cell in self.cells:
-            x = _unrolled(cell, x)
+            x = _unroll_cell(cell, x)
         return self.output(x)
 
 
-def _unrolled(cell: Any, x: torch.Tensor) -> torch.Tensor:
+def _unroll_cell(cell: Any, x: torch.Tensor) -> torch.Tensor:
     """The cell's outputs along the sequence."""
     hidden = state = x.new_zeros(x.shape[0], cell.hidden_size)
     outputs = []
@@ -56,18 +56,18 @@ class Gnmt(nn.Module):
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Scores of the next target token after every target token."""
-        memory = self._encoded(self.source(source))
-        return self.output(self._decoded(self.target(target), memory))
+        memory = self._encode(self.source(source))
+        return self.output(self._decode(self.target(target), memory))
 
-    def _encoded(self, x: torch.Tensor) -> torch.Tensor:
-        back = _unrolled(self.backwards, x.flip(1)).flip(1)
-        x = self.joined(torch.cat([_unrolled(self.forwards, x), back], 2))
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        back = _unroll_cell(self.backwards, x.flip(1)).flip(1)
+        x = self.joined(torch.cat([_unroll_cell(self.forwards, x), back], 2))
         for at, cell in enumerate(self.encoder):
-            y = _unrolled(cell, x)
+            y = _unroll_cell(cell, x)
             x = x + y if at else y
         return x
 
-    def _decoded(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    def _decode(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """The first layer reads what was attended a step before; the others what is attended now."""
         zeros = x.new_zeros(x.shape[0], x.shape[2])
         hidden, state, context = zeros, zeros, zeros
@@ -80,7 +80,7 @@ class Gnmt(nn.Module):
             contexts.append(context)
         y, attended = torch.stack(lower, 1), torch.stack(contexts, 1)
         for at, cell in enumerate(self.decoder):
-            z = _unrolled(cell, torch.cat([y, attended], 2))
+            z = _unroll_cell(cell, torch.cat([y, attended], 2))
             y = y + z if at else z
         return y
 

@@ -20,67 +20,67 @@ _PLAN = "4s"
 def show(out_dir: str, steps: int) -> None:
     """Train, and print what was predicted and what was measured."""
     from loadmaster.cli.console import stdout
-    from loadmaster.cli.verbs.run import comparison
-    from loadmaster.report.plain_text import printable
+    from loadmaster.cli.verbs.run import comparison_table
+    from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
     console.print()
     try:
-        devices, outcome, plain = trained(out_dir, steps)
+        devices, outcome, plain = train_demo(out_dir, steps)
     except InputError as problem:  # without torch there is nothing to train with
-        console.print(printable(f"nothing was trained: {problem}"), soft_wrap=True)
+        console.print(escape_control_characters(f"nothing was trained: {problem}"), soft_wrap=True)
         return
     console.print(f"trained here: GPT-2-small, batch {BATCH} x {SEQ}, AdamW, {steps} steps on {devices}")
     console.print("(neither part holds it alone)")
     console.print()
-    console.print(comparison(outcome.ran))
-    console.print(printable(_verdict(outcome, plain)), soft_wrap=True)
+    console.print(comparison_table(outcome.ran))
+    console.print(escape_control_characters(_compare_losses(outcome, plain)), soft_wrap=True)
 
 
-def document(out_dir: str, steps: int) -> dict[str, Any]:
+def training_document(out_dir: str, steps: int) -> dict[str, Any]:
     """The same for `--json`."""
     import msgspec
 
     try:
-        devices, outcome, plain = trained(out_dir, steps)
+        devices, outcome, plain = train_demo(out_dir, steps)
     except InputError as problem:
         return {"reason": str(problem)}
     run = msgspec.to_builtins(outcome.ran)
     return {"devices": devices, "run": run, "plain_losses": plain, "equal": plain == list(outcome.ran.losses)}
 
 
-def trained(out_dir: str, steps: int) -> "tuple[str, Outcome, list[float]]":
+def train_demo(out_dir: str, steps: int) -> "tuple[str, Outcome, list[float]]":
     """The devices, what came of the run, and the losses of plain training."""
     from loadmaster import api
     from loadmaster.cli.console import progress
 
     with progress("training GPT-2-small") as say:
         say("capturing it", 0.0)
-        whole = api.problem(SOURCE, f"{_first()}#0-1TB", batch=BATCH, seq=SEQ)
+        whole = api.problem(SOURCE, f"{_first_device()}#0-1TB", batch=BATCH, seq=SEQ)
         alone = api.plan(whole, algorithm="single_device")
         needs = int(alone.peak_bytes.max())
         caps = [int(share * needs) for share in _SHARES]
-        devices = ", ".join(f"{_first()}#{at}-{cap // 2**20}MiB" for at, cap in enumerate(caps))
+        devices = ", ".join(f"{_first_device()}#{at}-{cap // 2**20}MiB" for at, cap in enumerate(caps))
         problem = api.problem(whole.graph, devices, costs="measured", measure_budget=_MEASURE, progress=say)
         placement = api.plan(problem, budget=_PLAN, progress=say)
         api.save(placement, str(Path(out_dir) / "demo-training.json"))
         say("training it plainly", 0.0)
-        from loadmaster.runtime.run.launch import plain_losses
+        from loadmaster.runtime.run.launch import compute_plain_losses
 
-        plain = plain_losses(placement, steps=steps)
+        plain = compute_plain_losses(placement, steps=steps)
         say("training it on its plan", 0.0)
         outcome = api.run(placement, steps=steps, progress=say)
     return devices, outcome, plain
 
 
-def _first() -> str:
+def _first_device() -> str:
     """This machine's first GPU, else its CPU."""
     from loadmaster.cluster.probe import local_devices
 
     return local_devices()[:2][-1].torch_name
 
 
-def _verdict(outcome: "Outcome", plain: list[float]) -> str:
+def _compare_losses(outcome: "Outcome", plain: list[float]) -> str:
     ran = list(outcome.ran.losses)
     shown = f"{plain[0]:.6f} at first, {plain[-1]:.6f} at last"
     if ran == plain:

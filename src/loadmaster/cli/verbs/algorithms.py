@@ -8,9 +8,9 @@ SUMMARY = "List the placement algorithms."
 def command(json: o.Json = False) -> None:
     """List the placement algorithms."""
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.placers.registry import available
+    from loadmaster.placers.registry import list_algorithms
 
-    entries = available().values()
+    entries = list_algorithms().values()
     if json:
         rows = [{"name": e.name, "family": e.family, "summary": e.summary} for e in entries]
         print_json({"algorithms": rows})

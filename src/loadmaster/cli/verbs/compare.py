@@ -50,14 +50,14 @@ def command(
 ) -> None:
     """Run several algorithms on one problem and set their plans side by side."""
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.cli.question import ask
+    from loadmaster.cli.question import read_problem
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
     from loadmaster.report import documents, tables
 
-    names = chosen_names(algorithms)
+    names = parse_algorithms(algorithms)
     parse_budget(budget)
-    problem = ask(
+    problem = read_problem(
         source,
         devices,
         objective=objective,
@@ -99,7 +99,7 @@ def command(
         raise typer.Exit(1)
 
 
-def chosen_names(text: str | None) -> list[str] | None:
+def parse_algorithms(text: str | None) -> list[str] | None:
     """The algorithms asked for, None if none are named; unknown ones are refused before any work."""
     from loadmaster.core.errors import InputError
     from loadmaster.placers.registry import placer
@@ -127,11 +127,11 @@ def run_all(
     from loadmaster.cli.console import progress
     from loadmaster.core.errors import InputError
     from loadmaster.core.placement import Placement
-    from loadmaster.placers.registry import available, objectives_of, placer, why_not
+    from loadmaster.placers.registry import list_algorithms, objectives_of, placer, why_not
 
     rows: list[tuple[str, Placement | str]] = []
     with progress("comparing") as say:
-        for name in available() if names is None else names:
+        for name in list_algorithms() if names is None else names:
             say(name, 0.0)
             try:  # a third party's broken package spoils its own row only
                 algorithm = placer(name)

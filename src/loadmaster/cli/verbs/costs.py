@@ -31,13 +31,13 @@ def ls(
 
     if limit < 0:
         raise InputError(f"--limit is {limit}; give 0 or more")
-    with _opened(database) as known:
+    with _open_database(database) as known:
         counts = {name: known.count(device=name) for name in known.devices()}
         if device is not None and device not in counts:
             raise UnknownNameError("device", device, counts)
         rows, path = known.rows(device=device, limit=limit), str(known.path)
     if json:
-        print_json({"database": path, "devices": counts, "rows": [_document(row) for row in rows]})
+        print_json({"database": path, "devices": counts, "rows": [_row_document(row) for row in rows]})
         return
     console = stdout()
     about: dict[str, object] = {"database": path}
@@ -68,11 +68,11 @@ def export(
     from loadmaster.cost.exchange import export_costs
 
     check_outputs({"FILE": out}, inputs=[database])
-    with _opened(database) as known:
+    with _open_database(database) as known:
         if device is not None and device not in known.devices():
             raise UnknownNameError("device", device, known.devices())
         num = export_costs(known, out, device=device)
-    _say(json, {"written": out, "num_rows": num}, f"{num} rows written to {out}")
+    _print_result(json, {"written": out, "num_rows": num}, f"{num} rows written to {out}")
 
 
 @app.command(name="import", short_help="Add the measured costs of a JSON file.")
@@ -83,37 +83,39 @@ def import_(
     json: o.Json = False,
 ) -> None:
     """Add the measured costs of a JSON file; of two with one key the later stays."""
-    from loadmaster.cli.question import size
+    from loadmaster.cli.question import parse_size
     from loadmaster.cost.exchange import import_costs
 
-    limit = size("--max-bytes", max_bytes)
-    with _opened(database) as known:
+    limit = parse_size("--max-bytes", max_bytes)
+    with _open_database(database) as known:
         num, changed = import_costs(known, file, max_bytes=limit)
         path = str(known.path)
     document = {"database": path, "num_rows": num, "num_changed": changed}
-    _say(json, document, f"{num} rows read, {changed} new or renewed in {path}")
+    _print_result(json, document, f"{num} rows read, {changed} new or renewed in {path}")
 
 
-def _opened(path: str | None) -> "CostDatabase":
+def _open_database(path: str | None) -> "CostDatabase":
     """The database, or an error; what was moved aside is told."""
     from loadmaster.cli.console import stderr
     from loadmaster.cost.database import open_database
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
-    return open_database(path, needed=True, tell=lambda text: stderr().print(printable(text), soft_wrap=True))
+    return open_database(
+        path, needed=True, tell=lambda text: stderr().print(escape_control_characters(text), soft_wrap=True)
+    )
 
 
-def _document(row: Any) -> dict[str, Any]:
+def _row_document(row: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(row)
 
 
-def _say(json: bool, document: dict[str, Any], text: str) -> None:
+def _print_result(json: bool, document: dict[str, Any], text: str) -> None:
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     if json:
         print_json(document)
     else:
-        stdout().print(printable(text), soft_wrap=True)
+        stdout().print(escape_control_characters(text), soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadmaster.cli import options as o
-from loadmaster.report.plain_text import printable
+from loadmaster.report.plain_text import escape_control_characters
 
 if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
@@ -38,7 +38,7 @@ def command(
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr, stdout
-    from loadmaster.cli.question import pins, size
+    from loadmaster.cli.question import parse_pins, parse_size
     from loadmaster.cli.verbs import _demo_training
     from loadmaster.cli.verbs.compare import run_all
     from loadmaster.core.placement import Placement
@@ -46,11 +46,13 @@ def command(
     from loadmaster.report import documents
 
     parse_budget(budget)
-    plan_path, trace_path = _paths(out_dir)
+    plan_path, trace_path = _prepare_paths(out_dir)
     say = stderr() if json else stdout()
     say.print(f"GPT-2-small, batch 8 x 1024, AdamW, one training step ({SOURCE}) on {DEVICES}")
     say.print()
-    problem = api.problem(SOURCE, DEVICES, pin=pins(pin), reserve_bytes=size("--reserve", reserve))
+    problem = api.problem(
+        SOURCE, DEVICES, pin=parse_pins(pin), reserve_bytes=parse_size("--reserve", reserve)
+    )
     rows = run_all(problem, None, budget=budget, seed=0)
     best = next(result for _, result in rows if isinstance(result, Placement))
     plan = best.plan or best.least_overflow_plan
@@ -65,7 +67,7 @@ def command(
             else {"reason": result}
             for name, result in rows
         }
-        trained = _demo_training.document(out_dir, steps) if train else None
+        trained = _demo_training.training_document(out_dir, steps) if train else None
         print_json({"results": results, "plan": plan_path, "trace": trace_path, "trained": trained})
         return
     _show(rows, best, timeline)
@@ -74,18 +76,18 @@ def command(
         _demo_training.show(out_dir, steps)
     console.print()
     for what, path, then in (
-        ("plan", plan_path, f"{program()} simulate {plan_path}"),
+        ("plan", plan_path, f"{program_name()} simulate {plan_path}"),
         ("trace", trace_path, "open it at ui.perfetto.dev"),
     ):
-        console.print(printable(f"{what} written to {path}  ({then})"), soft_wrap=True)
+        console.print(escape_control_characters(f"{what} written to {path}  ({then})"), soft_wrap=True)
 
 
-def program() -> str:
+def program_name() -> str:
     """This program as one can type it, also where it is not on the PATH."""
     return "loadmaster" if shutil.which("loadmaster") else sys.argv[0]
 
 
-def _paths(out_dir: str) -> tuple[str, str]:
+def _prepare_paths(out_dir: str) -> tuple[str, str]:
     """Where plan and trace go; the folder is made, and what cannot be written is refused before any work."""
     from loadmaster.core.errors import FileError
     from loadmaster.core.io import require_writable

@@ -23,7 +23,7 @@ def command(json: o.Json = False) -> None:
 
     with progress("looking around") as say:
         say("devices", 0.0)
-        found = findings()
+        found = collect_findings()
     if json:
         print_json(found)
         return
@@ -37,7 +37,7 @@ def command(json: o.Json = False) -> None:
     stdout().print(fields(lines))
 
 
-def findings() -> dict[str, dict[str, Any]]:
+def collect_findings() -> dict[str, dict[str, Any]]:
     """Everything doctor prints."""
     import os
     import platform
@@ -53,13 +53,13 @@ def findings() -> dict[str, dict[str, Any]]:
             "loadmaster": __version__,
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.machine()}",
-            **{name: _version(name) for name in BASE},
+            **{name: _package_version(name) for name in BASE},
         },
         "devices": {
             device.name: f"{device.description}, {format_bytes(device.memory_bytes)}"
             for device in local_devices()
         },
-        "extras": {name: _extra(packages) for name, packages in EXTRAS.items()},
+        "extras": {name: _extra_status(packages) for name, packages in EXTRAS.items()},
         "cache": {
             "folder": str(folder),
             "writable": os.access(folder, os.W_OK),
@@ -68,15 +68,15 @@ def findings() -> dict[str, dict[str, Any]]:
     }
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "missing"
 
 
-def _extra(packages: tuple[str, ...]) -> str:
-    missing = [name for name in packages if _version(name) == "missing"]
+def _extra_status(packages: tuple[str, ...]) -> str:
+    missing = [name for name in packages if _package_version(name) == "missing"]
     if missing:
         return f"missing {', '.join(missing)}"
-    return ", ".join(f"{name} {_version(name)}" for name in packages)
+    return ", ".join(f"{name} {_package_version(name)}" for name in packages)

@@ -45,10 +45,10 @@ def command(
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress
-    from loadmaster.cli.question import size
+    from loadmaster.cli.question import parse_size
     from loadmaster.core.run import parse_budget
 
-    limit, reserve_bytes = size("--max-bytes", max_bytes), size("--reserve", reserve)
+    limit, reserve_bytes = parse_size("--max-bytes", max_bytes), parse_size("--reserve", reserve)
     count = parse_budget(budget)
     with progress(f"fitting {source}") as say:
         answer = api.fit(
@@ -77,7 +77,7 @@ def command(
 def _show(answer: "Fit") -> None:
     from loadmaster.cli.console import stdout
     from loadmaster.report import fit_tables
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
     console.print(fit_tables.summary(answer))
@@ -94,4 +94,4 @@ def _show(answer: "Fit") -> None:
             console.print(title)
             console.print(table)
     for line in fit_tables.notes(answer):
-        console.print(printable(line), style="dim", soft_wrap=True)
+        console.print(escape_control_characters(line), style="dim", soft_wrap=True)

@@ -51,16 +51,16 @@ def command(
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress, stderr
-    from loadmaster.cli.question import ask, check_outputs
+    from loadmaster.cli.question import check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
     from loadmaster.placers.registry import objectives_of, placer
     from loadmaster.report import documents
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    problem = ask(
+    problem = read_problem(
         source,
         devices,
         objective=objective,
@@ -89,7 +89,7 @@ def command(
     if objective is None and pipeline is None and problem.objective not in served:
         asked = {"objective": served[0].value, "split": split}
         note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
-        stderr().print(printable(note), style="dim", soft_wrap=True)
+        stderr().print(escape_control_characters(note), style="dim", soft_wrap=True)
     with progress("planning") as say:
         placement = api.plan(
             problem,
@@ -113,7 +113,7 @@ def command(
     if json:
         print_json({"source": source, **documents.placement_document(placement), **written})
         for line in [] if placement.fits else why_none_fits(placement):
-            stderr().print(printable(line), soft_wrap=True)
+            stderr().print(escape_control_characters(line), soft_wrap=True)
     else:
         _show(placement, timeline, written)
     if not placement.fits:
@@ -124,7 +124,7 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     from loadmaster.cli.console import stdout
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.report import tables
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
     console.print(tables.summary(placement))
@@ -140,18 +140,20 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
         console.print(tables.members(placement))
     if placement.guarantee:
         console.print()
-        console.print(printable(f"guarantee: {placement.guarantee}"), soft_wrap=True)
+        console.print(escape_control_characters(f"guarantee: {placement.guarantee}"), soft_wrap=True)
     if not placement.fits:
         console.print()
     for line in [] if placement.fits else why_none_fits(placement):
-        console.print(printable(line), style="red", soft_wrap=True)
-    for line in _as_torch_runs_it(placement):
-        console.print(printable(line), style="dim", soft_wrap=True)
+        console.print(escape_control_characters(line), style="red", soft_wrap=True)
+    for line in _note_torch_order(placement):
+        console.print(escape_control_characters(line), style="dim", soft_wrap=True)
     for what, path in written.items():
-        console.print(printable(_written(what, path, fits=placement.fits)), soft_wrap=True)
+        console.print(
+            escape_control_characters(_describe_written_file(what, path, fits=placement.fits)), soft_wrap=True
+        )
 
 
-def _written(what: str, path: str, *, fits: bool) -> str:
+def _describe_written_file(what: str, path: str, *, fits: bool) -> str:
     """What a file holds; one without a plan that fits cannot be run."""
     if fits:
         return f"{what} written to {path}"
@@ -160,17 +162,17 @@ def _written(what: str, path: str, *, fits: bool) -> str:
     return f"{what} of the plan that came nearest written to {path}"
 
 
-def _as_torch_runs_it(placement: "Placement") -> list[str]:
+def _note_torch_order(placement: "Placement") -> list[str]:
     """What to know of a captured step whose plan has another order than torch's."""
     from loadmaster import api
     from loadmaster.core.check import why_not_runnable
-    from loadmaster.core.plan import in_order
+    from loadmaster.core.plan import in_graph_order
     from loadmaster.core.units import format_seconds
 
     problem, plan = placement.problem, placement.plan
     if plan is None or problem.graph.capture in ("", "generated") or not why_not_runnable(problem, plan):
         return []
-    slower = format_seconds(api.simulate(problem, in_order(plan)).step_s)
+    slower = format_seconds(api.simulate(problem, in_graph_order(plan)).step_s)
     if placement.score_s is not None and slower == format_seconds(placement.score_s):
         return []
     return [

@@ -24,36 +24,36 @@ def command(
 ) -> None:
     """Measure this machine's devices and links; the file is a cluster for --devices."""
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.question import check_outputs, size
+    from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.core.errors import FileError, InputError
     from loadmaster.core.io import write_bytes
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
-    limit = size("--largest", largest)
+    limit = parse_size("--largest", largest)
     if out is not None and not out.lower().endswith(".toml"):
         raise FileError(f"--out {out!r} is not read back as a cluster unless it ends in .toml; rename it")
     check_outputs({"--out": out}, inputs=[])
     try:
-        from loadmaster.cluster.benchmark import benchmark
+        from loadmaster.cluster.benchmark import benchmark_machine
     except ImportError:
         raise InputError("probe needs PyTorch; install it with: pip install 'loadmaster[torch]'") from None
     from loadmaster.cluster.toml import machine_toml
 
     with progress("probing") as say:
-        machine = benchmark(largest_bytes=limit, say=say)
+        machine = benchmark_machine(largest_bytes=limit, say=say)
     text = machine_toml(machine)
     if out is not None:
         write_bytes(text.encode(), out)
     if json:
-        print_json({**_document(machine), "toml": text, "written": out})
+        print_json({**_machine_document(machine), "toml": text, "written": out})
     elif out is None:
         print(text, end="")
     else:
-        stdout().print(_table(machine))
-        stdout().print(printable(f"cluster written to {out}"), soft_wrap=True)
+        stdout().print(_machine_table(machine))
+        stdout().print(escape_control_characters(f"cluster written to {out}"), soft_wrap=True)
 
 
-def _document(machine: "Machine") -> dict[str, Any]:
+def _machine_document(machine: "Machine") -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
@@ -64,7 +64,7 @@ def _document(machine: "Machine") -> dict[str, Any]:
     }
 
 
-def _table(machine: "Machine") -> Any:
+def _machine_table(machine: "Machine") -> Any:
     from loadmaster.core.units import format_bytes, format_flops, format_percent, format_seconds
     from loadmaster.report.tables import fields
 

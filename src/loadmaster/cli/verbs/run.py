@@ -56,15 +56,15 @@ def command(
     from loadmaster.cli.console import print_json, stderr
     from loadmaster.cli.question import check_outputs
     from loadmaster.core.errors import InputError
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     if database is not None and not calibrate:
         raise InputError("--database names measured costs, which only --calibrate writes; add it")
     if steps < 1:
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
-    placement = _runnable(plan)
-    with _bar(plan, steps) as (say, tell):
+    placement = _read_runnable(plan)
+    with _show_progress_bar(plan, steps) as (say, tell):
         outcome = api.run(
             placement,
             model=model,
@@ -75,9 +75,9 @@ def command(
             tell=tell,
             progress=say,
         )
-    written = _write(outcome, out, trace)
-    for line in not_written(outcome, out=out, trace=trace, calibrate=calibrate):
-        stderr().print(printable(line), soft_wrap=True)
+    written = _write_files(outcome, out, trace)
+    for line in list_unwritten(outcome, out=out, trace=trace, calibrate=calibrate):
+        stderr().print(escape_control_characters(line), soft_wrap=True)
     if json:
         import msgspec
 
@@ -89,30 +89,35 @@ def command(
         stderr().print(f"interrupted after {outcome.ran.steps_done} of {steps} steps")
         raise typer.Exit(130)
     if ended != "done":
-        stderr().print(printable(f"error: the {ended} at step {outcome.ran.steps_done}"), soft_wrap=True)
+        stderr().print(
+            escape_control_characters(f"error: the {ended} at step {outcome.ran.steps_done}"), soft_wrap=True
+        )
         raise typer.Exit(1)
 
 
-def _runnable(path: str) -> Any:
+def _read_runnable(path: str) -> Any:
     """What a file holds; a placement without a plan ends here, before any model is built."""
     from loadmaster import api
     from loadmaster.cli.console import stderr
     from loadmaster.core.placement import Placement
     from loadmaster.core.reasons import why_none_fits
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     found = api.load(path)
     if not isinstance(found, Placement):
         return path  # refused with its name
     if found.fits:
         return found
-    stderr().print(printable(f"{path} holds no plan that fits, so there is nothing to run:"), soft_wrap=True)
+    stderr().print(
+        escape_control_characters(f"{path} holds no plan that fits, so there is nothing to run:"),
+        soft_wrap=True,
+    )
     for line in why_none_fits(found):
-        stderr().print(printable(line), soft_wrap=True)
+        stderr().print(escape_control_characters(line), soft_wrap=True)
     raise typer.Exit(1)
 
 
-def not_written(outcome: "Outcome", *, out: str | None, trace: str | None, calibrate: bool) -> list[str]:
+def list_unwritten(outcome: "Outcome", *, out: str | None, trace: str | None, calibrate: bool) -> list[str]:
     """A line for everything that was asked for and could not be written, with the reason."""
     ran, why = outcome.ran, "" if outcome.measured is not None else _why_not_timed(outcome.ran)
     asked = {"measured timeline": out, "trace": trace} if why else {}
@@ -132,37 +137,39 @@ def _why_not_timed(ran: "Ran") -> str:
 
 
 @contextmanager
-def _bar(plan: str, steps: int) -> Iterator[tuple[Callable[[str, float], None], Tell]]:
+def _show_progress_bar(plan: str, steps: int) -> Iterator[tuple[Callable[[str, float], None], Tell]]:
     """A bar on a terminal with step time and memory; elsewhere a line now and then."""
     from loadmaster.cli.console import progress, stderr
     from loadmaster.cli.interrupts import raise_if_lost
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     console = stderr()
     if not console.is_terminal:
         with progress(f"running {plan}") as say:
-            yield say, lambda *news: say(_news(steps, *news), 0.0)
+            yield say, lambda *news: say(_format_step(steps, *news), 0.0)
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(printable(f"running {plan}"), total=steps)
+        task = bar.add_task(escape_control_characters(f"running {plan}"), total=steps)
 
         def say_so(message: str, _share: float) -> None:
             raise_if_lost()
-            bar.update(task, description=printable(message))
+            bar.update(task, description=escape_control_characters(message))
 
         def tell(number: int, seconds: float, loss: float, live: dict[str, int]) -> None:
             raise_if_lost()
             bar.update(
-                task, completed=number, description=printable(_news(steps, number, seconds, loss, live))
+                task,
+                completed=number,
+                description=escape_control_characters(_format_step(steps, number, seconds, loss, live)),
             )
 
         yield say_so, tell
 
 
-def _news(steps: int, number: int, seconds: float, loss: float, live: dict[str, int]) -> str:
+def _format_step(steps: int, number: int, seconds: float, loss: float, live: dict[str, int]) -> str:
     """'step 3 of 20: 120 ms, loss 3.21, cpu#0 31.0 MiB, cpu#1 12.0 MiB'."""
     from loadmaster.core.units import format_bytes, format_seconds
 
@@ -170,7 +177,7 @@ def _news(steps: int, number: int, seconds: float, loss: float, live: dict[str, 
     return f"step {number} of {steps}: {format_seconds(seconds)}, loss {loss:.4g}{held}"
 
 
-def _write(outcome: "Outcome", out: str | None, trace: str | None) -> dict[str, str]:
+def _write_files(outcome: "Outcome", out: str | None, trace: str | None) -> dict[str, str]:
     """Files that were asked for; without a measured timeline there is nothing to write."""
     from loadmaster import api
     from loadmaster.core.io import write_bytes
@@ -193,7 +200,7 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
     from loadmaster.cli.console import stdout
     from loadmaster.core.units import format_seconds
     from loadmaster.report import tables
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
     rows: dict[str, object] = {"model": ran.source, "engine": ran.engine}
@@ -207,31 +214,31 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
         rows["calibrated"] = f"{ran.num_calibrated} ops written to {ran.database}"
     console.print(tables.fields(rows))
     console.print()
-    console.print(comparison(ran))
+    console.print(comparison_table(ran))
     console.print("error = predicted / measured - 1: below 0 where the prediction was too small", style="dim")
     for note in ran.notes:
-        console.print(printable(f"note: {note}"), style="dim", soft_wrap=True)
+        console.print(escape_control_characters(f"note: {note}"), style="dim", soft_wrap=True)
     for what, path in written.items():
-        console.print(printable(f"{what} written to {path}"), soft_wrap=True)
+        console.print(escape_control_characters(f"{what} written to {path}"), soft_wrap=True)
 
 
-def comparison(ran: "Ran") -> Any:
+def comparison_table(ran: "Ran") -> Any:
     """A table: what was predicted, what was measured, and how far apart they are."""
     from loadmaster.core.units import format_bytes, format_seconds
     from loadmaster.report.tables import columns
 
     table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
-    _row(table, "step time", ran.step_s, format_seconds)
+    _add_row(table, "step time", ran.step_s, format_seconds)
     for device in ran.devices:
-        _row(table, f"{device.device} busy", device.busy_s, format_seconds)
-    _row(table, "transfers", ran.num_transfers, lambda number: f"{number:.0f}")
-    _row(table, "transfer time", ran.transfer_s, format_seconds)
+        _add_row(table, f"{device.device} busy", device.busy_s, format_seconds)
+    _add_row(table, "transfers", ran.num_transfers, lambda number: f"{number:.0f}")
+    _add_row(table, "transfer time", ran.transfer_s, format_seconds)
     for device in ran.devices:
-        _row(table, f"{device.device} peak", device.peak_bytes, format_bytes)
+        _add_row(table, f"{device.device} peak", device.peak_bytes, format_bytes)
     return table
 
 
-def _row(table: Any, name: str, pair: "Pair", words: Callable[[Any], str]) -> None:
+def _add_row(table: Any, name: str, pair: "Pair", words: Callable[[Any], str]) -> None:
     from loadmaster.core.units import format_percent
     from loadmaster.report.tables import one_line
 

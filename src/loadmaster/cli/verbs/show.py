@@ -8,7 +8,7 @@ from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
     from loadmaster.core.io import AnyNoun
-    from loadmaster.graph.models import Asked
+    from loadmaster.graph.models import CaptureOptions
     from loadmaster.report.descriptions import Description
 
 SUMMARY = "Show a graph, a cluster or any saved file."
@@ -45,18 +45,18 @@ def command(
 ) -> None:
     """Show a graph's size and shape, a saved plan, or (with --devices) a cluster."""
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.question import ranges, size
+    from loadmaster.cli.question import parse_ranges, parse_size
     from loadmaster.core.errors import InputError
 
     if source is None and devices is None:
         raise InputError("nothing to show; name a source, a file or --devices")
-    limit = size("--max-bytes", max_bytes)
+    limit = parse_size("--max-bytes", max_bytes)
     parts: list[Description] = []
     with progress(f"reading {source if source is not None else devices}"):
         if source is not None:
-            from loadmaster.graph.models import Asked
+            from loadmaster.graph.models import CaptureOptions
 
-            asked = Asked(
+            asked = CaptureOptions(
                 batch,
                 seq,
                 optimizer,
@@ -65,7 +65,7 @@ def command(
                 path=capture,
                 assume=assume,
                 accumulation=accumulation,
-                ranges=ranges(range),
+                ranges=parse_ranges(range),
             )
             parts += _describe(source, format, limit, ops, asked)
         if devices is not None:
@@ -84,7 +84,7 @@ def command(
 
 
 def _describe(
-    source: str, format: str | None, limit: int, num_listed: int, asked: "Asked"
+    source: str, format: str | None, limit: int, num_listed: int, asked: "CaptureOptions"
 ) -> "list[Description]":
     """A saved noun is described as what it is; anything else is read as a graph."""
     from loadmaster.core.cluster import Cluster
@@ -95,7 +95,7 @@ def _describe(
     from loadmaster.graph.source import read_source
     from loadmaster.report import descriptions as d
 
-    noun = _saved_noun(source, limit) if format is None else None
+    noun = _read_noun(source, limit) if format is None else None
     if isinstance(noun, Cluster):
         return [d.describe_cluster(noun)]
     if isinstance(noun, Timeline):
@@ -115,7 +115,7 @@ def _describe(
     return parts + ([d.describe_cluster(workload.cluster)] if workload.cluster is not None else [])
 
 
-def _saved_noun(source: str, limit: int) -> "AnyNoun | None":
+def _read_noun(source: str, limit: int) -> "AnyNoun | None":
     """The noun in a file of our own, None for any other source."""
     import os
 

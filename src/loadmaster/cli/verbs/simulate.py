@@ -44,14 +44,14 @@ def command(
 
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress
-    from loadmaster.cli.question import check_outputs, size
+    from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.core.problem import Objective
     from loadmaster.report import documents
 
-    limit = size("--max-bytes", max_bytes)
+    limit = parse_size("--max-bytes", max_bytes)
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan])
     with progress(f"simulating {plan}"):
-        placement, order = _read(plan, limit)
+        placement, order = _read_placement(plan, limit)
         problem = placement.problem
         timeline = api.simulate(problem, order, links, dispatch=dispatch)
         per_sample = problem.objective == Objective.THROUGHPUT
@@ -78,7 +78,7 @@ def command(
     _show(replace(placement, peak_bytes=timeline.peak_bytes), timeline, document)
 
 
-def _read(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
+def _read_placement(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
     """The placement in a file and the plan to run."""
     from loadmaster import api
     from loadmaster.core.errors import SchemaError
@@ -101,7 +101,7 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     from loadmaster.core.problem import Objective
     from loadmaster.core.units import format_seconds
     from loadmaster.report import tables
-    from loadmaster.report.plain_text import printable
+    from loadmaster.report.plain_text import escape_control_characters
 
     objective = placement.problem.objective
     rows: dict[str, object] = {tables.time_word(objective): format_seconds(document["step_s"])}
@@ -118,4 +118,4 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     console.print(tables.devices(placement, timeline))
     for what, path in (("timeline", document["out"]), ("trace", document["trace"])):
         if path is not None:
-            console.print(printable(f"{what} written to {path}"), soft_wrap=True)
+            console.print(escape_control_characters(f"{what} written to {path}"), soft_wrap=True)

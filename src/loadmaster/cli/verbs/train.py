@@ -34,11 +34,11 @@ def command(
     """
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.io import require_writable
-    from loadmaster.train.coordination.result import Status
+    from loadmaster.train.coordination.result import TrialStatus
 
     if trace is not None:
         require_writable(trace)
-    study = _study(source)
+    study = _load_study(source)
     if plan:
         answer = study.plan()
         if json:
@@ -46,45 +46,45 @@ def command(
         else:
             stdout().print(str(answer), soft_wrap=True)
         return
-    result = _watched(study, retry_failed=retry_failed, quiet=json)
+    result = _fit_with_progress(study, retry_failed=retry_failed, quiet=json)
     if trace is not None:
         result.trace(trace)
     if json:
         print_json(result.to_json())
     else:
         stdout().print(result.table(), soft_wrap=True)
-    num_failed = sum(each.status == Status.FAILED for each in result.trials)
+    num_failed = sum(each.status == TrialStatus.FAILED for each in result.trials)
     if num_failed:  # who mends the file and calls again would wonder why nothing happens
         stderr().print(
             f"{num_failed} of {len(result.trials)} failed, and stay so; --retry-failed tries them again",
             soft_wrap=True,
         )
-    if not any(each.status == Status.DONE for each in result.trials):
+    if not any(each.status == TrialStatus.DONE for each in result.trials):
         raise typer.Exit(1)
 
 
-def _study(source: str) -> "Study":
+def _load_study(source: str) -> "Study":
     from importlib.util import find_spec
 
     from loadmaster.core.errors import InputError
 
     if find_spec("torch") is None:
         raise InputError("train needs PyTorch; install it: pip install 'loadmaster[train]'")
-    from loadmaster.train.source import study_of
+    from loadmaster.train.source import load_study
 
-    return study_of(source)
+    return load_study(source)
 
 
-def _watched(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
+def _fit_with_progress(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
-    from loadmaster.report.study_table import Lines, LiveTable
+    from loadmaster.report.study_table import LineReporter, LiveTable
 
     console = stderr()
     if not quiet:
         console.print(str(study.plan()), style="dim", soft_wrap=True)
     if not console.is_terminal:
-        study.callbacks.append(Lines(console))
+        study.callbacks.append(LineReporter(console))
         return study.fit(retry_failed=retry_failed)
     table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)

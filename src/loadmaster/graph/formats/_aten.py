@@ -41,7 +41,7 @@ def gives_view(kind: str, call: Call) -> bool:
     if kind in _VIEWS:
         return True
     if kind in _RESHAPES:
-        return _viewable(given, made.shape)
+        return _can_view(given, made.shape)
     if kind in _DROPOUTS:
         return call.others.get("train") is False or call.others.get("p") == 0
     if kind in _UNLESS_CHANGED and call.others.get("copy") is not True:
@@ -54,7 +54,7 @@ def writes_first(kind: str) -> bool:
     return kind.endswith("_") and not kind.endswith("__")
 
 
-def _viewable(given: Value, shape: tuple[int, ...]) -> bool:
+def _can_view(given: Value, shape: tuple[int, ...]) -> bool:
     """Whether a tensor can be looked at in another shape where it lies.
 
     Axes are taken in runs that lie in order; each new axis must fall within one run.
@@ -87,7 +87,7 @@ def flops(kind: str, call: Call) -> int:
     return 0 if rule is None else rule(call)
 
 
-def multiplies(kind: str) -> bool:
+def has_flops_rule(kind: str) -> bool:
     """Whether there is a formula for an op's flops."""
     return kind in _RULES
 
@@ -96,65 +96,67 @@ def _shapes(call: Call) -> list[tuple[int, ...]]:
     return [value.shape for value in call.tensors]
 
 
-def _product(call: Call) -> int:
+def _matmul_flops(call: Call) -> int:
     a, b = _shapes(call)[:2]
     return _flops.product(a, b, call.outputs[0].shape)
 
 
-def _added_product(call: Call) -> int:
+def _addmm_flops(call: Call) -> int:
     _, a, b = _shapes(call)[:3]
     return 2 * math.prod(a) * b[-1]
 
 
-def _linear(call: Call) -> int:
+def _linear_flops(call: Call) -> int:
     return _flops.linear(*_shapes(call)[:2])
 
 
-def _convolution(call: Call) -> int:
+def _convolution_flops(call: Call) -> int:
     x, weight = _shapes(call)[:2]
     return _flops.convolution(
-        *_batched(x, weight, call.outputs[0].shape), transposed=call.others.get("transposed") is True
+        *_add_batch_axis(x, weight, call.outputs[0].shape), transposed=call.others.get("transposed") is True
     )
 
 
-def _transposed(call: Call) -> int:
+def _transposed_convolution_flops(call: Call) -> int:
     x, weight = _shapes(call)[:2]
-    return _flops.convolution(*_batched(x, weight, call.outputs[0].shape), transposed=True)
+    return _flops.convolution(*_add_batch_axis(x, weight, call.outputs[0].shape), transposed=True)
 
 
-def _batched(
+def _add_batch_axis(
     x: _flops.Shape, weight: _flops.Shape, out: _flops.Shape
 ) -> tuple[_flops.Shape, _flops.Shape, _flops.Shape]:
     """One example alone is a batch of one."""
     return (x, weight, out) if len(x) == len(weight) else ((1, *x), weight, (1, *out))
 
 
-def _attention(call: Call) -> int:
+def _attention_flops(call: Call) -> int:
     query, key, value = _shapes(call)[:3]
     return _flops.attention(query, key, value)
 
 
-def _recurrent(call: Call) -> int:
+def _recurrent_flops(call: Call) -> int:
     x, *rest = _shapes(call)
     states = 2 if "lstm" in str(call.others.get("kind")) else 1
     return _flops.recurrent(x, [shape for shape in rest[states:] if len(shape) == 2])
 
 
-def _einsum(call: Call) -> int:
+def _einsum_flops(call: Call) -> int:
     return _flops.einsum(str(call.others["equation"]), _shapes(call))
 
 
-def _grouped(call: Call) -> int:
+def _grouped_matmul_flops(call: Call) -> int:
     a, b = _shapes(call)[:2]
     return 2 * math.prod(a) * b[-1]
 
 
 _RULES: dict[str, Callable[[Call], int]] = {
-    **dict.fromkeys(("mm", "bmm", "matmul", "_scaled_mm", "_int_mm"), _product),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation"), _added_product),
-    "linear": _linear,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "_convolution"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed),
+    **dict.fromkeys(("mm", "bmm", "matmul", "_scaled_mm", "_int_mm"), _matmul_flops),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation"), _addmm_flops),
+    "linear": _linear_flops,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "_convolution"), _convolution_flops),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution_flops
+    ),
     **dict.fromkeys(
         (
             "scaled_dot_product_attention",
@@ -164,12 +166,12 @@ _RULES: dict[str, Callable[[Call], int]] = {
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_cudnn_attention",
         ),
-        _attention,
+        _attention_flops,
     ),
     **dict.fromkeys(
         ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        _recurrent,
+        _recurrent_flops,
     ),
-    "einsum": _einsum,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
+    "einsum": _einsum_flops,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_matmul_flops),
 }

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 _MOST = 2**300  # far above any machine, far below what a float cannot hold
 
 
-def counted(rule: Callable[[], int], what: str) -> float:
+def count_or_refuse(rule: Callable[[], int], what: str) -> float:
     """What a rule counts; shapes that the rule cannot make sense of are the file's fault."""
     try:
         flops = rule()
@@ -56,7 +56,7 @@ def recurrent(x: Shape, weights: Sequence[Shape]) -> int:
 
 def einsum(equation: str, shapes: Sequence[Shape]) -> int:
     """Operands contracted from left to right; a pair that shares no summed label is only multiplied."""
-    terms, result = _labels(equation, shapes)
+    terms, result = _parse_equation(equation, shapes)
     size: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for label, length in zip(term, shape, strict=True):
@@ -73,19 +73,19 @@ def einsum(equation: str, shapes: Sequence[Shape]) -> int:
     return flops
 
 
-def _labels(equation: str, shapes: Sequence[Shape]) -> tuple[list[list[str]], list[str]]:
+def _parse_equation(equation: str, shapes: Sequence[Shape]) -> tuple[list[list[str]], list[str]]:
     """The labels of every operand and of the result; '...' becomes labels of its own."""
     given, arrow, result = equation.replace(" ", "").partition("->")
     words = given.split(",")
     hidden = [len(shape) - len(word.replace("...", "")) for word, shape in zip(words, shapes, strict=True)]
-    terms = [_term(word, dots) for word, dots in zip(words, hidden, strict=True)]
+    terms = [_parse_operand(word, dots) for word, dots in zip(words, hidden, strict=True)]
     most = max([dots for word, dots in zip(words, hidden, strict=True) if "..." in word], default=0)
     if arrow:
-        return terms, _term(result, most)
+        return terms, _parse_operand(result, most)
     letters = sorted(set(given) - {",", "."})
-    return terms, _term("...", most) + [letter for letter in letters if given.count(letter) == 1]
+    return terms, _parse_operand("...", most) + [letter for letter in letters if given.count(letter) == 1]
 
 
-def _term(word: str, dots: int) -> list[str]:
+def _parse_operand(word: str, dots: int) -> list[str]:
     before, found, after = word.partition("...")
     return [*before, *(f".{at}" for at in range(dots, 0, -1) if found), *after]

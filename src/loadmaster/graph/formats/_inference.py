@@ -82,7 +82,7 @@ class Value:
     @property
     def in_order(self) -> bool:
         """Whether its elements lie as its shape says."""
-        return self.strides is None or 0 in self.shape or _agree(self.shape, self.strides)
+        return self.strides is None or 0 in self.shape or _strides_fit_shape(self.shape, self.strides)
 
     def __str__(self) -> str:
         """As a signature writes it: 'float32[8,16]', with strides where they say something."""
@@ -90,7 +90,7 @@ class Value:
         return f"{self.element.name}[{','.join(map(str, self.shape))}]{turned}"
 
 
-def _agree(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _strides_fit_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
     for length, step in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and step != expected:
@@ -99,7 +99,7 @@ def _agree(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def checked(value: Value, what: str) -> Value:
+def check_size(value: Value, what: str) -> Value:
     """The value, refused where no machine could hold it."""
     if len(value.shape) > MOST_AXES:
         raise FormatError(f"{what} has {len(value.shape)} axes; at most {MOST_AXES} are read")
@@ -164,7 +164,7 @@ class Recording:
             number = self._next()
         if storage is not None:
             self._storage_of[storage] = number
-        op = Op(self._unique(title), kind, module, Phase.PARAM, resident_bytes=num_bytes)
+        op = Op(self._make_unique(title), kind, module, Phase.PARAM, resident_bytes=num_bytes)
         op.signature, op.dtype = f"{kind} {value}", value.element.dtype
         key = self._define(name, value, number)
         self._ledger.param(op, key, num_bytes)
@@ -172,7 +172,7 @@ class Recording:
     def input(self, name: Hashable, value: Value, *, title: str) -> None:
         """What the caller hands in and holds."""
         key = self._define(name, value, self._next())
-        op = Op(self._unique(title), "input", "", Phase.FORWARD, signature=f"input {value}")
+        op = Op(self._make_unique(title), "input", "", Phase.FORWARD, signature=f"input {value}")
         op.dtype = value.element.dtype
         self._ledger.open(op)
         self._ledger.make(key, value.num_bytes, value.num_bytes)
@@ -184,12 +184,14 @@ class Recording:
         given = [(name, self.value(name, row.name)) for name in row.reads if name != ""]
         values = [value for _, value in given]
         fresh = [value for name, value in row.makes if name not in row.views]
-        op = Op(self._unique(row.name), row.kind, row.module, Phase.FORWARD)
+        op = Op(self._make_unique(row.name), row.kind, row.module, Phase.FORWARD)
         op.signature = row.signature[:_LONGEST_SIGNATURE]
         op.dtype = _compute_dtype([*values, *(value for _, value in row.makes)])
         op.flops = row.flops
         if fresh or row.writes:
-            op.bytes_moved = _moved(row, given, fresh or [self._values[name] for name in row.writes])
+            op.bytes_moved = _count_bytes_moved(
+                row, given, fresh or [self._values[name] for name in row.writes]
+            )
         self._ledger.open(op)
         for name, value in given:
             self._ledger.read(self._keys[name], value.num_bytes)
@@ -208,7 +210,7 @@ class Recording:
             key = self._define(name, value, self._next())
             self._ledger.make(key, value.num_bytes, value.num_bytes)
 
-    def same(self, name: Hashable, as_: Hashable) -> None:
+    def add_alias(self, name: Hashable, as_: Hashable) -> None:
         """Another name of a value."""
         self._keys[name], self._values[name] = self._keys[as_], self._values[as_]
 
@@ -239,7 +241,7 @@ class Recording:
         self._num_storages += 1
         return self._num_storages
 
-    def _unique(self, name: str) -> str:
+    def _make_unique(self, name: str) -> str:
         unique = name
         while unique in self._names:
             self._names[name] += 1
@@ -255,7 +257,7 @@ def _compute_dtype(values: Sequence[Value]) -> Dtype:
     return found[0].element.dtype if found else Dtype.FLOAT32
 
 
-def _moved(row: Row, given: Iterable[tuple[Hashable, Value]], written: Sequence[Value]) -> int:
+def _count_bytes_moved(row: Row, given: Iterable[tuple[Hashable, Value]], written: Sequence[Value]) -> int:
     """Every distinct value read once, every value written once."""
     out = sum(value.num_bytes for value in written)
     sizes = [value.num_bytes for value in dict(given).values()]
@@ -266,7 +268,7 @@ def _moved(row: Row, given: Iterable[tuple[Hashable, Value]], written: Sequence[
     return sum(sizes) + out
 
 
-def in_order(rows: Sequence[Row]) -> list[Row]:
+def sort_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows so that values are made before they are read, else as they stand; a cycle is refused."""
     maker = {name: at for at, row in enumerate(rows) for name, _ in row.makes}
     before = [{maker[name] for name in row.reads if name in maker} for row in rows]
@@ -289,7 +291,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return [rows[at] for at in order]
 
 
-def scope(name: str) -> str:
+def module_of_name(name: str) -> str:
     """The module path in an op's name: 'seq.0' of '/seq/seq.0/MatMul', 'fc' of '__module.fc/aten::linear'."""
     path: list[str] = []
     for part in name.removeprefix("__module.").split("/")[:-1]:

@@ -57,7 +57,7 @@ class Document:
     edges: list[Edge] = field(default_factory=list)
 
 
-def parsed(data: bytes) -> Document:
+def parse_ir(data: bytes) -> Document:
     """The records of an IR; anything else is a FormatError."""
     handler = _Handler()
     parser = expat.ParserCreate()
@@ -100,21 +100,25 @@ class _Handler:
             raise FormatError(f"the XML nests deeper than {_MOST_DEEP}; no OpenVINO IR does")
         match self._path:
             case ["net"]:
-                self._net(attributes)
+                self._start_net(attributes)
             case ["net", "layers", "layer"]:
-                self._layer = _layer(attributes)
+                self._layer = _read_layer(attributes)
                 self.document.layers.append(self._layer)
             case ["net", "layers", "layer", "data"] if self._layer is not None:
                 self._layer.data = dict(attributes)
             case ["net", "layers", "layer", "input" | "output", "port"] if self._layer is not None:
                 ports = self._layer.inputs if self._path[3] == "input" else self._layer.outputs
                 label = f"a port of layer {self._layer.name!r}"
-                self._port = ports[_whole(attributes, "id", label)] = Port(attributes.get("precision", ""))
+                self._port = ports[_parse_whole_number(attributes, "id", label)] = Port(
+                    attributes.get("precision", "")
+                )
             case ["net", "layers", "layer", "input" | "output", "port", "dim"]:
                 self._text = []
             case ["net", "edges", "edge"]:
                 words = ("from-layer", "from-port", "to-layer", "to-port")
-                self.document.edges.append(Edge(*(_whole(attributes, word, "an edge") for word in words)))
+                self.document.edges.append(
+                    Edge(*(_parse_whole_number(attributes, word, "an edge") for word in words))
+                )
             case _:
                 pass
 
@@ -134,10 +138,10 @@ class _Handler:
         if self._text is not None:
             self._text.append(text)
 
-    def _net(self, attributes: dict[str, str]) -> None:
+    def _start_net(self, attributes: dict[str, str]) -> None:
         self.seen_net = True
         self.document.name = attributes.get("name", "")
-        version = _whole(attributes, "version", "<net>")
+        version = _parse_whole_number(attributes, "version", "<net>")
         if version not in VERSIONS:
             newer = version > VERSIONS[-1]
             remedy = "upgrade loadmaster" if newer else "convert the model again with a current OpenVINO"
@@ -146,7 +150,7 @@ class _Handler:
             )
 
 
-def _layer(attributes: dict[str, str]) -> Layer:
+def _read_layer(attributes: dict[str, str]) -> Layer:
     name, kind = attributes.get("name", ""), attributes.get("type", "")
     if not kind:
         raise FormatError(f"layer {name!r} has no type; the file is broken")
@@ -155,10 +159,12 @@ def _layer(attributes: dict[str, str]) -> Layer:
             f"layer {name!r} is a {kind}, which runs a graph of its own as often as values say; convert the"
             " model without control flow"
         )
-    return Layer(_whole(attributes, "id", f"layer {name!r}"), name, kind, attributes.get("version", ""))
+    return Layer(
+        _parse_whole_number(attributes, "id", f"layer {name!r}"), name, kind, attributes.get("version", "")
+    )
 
 
-def _whole(attributes: dict[str, str], word: str, label: str) -> int:
+def _parse_whole_number(attributes: dict[str, str], word: str, label: str) -> int:
     text = attributes.get(word, "")
     if _WHOLE.fullmatch(text) is None:
         raise FormatError(f"{label} has {word}={text[:40]!r}; needs a whole number")

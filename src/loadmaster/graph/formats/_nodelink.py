@@ -76,7 +76,7 @@ class File(msgspec.Struct):
     directed: bool = True
 
 
-def document(graph: Graph) -> dict[str, Any]:
+def to_document(graph: Graph) -> dict[str, Any]:
     """The node-link document of a graph, its op names as ids."""
     by_op = np.argsort(graph.tensor_op, kind="stable")
     position = np.empty(graph.num_tensors, dtype=np.int64)  # of a tensor among the outputs of its op
@@ -88,12 +88,12 @@ def document(graph: Graph) -> dict[str, Any]:
         "directed": True,
         "multigraph": multigraph,
         "graph": Attributes(graph.name, graph.capture, list(graph.signature_table)),
-        "nodes": _written_nodes(graph, by_op),
-        "links": _written_links(graph, position, multigraph=multigraph),
+        "nodes": _write_nodes(graph, by_op),
+        "links": _write_links(graph, position, multigraph=multigraph),
     }
 
 
-def _written_nodes(graph: Graph, by_op: Longs) -> list[Node]:
+def _write_nodes(graph: Graph, by_op: Longs) -> list[Node]:
     """A record per op; `by_op` lists the tensors op by op."""
     nodes = [
         Node(id=name, kind=kind, module=module, flops=flops)
@@ -114,12 +114,12 @@ def _written_nodes(graph: Graph, by_op: Longs) -> list[Node]:
         values = getattr(graph, field)
         for op in np.flatnonzero(values).tolist():
             setattr(nodes[op], field, int(values[op]))
-    for op, outputs in _written_outputs(graph, by_op).items():
+    for op, outputs in _write_outputs(graph, by_op).items():
         nodes[op].outputs = outputs
     return nodes
 
 
-def _written_outputs(graph: Graph, by_op: Longs) -> dict[int, list[Output]]:
+def _write_outputs(graph: Graph, by_op: Longs) -> dict[int, list[Output]]:
     """The outputs of each op that has any."""
     numbered = bool((np.diff(by_op) < 0).any())  # the tensors do not stand op by op
     written: dict[int, list[Output]] = {}
@@ -136,7 +136,7 @@ def _written_outputs(graph: Graph, by_op: Longs) -> dict[int, list[Output]]:
     return written
 
 
-def _written_links(graph: Graph, position: Longs, *, multigraph: bool) -> list[dict[str, Any]]:
+def _write_links(graph: Graph, position: Longs, *, multigraph: bool) -> list[dict[str, Any]]:
     """A record per use, in order; `bytes` is there for those who read the file elsewhere."""
     links: list[dict[str, Any]] = []
     for tensor, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from loadmaster.core.errors import FormatError, InputError, SchemaError
 from loadmaster.graph.formats._inference import MOST_AXES, Value
-from loadmaster.graph.formats._onnx_sizes import MOST_ELEMENTS, worked_out
+from loadmaster.graph.formats._onnx_sizes import MOST_ELEMENTS, evaluate_sizes
 from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ
 
 _MOST_OPS = 5_000_000
@@ -21,7 +21,7 @@ _STANDARD = ("", "ai.onnx")
 _BY_AXES = {"Squeeze", "Unsqueeze"}
 
 
-def onnx_package() -> Any:
+def import_onnx() -> Any:
     """The package, imported when a file needs it."""
     try:
         import onnx
@@ -54,7 +54,7 @@ class Axes:
         self.bound[label] = size
         return size
 
-    def said(self) -> list[str]:
+    def describe_bound_axes(self) -> list[str]:
         """What was bound, for the graph to say; sizes given for nothing are refused."""
         if not self.bound and (self.batch is not None or self.seq is not None):
             raise InputError("all axes of this ONNX file have fixed sizes; leave batch and seq out")
@@ -62,7 +62,7 @@ class Axes:
         return [f"free axes {', '.join(shown[:_FEW])}"] if shown else []
 
 
-def parsed(onnx: Any, data: bytes) -> Any:
+def parse_model(onnx: Any, data: bytes) -> Any:
     """The model; its versions are those this onnx knows."""
     model = onnx.ModelProto()
     try:
@@ -78,7 +78,7 @@ def parsed(onnx: Any, data: bytes) -> Any:
             " upgrade onnx"
         )
     newest = onnx.defs.onnx_opset_version()
-    for domain, version in _opsets(model).items():
+    for domain, version in _opset_versions(model).items():
         if domain in _STANDARD and not 1 <= version <= newest:
             raise SchemaError(
                 f"the model uses opset {version}, the installed onnx knows 1 to {newest}; upgrade onnx"
@@ -106,20 +106,20 @@ def _require_text(model: Any) -> None:
         raise FormatError("not an ONNX model: a name in it is not text")
 
 
-def _opsets(model: Any) -> dict[str, int]:
+def _opset_versions(model: Any) -> dict[str, int]:
     return {entry.domain: entry.version for entry in model.opset_import}
 
 
-def inlined(onnx: Any, model: Any) -> Any:
+def inline_functions(onnx: Any, model: Any) -> Any:
     """The model with its own functions written out, of standard ops only."""
     functions = {(function.domain, function.name): function for function in model.functions}
-    _require_known(onnx, model.graph.node, _opsets(model), functions)
+    _require_known(onnx, model.graph.node, _opset_versions(model), functions)
     for function in functions.values():
         opsets = {entry.domain: entry.version for entry in function.opset_import}
         _require_known(onnx, function.node, opsets, functions)
     if not functions:
         return model
-    if _written_out(model, functions) > _MOST_OPS:
+    if _count_inlined_ops(model, functions) > _MOST_OPS:
         raise FormatError(f"the model's functions write out to more than {_MOST_OPS} ops; the file is absurd")
     try:
         return onnx.inliner.inline_local_functions(model)
@@ -154,7 +154,7 @@ def _require_known(
         )
 
 
-def _written_out(model: Any, functions: Mapping[Any, Any]) -> int:
+def _count_inlined_ops(model: Any, functions: Mapping[Any, Any]) -> int:
     """How many ops there will be; a function that calls itself is refused."""
     size: dict[Any, int] = {}
     for root in functions:
@@ -184,24 +184,26 @@ def _num_ops(nodes: Iterable[Any], size: Mapping[Any, int]) -> int:
     return sum(size.get((node.domain, node.op_type), 1) for node in nodes)
 
 
-def inferred(onnx: Any, model: Any, axes: Axes, weights: Mapping[str, tuple[Value, int]]) -> dict[str, Any]:
+def infer_types(
+    onnx: Any, model: Any, axes: Axes, weights: Mapping[str, tuple[Value, int]]
+) -> dict[str, Any]:
     """The type of every value by name; what sizes are made of is worked out until nothing more is learnt."""
     for entry in model.graph.input:
         if entry.name not in weights:
-            _bind(entry, axes)
+            _bind_free_axes(entry, axes)
     for entry in [*model.graph.value_info, *model.graph.output]:
-        _forget(entry, axes)
+        _forget_free_axes(entry, axes)
     nodes = list(model.graph.node)
     made = [output for node in nodes for output in node.output if output]
     known = _small_values(onnx, model, weights)
-    learnt = worked_out(onnx, nodes, {}, known)  # constants, and what is made of them
+    learnt = evaluate_sizes(onnx, nodes, {}, known)  # constants, and what is made of them
     while True:
         _require_axes(nodes, {**known, **learnt})
-        types = _types(onnx, model, weights, learnt)
+        types = _infer_types_once(onnx, model, weights, learnt)
         shapes = _fixed_shapes(types) | {name: value.shape for name, (value, _) in weights.items()}
         if all(output in shapes for output in made):
             return types
-        more = worked_out(onnx, nodes, shapes, {**known, **learnt})
+        more = evaluate_sizes(onnx, nodes, shapes, {**known, **learnt})
         if not more:
             return types
         learnt |= more
@@ -224,13 +226,13 @@ def _small_values(onnx: Any, model: Any, weights: Mapping[str, tuple[Value, int]
     """The initialisers that may be sizes."""
     found = {}
     for tensor in model.graph.initializer:
-        if _matters(onnx, tensor, weights):
+        if _may_be_shape(onnx, tensor, weights):
             with contextlib.suppress(Exception):  # broken data stays unknown
                 found[tensor.name] = onnx.numpy_helper.to_array(tensor)
     return found
 
 
-def _types(
+def _infer_types_once(
     onnx: Any, model: Any, weights: Mapping[str, tuple[Value, int]], learnt: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One pass of onnx's inference; large weights take part by their shape alone."""
@@ -242,12 +244,12 @@ def _types(
     small.graph.output.extend(entry for entry in graph.output if entry.name not in learnt)
     small.graph.value_info.extend(entry for entry in graph.value_info if entry.name not in learnt)
     for tensor in graph.initializer:
-        if _matters(onnx, tensor, weights):
+        if _may_be_shape(onnx, tensor, weights):
             small.graph.initializer.append(tensor)
         else:
-            small.graph.input.append(_declared(onnx, tensor, weights[tensor.name][0]))
+            small.graph.input.append(_declare_value(onnx, tensor, weights[tensor.name][0]))
     for tensor in graph.sparse_initializer:
-        small.graph.input.append(_declared(onnx, tensor.values, weights[tensor.values.name][0]))
+        small.graph.input.append(_declare_value(onnx, tensor.values, weights[tensor.values.name][0]))
     declared = {}
     for name, value in learnt.items():
         small.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
@@ -260,7 +262,7 @@ def _types(
     return {entry.name: entry.type for entry in [*found.output, *found.value_info, *found.input]} | declared
 
 
-def _declared(onnx: Any, tensor: Any, value: Value) -> Any:
+def _declare_value(onnx: Any, tensor: Any, value: Value) -> Any:
     return onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, value.shape)
 
 
@@ -275,14 +277,14 @@ def _fixed_shapes(types: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _matters(onnx: Any, tensor: Any, weights: Mapping[str, tuple[Value, int]]) -> bool:
+def _may_be_shape(onnx: Any, tensor: Any, weights: Mapping[str, tuple[Value, int]]) -> bool:
     """Whether an initialiser's values may be a shape."""
     value = weights[tensor.name][0]
     outside = tensor.data_location == onnx.TensorProto.EXTERNAL
     return not outside and math.prod(value.shape) <= MOST_ELEMENTS
 
 
-def _bind(entry: Any, axes: Axes) -> None:
+def _bind_free_axes(entry: Any, axes: Axes) -> None:
     """Give the free axes of an input sizes; `entry` is the model's, which is ours."""
     kind = entry.type
     if not kind.HasField("tensor_type"):
@@ -304,7 +306,7 @@ def _bind(entry: Any, axes: Axes) -> None:
         axis.dim_value = size
 
 
-def _forget(entry: Any, axes: Axes) -> None:
+def _forget_free_axes(entry: Any, axes: Axes) -> None:
     """Free axes of what is inside: those that were bound have their size, others are inferred."""
     if not entry.type.HasField("tensor_type"):
         return

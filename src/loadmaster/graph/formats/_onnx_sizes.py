@@ -16,7 +16,7 @@ MOST_ELEMENTS = 1024
 _TROUBLE = (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError, AttributeError)
 
 
-def worked_out(
+def evaluate_sizes(
     onnx: Any, nodes: Sequence[Any], shapes: Mapping[str, Any], known: Mapping[str, Array]
 ) -> dict[str, Array]:
     """What more is known, by name: `shapes` are the fixed shapes, `known` the values so far."""
@@ -24,17 +24,21 @@ def worked_out(
     for node in nodes:
         if len(node.output) != 1 or node.output[0] in known or node.domain not in ("", "ai.onnx"):
             continue
-        value = _value(onnx, node, shapes, {**_few(node, known), **_few(node, found)})
+        value = _evaluate_node(
+            onnx, node, shapes, {**_select_inputs(node, known), **_select_inputs(node, found)}
+        )
         if value is not None and value.size <= MOST_ELEMENTS and value.dtype.kind in "biuf":
             found[node.output[0]] = value
     return found
 
 
-def _few(node: Any, values: Mapping[str, Array]) -> dict[str, Array]:
+def _select_inputs(node: Any, values: Mapping[str, Array]) -> dict[str, Array]:
     return {name: values[name] for name in node.input if name in values}
 
 
-def _value(onnx: Any, node: Any, shapes: Mapping[str, Any], values: Mapping[str, Array]) -> Array | None:
+def _evaluate_node(
+    onnx: Any, node: Any, shapes: Mapping[str, Any], values: Mapping[str, Array]
+) -> Array | None:
     """What a node makes, or None."""
     if node.op_type not in _KNOWN:
         return None
@@ -42,9 +46,9 @@ def _value(onnx: Any, node: Any, shapes: Mapping[str, Any], values: Mapping[str,
         attributes = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
         if node.op_type in ("Shape", "Size"):
             shape = shapes.get(node.input[0])
-            return None if shape is None else _measured(node.op_type, shape, attributes)
+            return None if shape is None else _eval_shape(node.op_type, shape, attributes)
         if node.op_type == "Constant":
-            return _constant(onnx, attributes)
+            return _eval_constant(onnx, attributes)
         if any(name and name not in values for name in node.input):
             return None
         given = [values[name] if name else None for name in node.input]
@@ -54,13 +58,13 @@ def _value(onnx: Any, node: Any, shapes: Mapping[str, Any], values: Mapping[str,
         return None
 
 
-def _measured(kind: str, shape: Sequence[int], attributes: Mapping[str, Any]) -> Array:
+def _eval_shape(kind: str, shape: Sequence[int], attributes: Mapping[str, Any]) -> Array:
     if kind == "Size":
         return np.array(math.prod(shape), dtype=np.int64)
     return np.array(shape[attributes.get("start", 0) : attributes.get("end")], dtype=np.int64)
 
 
-def _constant(onnx: Any, attributes: Mapping[str, Any]) -> Array | None:
+def _eval_constant(onnx: Any, attributes: Mapping[str, Any]) -> Array | None:
     if "value" in attributes:
         tensor = attributes["value"]
         small = math.prod(tensor.dims) <= MOST_ELEMENTS and tensor.data_location != onnx.TensorProto.EXTERNAL
@@ -71,24 +75,24 @@ def _constant(onnx: Any, attributes: Mapping[str, Any]) -> Array | None:
     return None
 
 
-def _axes(given: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[int] | None:
+def _axes_of(given: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[int] | None:
     """Axes as an input (newer opsets) or an attribute."""
     if len(given) > 1 and given[1] is not None:
         return [int(axis) for axis in given[1].reshape(-1)]
     return attributes.get("axes")
 
 
-def _unsqueezed(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
-    axes = _axes(given, attributes) or []
+def _eval_unsqueeze(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+    axes = _axes_of(given, attributes) or []
     return np.asarray(np.expand_dims(given[0], tuple(axes)))
 
 
-def _squeezed(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
-    axes = _axes(given, attributes)
+def _eval_squeeze(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+    axes = _axes_of(given, attributes)
     return np.asarray(np.squeeze(given[0], None if axes is None else tuple(axes)))
 
 
-def _sliced(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+def _eval_slice(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
     starts = given[1] if len(given) > 1 else np.array(attributes["starts"])
     ends = given[2] if len(given) > 2 else np.array(attributes["ends"])
     axes = given[3] if len(given) > 3 and given[3] is not None else attributes.get("axes", range(len(starts)))
@@ -101,12 +105,12 @@ def _sliced(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
     return np.asarray(given[0][tuple(cut)])
 
 
-def _cast(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+def _eval_cast(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
     kind = attributes["onnx"].helper.tensor_dtype_to_np_dtype(attributes["to"])
     return np.asarray(given[0].astype(kind))
 
 
-def _filled(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array | None:
+def _eval_constant_of_shape(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array | None:
     shape = tuple(int(length) for length in given[0])
     if math.prod(shape) > MOST_ELEMENTS:
         return None
@@ -115,26 +119,26 @@ def _filled(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array | None
     return np.full(shape, one.reshape(-1)[0])
 
 
-def _expanded(given: Sequence[Any], _: Mapping[str, Any]) -> Array | None:
+def _eval_expand(given: Sequence[Any], _: Mapping[str, Any]) -> Array | None:
     shape = np.broadcast_shapes(given[0].shape, tuple(int(length) for length in given[1]))
     return np.broadcast_to(given[0], shape).copy() if math.prod(shape) <= MOST_ELEMENTS else None
 
 
-def _reshaped(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+def _eval_reshape(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
     shape = [int(length) for length in given[1]]
     if not attributes.get("allowzero"):
         shape = [given[0].shape[at] if length == 0 else length for at, length in enumerate(shape)]
     return np.asarray(given[0].reshape(shape))
 
 
-def _ranged(given: Sequence[Any], _: Mapping[str, Any]) -> Array | None:
+def _eval_range(given: Sequence[Any], _: Mapping[str, Any]) -> Array | None:
     start, limit, step = (part.reshape(-1)[0].item() for part in given)
     if step == 0 or abs((limit - start) / step) > MOST_ELEMENTS:
         return None
     return np.arange(start, limit, step, dtype=given[0].dtype)
 
 
-def _divided(given: Sequence[Any], _: Mapping[str, Any]) -> Array:
+def _eval_div(given: Sequence[Any], _: Mapping[str, Any]) -> Array:
     """Integers are cut off towards zero."""
     a, b = given
     if a.dtype.kind == "f":
@@ -142,36 +146,36 @@ def _divided(given: Sequence[Any], _: Mapping[str, Any]) -> Array:
     return np.asarray(np.sign(a) * np.sign(b) * (abs(a) // abs(b))).astype(a.dtype)
 
 
-def _reduced(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
-    axes = _axes(given, attributes)
+def _eval_reduce_prod(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+    axes = _axes_of(given, attributes)
     keep = bool(attributes.get("keepdims", 1))
     return np.asarray(np.prod(given[0], axis=None if axes is None else tuple(axes), keepdims=keep))
 
 
-def _joined(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
+def _eval_concat(given: Sequence[Any], attributes: Mapping[str, Any]) -> Array:
     return np.concatenate(given, axis=attributes["axis"])
 
 
-def _many(function: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Array]:
+def _wrap_numpy_function(function: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], Array]:
     return lambda given, _: np.asarray(function(*given))
 
 
 _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Array | None]] = {
     "Identity": lambda given, _: np.asarray(given[0]),
     "Gather": lambda given, a: np.asarray(np.take(given[0], given[1], axis=a.get("axis", 0))),
-    "Concat": _joined,
-    "Unsqueeze": _unsqueezed,
-    "Squeeze": _squeezed,
-    "Slice": _sliced,
-    "Cast": _cast,
-    "ConstantOfShape": _filled,
-    "Expand": _expanded,
-    "Reshape": _reshaped,
-    "Range": _ranged,
-    "Div": _divided,
-    "ReduceProd": _reduced,
+    "Concat": _eval_concat,
+    "Unsqueeze": _eval_unsqueeze,
+    "Squeeze": _eval_squeeze,
+    "Slice": _eval_slice,
+    "Cast": _eval_cast,
+    "ConstantOfShape": _eval_constant_of_shape,
+    "Expand": _eval_expand,
+    "Reshape": _eval_reshape,
+    "Range": _eval_range,
+    "Div": _eval_div,
+    "ReduceProd": _eval_reduce_prod,
     **{
-        name: _many(function)
+        name: _wrap_numpy_function(function)
         for name, function in {
             "Add": np.add,
             "Sub": np.subtract,

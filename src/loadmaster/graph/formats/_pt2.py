@@ -245,11 +245,11 @@ class Archive:
     stored: dict[str, tuple[str, int]]
 
 
-def opened(data: bytes) -> Archive:
+def open_archive(data: bytes) -> Archive:
     """The archive; anything that is none is a FormatError."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return _read(archive, len(data))
+            return _read_archive(archive, len(data))
     except FormatError:
         raise
     except _BROKEN as problem:
@@ -257,18 +257,22 @@ def opened(data: bytes) -> Archive:
         raise FormatError(f"not a whole .pt2 file: {said or type(problem).__name__}") from None
 
 
-def _read(archive: zipfile.ZipFile, num_bytes: int) -> Archive:
+def _read_archive(archive: zipfile.ZipFile, num_bytes: int) -> Archive:
     members = {info.filename: info for info in archive.infolist()}
-    program = _program(members)
+    program = _find_program(members)
     root = program.rpartition("models/")[0] if program.endswith(".json") and "models/" in program else ""
     for name, expected in (("archive_format", "pt2"), ("archive_version", "0")):
         if root + name in members:
-            found = _member(archive, members[root + name], _MAX_WORD_BYTES).decode("utf-8", "replace").strip()
+            found = (
+                _read_member(archive, members[root + name], _MAX_WORD_BYTES)
+                .decode("utf-8", "replace")
+                .strip()
+            )
             if found != expected:
                 raise SchemaError(
                     f"{name} is {found!r}, {expected!r} is read; upgrade loadmaster or export again"
                 )
-    text = _member(archive, members[program], MAX_JSON_BYTES)
+    text = _read_member(archive, members[program], MAX_JSON_BYTES)
     dated = decode(text, _Dated, what="the program of a .pt2 file")
     major = dated.schema_version.major
     if major != SCHEMA_MAJOR:
@@ -283,15 +287,15 @@ def _read(archive: zipfile.ZipFile, num_bytes: int) -> Archive:
         listed = members.get(f"{root}{folder}{title}_{config}_config.json")
         if listed is not None:
             payloads = decode(
-                _member(archive, listed, MAX_JSON_BYTES), _Payloads, what=f"the list of {config}"
+                _read_member(archive, listed, MAX_JSON_BYTES), _Payloads, what=f"the list of {config}"
             )
             for name, payload in payloads.config.items():
                 path = f"{root}{folder}{payload.path_name}"
-                stored[name] = path, _stored_bytes(members, path, name, num_bytes)
+                stored[name] = path, _weight_member_bytes(members, path, name, num_bytes)
     return Archive(module, stored)
 
 
-def _program(members: dict[str, zipfile.ZipInfo]) -> str:
+def _find_program(members: dict[str, zipfile.ZipInfo]) -> str:
     """The name of the member that is the program."""
     models = sorted(name for name in members if _is_model(name))
     if len(models) > 1:
@@ -313,7 +317,7 @@ def _is_model(name: str) -> bool:
     return last.endswith(".json") and folder.rpartition("/")[2] == "models"
 
 
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> bytes:
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> bytes:
     """A member's bytes; memory is taken as they come, and no more than the limit."""
     with archive.open(info) as stream:
         found = stream.read(limit + 1)
@@ -324,7 +328,7 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> byte
     return found
 
 
-def _stored_bytes(members: dict[str, zipfile.ZipInfo], path: str, name: str, num_bytes: int) -> int:
+def _weight_member_bytes(members: dict[str, zipfile.ZipInfo], path: str, name: str, num_bytes: int) -> int:
     """The size of a weight's member, from the directory of the zip."""
     info = members.get(path)
     if info is None:

@@ -25,10 +25,10 @@ def decode(data: bytes, kind: type[T], *, what: str) -> T:
     except RecursionError:
         raise FormatError(f"not {what}: the JSON is nested too deep; no such file nests at all") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise FormatError(f"not {what}: {problem}{_near(data, str(problem))}") from None
+        raise FormatError(f"not {what}: {problem}{_text_near_error(data, str(problem))}") from None
 
 
-def _near(data: bytes, message: str) -> str:
+def _text_near_error(data: bytes, message: str) -> str:
     """The bytes around a malformed place, for a person to look for."""
     match = _BYTE.search(message)
     if match is None:

@@ -94,8 +94,8 @@ def recognises(data: bytes) -> bool:
 
 def read(data: bytes, name: str) -> Workload:
     """The graph with its k accelerators, l CPUs and given times."""
-    file = _checked(data)
-    graph, row = _graph(file, name)
+    file = _parse_file(data)
+    graph, row = _build_graph(file, name)
     nodes = [file.nodes[at] for at in row]
     compute_s = [(node.accelerator_s if node.supported else math.inf, node.cpu_s) for node in nodes]
     cost_of = {edge.source: edge.cost_s for edge in reversed(file.edges)}  # the first edge of a source
@@ -106,13 +106,13 @@ def read(data: bytes, name: str) -> Workload:
         origin=np.full(graph.num_ops, Origin.GIVEN, dtype=np.int8),
         rel_error=np.zeros(graph.num_ops),
     )
-    return Workload(graph, _cluster(file, name), costs, Objective.THROUGHPUT, Links.HOST)
+    return Workload(graph, _build_cluster(file, name), costs, Objective.THROUGHPUT, Links.HOST)
 
 
 def ids_in_op_order(data: bytes) -> list[int]:
     """The file's id of each op of the graph that `read` makes, for `read_split`."""
-    file = _checked(data)
-    _, row = _graph(file, "")
+    file = _parse_file(data)
+    _, row = _build_graph(file, "")
     return [file.nodes[at].id for at in row]
 
 
@@ -133,11 +133,11 @@ def read_split(data: bytes, workload: Workload, *, ids: Sequence[int]) -> Ints:
             if part.nodes and at >= len(devices):
                 raise PlanError(f"{label}[{at}] has ops, but the cluster has {len(devices)} {label}")
             for own_id in part.nodes:
-                _place(device, op_of, own_id, devices[at], f"{label}[{at}]")
-    return _extended(device, workload.graph, ids)
+                _set_device(device, op_of, own_id, devices[at], f"{label}[{at}]")
+    return _fill_colour_classes(device, workload.graph, ids)
 
 
-def _place(device: Ints, op_of: dict[int, int], own_id: int, to: int, label: str) -> None:
+def _set_device(device: Ints, op_of: dict[int, int], own_id: int, to: int, label: str) -> None:
     """Set one op's device; `device` is the array under construction."""
     op = op_of.get(own_id)
     if op is None:
@@ -147,7 +147,7 @@ def _place(device: Ints, op_of: dict[int, int], own_id: int, to: int, label: str
     device[op] = to
 
 
-def _extended(device: Ints, graph: Graph, ids: Sequence[int]) -> Ints:
+def _fill_colour_classes(device: Ints, graph: Graph, ids: Sequence[int]) -> Ints:
     """The devices, ops without one on the device of their colour class."""
     of_group: dict[int, int] = {}
     for group, own in zip(graph.group.tolist(), device.tolist(), strict=True):
@@ -163,7 +163,7 @@ def _extended(device: Ints, graph: Graph, ids: Sequence[int]) -> Ints:
     return result
 
 
-def _checked(data: bytes) -> _File:
+def _parse_file(data: bytes) -> _File:
     """The file, every rule of the format checked but acyclicity."""
     file = decode(data, _File, what=_WHAT)
     if not file.nodes:
@@ -213,14 +213,14 @@ def _require_time(value: float, label: str) -> None:
         raise CostError(f"{label} is {value}; a time is a finite number >= 0")
 
 
-def _graph(file: _File, name: str) -> tuple[Graph, list[int]]:
+def _build_graph(file: _File, name: str) -> tuple[Graph, list[int]]:
     """The graph, and the row of `file.nodes` of each op."""
     nodes = file.nodes
     labels = [str(node.id) if node.name is None else node.name for node in nodes]
     names = unique_names(labels, (node.id for node in nodes))
     groups = group_ids([node.colour for node in nodes])
     builder = GraphBuilder(name, capture="msr file")
-    for row, (node, mirror) in enumerate(zip(nodes, _mirrors(nodes), strict=True)):
+    for row, (node, mirror) in enumerate(zip(nodes, _find_mirrors(nodes), strict=True)):
         builder.op(
             names[row],
             phase=Phase.BACKWARD if node.backward else Phase.FORWARD,
@@ -252,7 +252,7 @@ def _add_tensors(builder: GraphBuilder, file: _File) -> None:
         builder.use(tensor[edge.source], op_of[edge.target])
 
 
-def _mirrors(nodes: Sequence[_Node]) -> list[int]:
+def _find_mirrors(nodes: Sequence[_Node]) -> list[int]:
     """Forward row of each backward node: alone in its colour class, or named without 'grad'."""
     forward = [(row, node) for row, node in enumerate(nodes) if not node.backward]
     members = Counter(node.colour for _, node in forward)
@@ -269,7 +269,7 @@ def _mirrors(nodes: Sequence[_Node]) -> list[int]:
     return mirrors
 
 
-def _cluster(file: _File, name: str) -> Cluster:
+def _build_cluster(file: _File, name: str) -> Cluster:
     """k accelerators and l CPUs of unlimited memory around main memory, a star."""
     k, num = file.num_accelerators, file.num_accelerators + file.num_cpus
     kind = np.repeat(np.array([_ACCELERATOR, _CPU], dtype=np.int32), [k, file.num_cpus])

@@ -22,7 +22,7 @@ from loadmaster.core.errors import FormatError, GraphError, UnknownNameError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_SIGNATURE, NO_STORAGE, Graph
 from loadmaster.core.problem import Workload
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
-from loadmaster.graph.formats._nodelink import DTYPES, PHASES, Attributes, File, Id, Link, Node, document
+from loadmaster.graph.formats._nodelink import DTYPES, PHASES, Attributes, File, Id, Link, Node, to_document
 from loadmaster.graph.formats._records import (
     REF_FLOPS_PER_S,
     decode,
@@ -50,44 +50,44 @@ def read(data: bytes, name: str) -> Workload:
     links = file.links if file.links is not None else file.edges
     if links is None:
         raise FormatError("the node-link graph has neither 'links' nor 'edges'; give one, it may be empty")
-    return Workload(_graph(file.nodes, links, file.graph, name))
+    return Workload(_build_graph(file.nodes, links, file.graph, name))
 
 
 def write(graph: Graph) -> bytes:
     """The graph as node-link JSON, for `networkx.node_link_graph(..., edges="links")` too."""
     try:
-        return msgspec.json.encode(document(graph))
+        return msgspec.json.encode(to_document(graph))
     except UnicodeEncodeError as problem:
         raise GraphError(f"graph {graph.name!r} has a name that is not Unicode text: {problem}") from None
 
 
-def _graph(nodes: Sequence[Node], links: Sequence[Link], attributes: Attributes, name: str) -> Graph:
-    row_of = _rows(nodes)
+def _build_graph(nodes: Sequence[Node], links: Sequence[Link], attributes: Attributes, name: str) -> Graph:
+    row_of = _rows_by_id(nodes)
     labels = [str(node.id) if node.name is None else node.name for node in nodes]
     names = unique_names(labels, (node.id for node in nodes))
-    groups = group_ids([_group(node) for node in nodes])
+    groups = group_ids([_group_of(node) for node in nodes])
     builder = GraphBuilder(attributes.name or name, capture=attributes.capture)
     for row, node in enumerate(nodes):
         _add_op(builder, node, row, name=names[row], group=groups[row], row_of=row_of)
     _add_links(builder, links, row_of, _add_outputs(builder, nodes))
-    return _signed(builder.build(), nodes, names, attributes.signature_table)
+    return _with_signatures(builder.build(), nodes, names, attributes.signature_table)
 
 
-def _key(own_id: Id) -> bytes:
+def _id_key(own_id: Id) -> bytes:
     """An id as something to look up by: 1 and '1' are two ids, and a list is one too."""
     return msgspec.json.encode(own_id)
 
 
-def _rows(nodes: Sequence[Node]) -> dict[bytes, int]:
+def _rows_by_id(nodes: Sequence[Node]) -> dict[bytes, int]:
     row_of: dict[bytes, int] = {}
     for row, node in enumerate(nodes):
-        first = row_of.setdefault(_key(node.id), row)
+        first = row_of.setdefault(_id_key(node.id), row)
         if first != row:
             raise GraphError(f"duplicate id {node.id!r}: nodes[{first}] and nodes[{row}]; ids are unique")
     return row_of
 
 
-def _group(node: Node) -> int | str | None:
+def _group_of(node: Node) -> int | str | None:
     value = node.group if node.group is not None else node.colocation
     return None if value == NO_GROUP else value
 
@@ -98,40 +98,40 @@ def _add_op(
     label = f"nodes[{row}]"
     mirror = NO_MIRROR
     if node.mirror is not None:
-        if _key(node.mirror) not in row_of:
+        if _id_key(node.mirror) not in row_of:
             raise GraphError(f"{label} mirrors {node.mirror!r}, which does not exist; name a node's id")
-        mirror = row_of[_key(node.mirror)]
+        mirror = row_of[_id_key(node.mirror)]
     resident = (node.resident_bytes, node.memory_bytes, node.memory)
     builder.op(
         name,
         kind=node.kind,
         module=node.module,
-        phase=_one_of(PHASES, node.phase, f"{label}.phase"),
+        phase=_parse_choice(PHASES, node.phase, f"{label}.phase"),
         mirror=mirror,
         group=group,
-        dtype=_one_of(DTYPES, node.dtype, f"{label}.dtype"),
-        flops=_flops(node, label),
+        dtype=_parse_choice(DTYPES, node.dtype, f"{label}.dtype"),
+        flops=_flops_of(node, label),
         bytes_moved=whole_bytes(node.bytes_moved, f"{label}.bytes_moved"),
-        resident_bytes=whole_bytes(_first(resident), f"{label}.resident_bytes"),
+        resident_bytes=whole_bytes(_first_given(resident), f"{label}.resident_bytes"),
         workspace_bytes=whole_bytes(node.workspace_bytes, f"{label}.workspace_bytes"),
     )
 
 
-def _one_of(known: Mapping[str, E], value: str, label: str) -> E:
+def _parse_choice(known: Mapping[str, E], value: str, label: str) -> E:
     if value not in known:
         raise UnknownNameError(label, value, known)
     return known[value]
 
 
-def _first(values: Iterable[int | float | None]) -> int | float:
+def _first_given(values: Iterable[int | float | None]) -> int | float:
     """The first number given, or 0."""
     return next((value for value in values if value is not None), 0)
 
 
-def _flops(node: Node, label: str) -> float:
+def _flops_of(node: Node, label: str) -> float:
     times = ((node.time_s, 1.0), (node.time_ms, 1e-3), (node.time_us, 1e-6))
     from_time = (None if time is None else time * unit * REF_FLOPS_PER_S for time, unit in times)
-    flops = float(_first((node.flops, *from_time)))
+    flops = float(_first_given((node.flops, *from_time)))
     if not 0 <= flops < math.inf:
         raise GraphError(f"{label}: flops or time come to {flops} flops; needs a finite number >= 0")
     return flops
@@ -170,21 +170,21 @@ def _add_links(
     for at, link in enumerate(links):
         label = f"links[{at}] ({link.source!r} -> {link.target!r})"
         for end in (link.source, link.target):
-            if _key(end) not in row_of:
+            if _id_key(end) not in row_of:
                 raise GraphError(
                     f"{label} names {end!r}, which does not exist; add the node or drop the link"
                 )
-        row = row_of[_key(link.source)]
-        tensor = _declared(link, declared[row], label)
+        row = row_of[_id_key(link.source)]
+        tensor = _find_declared_output(link, declared[row], label)
         if tensor is None:
-            size = whole_bytes(_first((link.bytes, link.weight, link.size)), f"{label}.bytes")
+            size = whole_bytes(_first_given((link.bytes, link.weight, link.size)), f"{label}.bytes")
             if (row, size) not in shared:
                 shared[(row, size)] = builder.tensor(row, size)
             tensor = shared[(row, size)]
-        builder.use(tensor, row_of[_key(link.target)])
+        builder.use(tensor, row_of[_id_key(link.target)])
 
 
-def _declared(link: Link, outputs: list[tuple[int, int]], label: str) -> int | None:
+def _find_declared_output(link: Link, outputs: list[tuple[int, int]], label: str) -> int | None:
     """The declared output a link carries, or None where its source declares none."""
     if not outputs and link.output is None:
         return None
@@ -201,7 +201,9 @@ def _declared(link: Link, outputs: list[tuple[int, int]], label: str) -> int | N
     return fitting[0]
 
 
-def _signed(graph: Graph, nodes: Sequence[Node], names: Sequence[str], given: Sequence[str]) -> Graph:
+def _with_signatures(
+    graph: Graph, nodes: Sequence[Node], names: Sequence[str], given: Sequence[str]
+) -> Graph:
     """The graph with its signatures, the given table kept row by row."""
     table = list(given)
     first = {text: at for at, text in reversed(list(enumerate(given)))}

@@ -12,8 +12,16 @@ from collections.abc import Callable, Sequence
 from loadmaster.core.errors import FormatError
 from loadmaster.core.problem import Workload
 from loadmaster.graph.formats import _flops
-from loadmaster.graph.formats._inference import ELEMENTS, Recording, Row, Value, checked, in_order, scope
-from loadmaster.graph.formats._ir import Document, Layer, Port, parsed
+from loadmaster.graph.formats._inference import (
+    ELEMENTS,
+    Recording,
+    Row,
+    Value,
+    check_size,
+    module_of_name,
+    sort_rows,
+)
+from loadmaster.graph.formats._ir import Document, Layer, Port, parse_ir
 
 _BEGINNING = re.compile(rb"\s*<(\?xml|net\b|!)")
 _NET = re.compile(rb"<net\b")
@@ -49,20 +57,20 @@ def recognises(data: bytes) -> bool:
 
 def read(data: bytes, name: str) -> Workload:
     """The model's inference; an IR brings no cluster and no costs."""
-    document = parsed(data)
-    layers = _by_id(document)
-    given = _given(document, layers)
+    document = parse_ir(data)
+    layers = _layers_by_id(document)
+    given = _find_inputs(document, layers)
     recording = Recording()
     rows = []
     for layer in document.layers:
         if layer.type == "Const":
-            _weight(recording, layer)
+            _record_weight(recording, layer)
         elif layer.type == "Parameter":
             for port in layer.outputs:
-                recording.input((layer.id, port), _value(layer, port), title=layer.name)
+                recording.input((layer.id, port), _output_value(layer, port), title=layer.name)
         elif layer.type != "Result":
-            rows.append(_row(layer, layers, given.get(layer.id, {})))
-    for row in in_order(rows):
+            rows.append(_make_row(layer, layers, given.get(layer.id, {})))
+    for row in sort_rows(rows):
         recording.op(row)
     for layer in document.layers:
         if layer.type == "Result":
@@ -72,7 +80,7 @@ def read(data: bytes, name: str) -> Workload:
     return Workload(recording.graph(name, "OpenVINO IR file, inference"))
 
 
-def _by_id(document: Document) -> dict[int, Layer]:
+def _layers_by_id(document: Document) -> dict[int, Layer]:
     found: dict[int, Layer] = {}
     for layer in document.layers:
         if layer.id in found:
@@ -81,7 +89,7 @@ def _by_id(document: Document) -> dict[int, Layer]:
     return found
 
 
-def _given(document: Document, layers: dict[int, Layer]) -> dict[int, dict[int, _Port]]:
+def _find_inputs(document: Document, layers: dict[int, Layer]) -> dict[int, dict[int, _Port]]:
     """By layer and input port, the output port that feeds it."""
     found: dict[int, dict[int, _Port]] = {}
     for edge in document.edges:
@@ -102,9 +110,9 @@ def _given(document: Document, layers: dict[int, Layer]) -> dict[int, dict[int, 
     return found
 
 
-def _weight(recording: Recording, layer: Layer) -> None:
+def _record_weight(recording: Recording, layer: Layer) -> None:
     for port in layer.outputs:
-        value = _value(layer, port)
+        value = _output_value(layer, port)
         size = layer.data.get("size", "")
         if size and (not size.isascii() or not size.isdigit() or int(size[:20]) != value.num_bytes):
             raise FormatError(
@@ -112,23 +120,23 @@ def _weight(recording: Recording, layer: Layer) -> None:
                 f" {value.num_bytes}; the file is broken"
             )
         title = layer.name or f"const_{layer.id}"
-        module = scope(title) if "/" in title else title.removeprefix("self.").rpartition(".")[0]
+        module = module_of_name(title) if "/" in title else title.removeprefix("self.").rpartition(".")[0]
         recording.weight((layer.id, port), value, title=title, kind="constant", module=module)
 
 
-def _row(layer: Layer, layers: dict[int, Layer], given: dict[int, _Port]) -> Row:
+def _make_row(layer: Layer, layers: dict[int, Layer], given: dict[int, _Port]) -> Row:
     reads = tuple(given[port] for port in sorted(given))
     missing = [port for port in layer.inputs if port not in given]
     if missing:
         raise FormatError(f"nothing feeds port {missing[0]} of layer {layer.name!r}; the file is broken")
-    values = [_value(layers[source], port) for source, port in reads]
-    makes = tuple(((layer.id, port), _value(layer, port)) for port in sorted(layer.outputs))
+    values = [_output_value(layers[source], port) for source, port in reads]
+    makes = tuple(((layer.id, port), _output_value(layer, port)) for port in sorted(layer.outputs))
     shapes = [value.shape for value in values]
     outputs = [value.shape for _, value in makes]
     rule = _RULES.get(layer.type)
     flops = 0.0
     if rule is not None:
-        flops = _flops.counted(
+        flops = _flops.count_or_refuse(
             lambda: rule(shapes, outputs, layer.data), f"layer {layer.name!r} ({layer.type})"
         )
     words = [
@@ -139,7 +147,7 @@ def _row(layer: Layer, layers: dict[int, Layer], given: dict[int, _Port]) -> Row
     return Row(
         layer.name or f"{layer.type}_{layer.id}",
         layer.type,
-        scope(layer.name.removesuffix("/WithoutBiases")),
+        module_of_name(layer.name.removesuffix("/WithoutBiases")),
         reads,
         makes,
         signature=" ".join(words),
@@ -150,7 +158,7 @@ def _row(layer: Layer, layers: dict[int, Layer], given: dict[int, _Port]) -> Row
     )
 
 
-def _value(layer: Layer, port: int) -> Value:
+def _output_value(layer: Layer, port: int) -> Value:
     """What an output port gives."""
     found: Port = layer.outputs[port]
     what = f"port {port} of layer {layer.name!r} ({layer.type})"
@@ -162,7 +170,7 @@ def _value(layer: Layer, port: int) -> Value:
             f"{what} has shape {found.shape}, whose -1 is no size; give the inputs fixed sizes with"
             " model.reshape(...) and save it again"
         )
-    return checked(Value(tuple(found.shape), element), what)
+    return check_size(Value(tuple(found.shape), element), what)
 
 
 def _note_extensions(recording: Recording, document: Document) -> None:
@@ -176,31 +184,31 @@ _Shapes = Sequence[tuple[int, ...]]
 _Rule = Callable[[_Shapes, _Shapes, dict[str, str]], int]
 
 
-def _product(inputs: _Shapes, outputs: _Shapes, data: dict[str, str]) -> int:
+def _matmul_flops(inputs: _Shapes, outputs: _Shapes, data: dict[str, str]) -> int:
     turned = data.get("transpose_a", "").lower() in ("true", "1")
     return _flops.product(inputs[0], inputs[1], outputs[0], transposed=turned)
 
 
-def _convolution(weight: int, *, transposed: bool = False) -> _Rule:
+def _convolution_rule(weight: int, *, transposed: bool = False) -> _Rule:
     return lambda i, o, _: _flops.convolution(i[0], i[weight], o[0], transposed=transposed)
 
 
-def _recurrent(first: int) -> _Rule:
+def _recurrent_rule(first: int) -> _Rule:
     """The two weights stand at `first` and after it."""
     return lambda i, _, __: _flops.recurrent(i[0], i[first : first + 2])
 
 
 _RULES: dict[str, _Rule] = {
-    "MatMul": _product,
-    **dict.fromkeys(("Convolution", "GroupConvolution", "BinaryConvolution"), _convolution(1)),
-    "DeformableConvolution": _convolution(2),
+    "MatMul": _matmul_flops,
+    **dict.fromkeys(("Convolution", "GroupConvolution", "BinaryConvolution"), _convolution_rule(1)),
+    "DeformableConvolution": _convolution_rule(2),
     **dict.fromkeys(
-        ("ConvolutionBackpropData", "GroupConvolutionBackpropData"), _convolution(1, transposed=True)
+        ("ConvolutionBackpropData", "GroupConvolutionBackpropData"), _convolution_rule(1, transposed=True)
     ),
     "ScaledDotProductAttention": lambda i, _, __: _flops.attention(i[0], i[1], i[2]),
-    "LSTMCell": _recurrent(3),
-    **dict.fromkeys(("GRUCell", "RNNCell"), _recurrent(2)),
-    "LSTMSequence": _recurrent(4),
-    **dict.fromkeys(("GRUSequence", "RNNSequence"), _recurrent(3)),
+    "LSTMCell": _recurrent_rule(3),
+    **dict.fromkeys(("GRUCell", "RNNCell"), _recurrent_rule(2)),
+    "LSTMSequence": _recurrent_rule(4),
+    **dict.fromkeys(("GRUSequence", "RNNSequence"), _recurrent_rule(3)),
     "Einsum": lambda i, _, d: _flops.einsum(d["equation"], i),
 }

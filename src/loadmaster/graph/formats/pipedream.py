@@ -73,13 +73,13 @@ def recognises(data: bytes) -> bool:
 
 def read(data: bytes, name: str) -> Workload:
     """The training step of a profile, with the reference cluster and plain SGD."""
-    from loadmaster.graph.generate import brought
+    from loadmaster.graph.generate import with_benchmark_cluster
 
-    profile = _sorted(_profile(data), name)
-    return replace(brought(_graph(profile, name)), optimizer="sgd")
+    profile = _sort_layers(_parse_profile(data), name)
+    return replace(with_benchmark_cluster(_build_graph(profile, name)), optimizer="sgd")
 
 
-def _profile(data: bytes) -> _Profile:
+def _parse_profile(data: bytes) -> _Profile:
     try:
         text = data.decode()
     except UnicodeDecodeError as problem:
@@ -92,7 +92,7 @@ def _profile(data: bytes) -> _Profile:
         if edge is not None:
             arrows.append((str(int(edge[1])), str(int(edge[2])), line))
         elif content.strip():
-            own_id, layer = _layer(content, line)
+            own_id, layer = _parse_layer(content, line)
             if own_id in row_of:
                 raise GraphError(f"line {line}: duplicate id node{own_id}, first on line {row_of[own_id][1]}")
             row_of[own_id] = (len(layers), line)
@@ -102,10 +102,12 @@ def _profile(data: bytes) -> _Profile:
     total = sum(layer.activation_bytes + layer.parameter_bytes for layer in layers)
     if total > MOST_BYTES:
         raise GraphError(f"the profile's sizes add up to {total} bytes; the limit is {MOST_BYTES}")
-    return _Profile(layers, _edges(arrows, row_of))
+    return _Profile(layers, _list_edges(arrows, row_of))
 
 
-def _edges(arrows: list[tuple[str, str, int]], row_of: dict[str, tuple[int, int]]) -> list[tuple[int, int]]:
+def _list_edges(
+    arrows: list[tuple[str, str, int]], row_of: dict[str, tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Distinct edges as rows, in file order."""
     rows: dict[tuple[int, int], None] = {}
     for source, target, line in arrows:
@@ -117,7 +119,7 @@ def _edges(arrows: list[tuple[str, str, int]], row_of: dict[str, tuple[int, int]
     return list(rows)
 
 
-def _layer(content: str, line: int) -> tuple[str, _Layer]:
+def _parse_layer(content: str, line: int) -> tuple[str, _Layer]:
     """The id and layer of a node line."""
     match = _NODE.fullmatch(content)
     if match is None:
@@ -126,15 +128,15 @@ def _layer(content: str, line: int) -> tuple[str, _Layer]:
     layer = _Layer(
         name=f"{own_id}:{kind}",
         kind=kind.lower(),
-        forward_ms=_number(match[3], "forward_compute_time", line),
-        backward_ms=_number(match[4], "backward_compute_time", line),
+        forward_ms=_parse_number(match[3], "forward_compute_time", line),
+        backward_ms=_parse_number(match[4], "backward_compute_time", line),
         activation_bytes=_sum_bytes(match[5], "activation_size", line),
         parameter_bytes=_sum_bytes(match[6], "parameter_size", line),
     )
     return own_id, layer
 
 
-def _number(text: str, field: str, line: int) -> float:
+def _parse_number(text: str, field: str, line: int) -> float:
     try:
         value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
     except ValueError:
@@ -148,14 +150,14 @@ def _sum_bytes(text: str, field: str, line: int) -> int:
     """Bytes from a number or from a list '[a; b; c]', which is summed."""
     inner = text.strip()
     parts = inner[1:-1].split(";") if inner[:1] == "[" and inner[-1:] == "]" else [inner]
-    total = sum(_number(part, field, line) for part in parts)
+    total = sum(_parse_number(part, field, line) for part in parts)
     try:
         return whole_bytes(total, field)
     except GraphError as problem:
         raise FormatError(f"line {line}: {problem}") from None
 
 
-def _sorted(profile: _Profile, name: str) -> _Profile:
+def _sort_layers(profile: _Profile, name: str) -> _Profile:
     """The profile with its layers in topological order, so that backward can run in reverse of it."""
     builder = GraphBuilder(name)
     for layer in profile.layers:
@@ -168,7 +170,7 @@ def _sorted(profile: _Profile, name: str) -> _Profile:
     return _Profile(layers, [(row_of[source], row_of[target]) for source, target in profile.edges])
 
 
-def _graph(profile: _Profile, name: str) -> Graph:
+def _build_graph(profile: _Profile, name: str) -> Graph:
     builder = GraphBuilder(name, capture="pipedream profile, mirrored")
     producers: list[list[int]] = [[] for _ in profile.layers]
     for source, target in profile.edges:

@@ -91,9 +91,9 @@ def recognises(data: bytes) -> bool:
 
 def read(data: bytes, name: str) -> Workload:
     """The training graph with its devices and given times."""
-    file = _checked(data)
-    layers = [_layer(node) for node in file.nodes]
-    graph, seconds = _graph(file, layers, name)
+    file = _parse_file(data)
+    layers = [_make_layer(node) for node in file.nodes]
+    graph, seconds = _build_graph(file, layers, name)
     given_s = graph.tensor_bytes / file.bandwidth
     costs = Costs(
         compute_s=np.array([seconds[op] for op in graph.op_name])[:, None],
@@ -102,10 +102,10 @@ def read(data: bytes, name: str) -> Workload:
         origin=np.full(graph.num_ops, Origin.GIVEN, dtype=np.int8),
         rel_error=np.zeros(graph.num_ops),
     )
-    return Workload(graph, _cluster(file, name), costs, Objective.THROUGHPUT, Links.HOST)
+    return Workload(graph, _build_cluster(file, name), costs, Objective.THROUGHPUT, Links.HOST)
 
 
-def _checked(data: bytes) -> _File:
+def _parse_file(data: bytes) -> _File:
     """The file, every rule of the format checked but acyclicity."""
     file = decode(data, _File, what=_WHAT)
     if not file.nodes:
@@ -129,7 +129,7 @@ def _checked(data: bytes) -> _File:
     return file
 
 
-def _layer(node: _Node) -> _Layer:
+def _make_layer(node: _Node) -> _Layer:
     """What a node takes on one device, plain and recomputed."""
     variants = node.variants.get(_ALONE)
     if not variants:
@@ -161,7 +161,7 @@ def _layer(node: _Node) -> _Layer:
     )
 
 
-def _graph(file: _File, layers: list[_Layer], name: str) -> tuple[Graph, dict[str, float]]:
+def _build_graph(file: _File, layers: list[_Layer], name: str) -> tuple[Graph, dict[str, float]]:
     """The graph, and the seconds of each op by its name."""
     batch = f", {file.microbatches:g} micro-batches in a batch" if file.microbatches is not None else ""
     builder = GraphBuilder(name, capture=f"piper file{batch}")
@@ -196,7 +196,7 @@ def _graph(file: _File, layers: list[_Layer], name: str) -> tuple[Graph, dict[st
     return builder.build(), seconds
 
 
-def _cluster(file: _File, name: str) -> Cluster:
+def _build_cluster(file: _File, name: str) -> Cluster:
     """Devices that are alike, each with a port of its own."""
     memory = [math.floor(file.memory_bytes)] * file.num_devices
     return star(name, memory_bytes=memory, bytes_per_s=file.bandwidth, latency_s=0.0, kind="device")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from loadmaster.core.errors import FormatError
 from loadmaster.core.problem import Workload
 from loadmaster.graph.formats import _aten
-from loadmaster.graph.formats._flops import counted
-from loadmaster.graph.formats._inference import ELEMENTS, Element, Recording, Row, Value, checked
+from loadmaster.graph.formats._flops import count_or_refuse
+from loadmaster.graph.formats._inference import ELEMENTS, Element, Recording, Row, Value, check_size
 from loadmaster.graph.formats._pt2 import (
     Archive,
     Argument,
@@ -20,7 +20,7 @@ from loadmaster.graph.formats._pt2 import (
     Node,
     Program,
     Symbol,
-    opened,
+    open_archive,
 )
 
 _BEGINNING = b"PK\x03\x04"
@@ -72,13 +72,13 @@ def recognises(data: bytes) -> bool:
 
 def read(data: bytes, name: str) -> Workload:
     """The model's inference; a .pt2 file brings no cluster and no costs."""
-    archive = opened(data)
+    archive = open_archive(data)
     reader = _Reader()
     program = archive.module.graph
     reader.begin(archive)
     reader.run(program, prefix="", inner="")
     for output in program.outputs:
-        for tensor in _tensors(output):
+        for tensor in _tensor_names(output):
             reader.recording.keep(tensor)
     if reader.unknown:
         shown = ", ".join(sorted(reader.unknown)[:_FEW]) + ", ..." * (len(reader.unknown) > _FEW)
@@ -101,15 +101,15 @@ class _Reader:
         for spec in archive.module.signature.input_specs:
             found = spec.resident()
             if found is None:
-                inputs += _tensors(spec.user_input.arg) if spec.user_input is not None else []
+                inputs += _tensor_names(spec.user_input.arg) if spec.user_input is not None else []
                 continue
             kind, binding = found
             title = binding.parameter_name or binding.buffer_name or binding.tensor_constant_name
-            value = _value(program, binding.arg.name)
+            value = _describe_tensor(program, binding.arg.name)
             path, size = archive.stored.get(title, (None, 0))
             look = path, value
             if path is not None and look in seen:  # tied: another name of the same weight
-                self.recording.same(binding.arg.name, seen[look])
+                self.recording.add_alias(binding.arg.name, seen[look])
                 continue
             seen[look] = binding.arg.name
             module = title.rpartition(".")[0]
@@ -123,38 +123,38 @@ class _Reader:
                 storage_bytes=size,
             )
         for name in inputs:
-            self.recording.input(name, _value(program, name), title=name)
+            self.recording.input(name, _describe_tensor(program, name), title=name)
 
     def run(self, program: Program, *, prefix: str, inner: str) -> None:
         """Every node; `prefix` goes before the names of ops, `inner` before those of a region's values."""
         for at, node in enumerate(program.nodes):
-            name = node.name or next(iter(_outputs(node)), "") or f"node_{at}"
+            name = node.name or next(iter(_output_names(node)), "") or f"node_{at}"
             if node.target.startswith(_HIGHER) or any(entry.arg.as_graph for entry in node.inputs):
                 self._region(node, program, name, prefix, inner)
-            elif not _silent(node):
-                self._node(node, program, name, prefix, inner)
+            elif not _is_size_check(node):
+                self._record_node(node, program, name, prefix, inner)
 
-    def _node(self, node: Node, program: Program, name: str, prefix: str, inner: str) -> None:
+    def _record_node(self, node: Node, program: Program, name: str, prefix: str, inner: str) -> None:
         target = node.target.removeprefix("torch.ops.")
-        kind = _kind(target)
-        reads = [inner + tensor for entry in node.inputs for tensor in _tensors(entry.arg)]
+        kind = _kind_of_target(target)
+        reads = [inner + tensor for entry in node.inputs for tensor in _tensor_names(entry.arg)]
         tensors = [self.recording.value(tensor, prefix + name) for tensor in reads]
-        makes = [(inner + output, _value(program, output)) for output in _outputs(node)]
-        others = {entry.name: _plain(entry.arg, program) for entry in node.inputs}
+        makes = [(inner + output, _describe_tensor(program, output)) for output in _output_names(node)]
+        others = {entry.name: _to_python(entry.arg, program) for entry in node.inputs}
         call = _aten.Call(tensors, {**others, "kind": kind}, [value for _, value in makes])
-        if not target.startswith(_KNOWN) and not _aten.multiplies(kind):
+        if not target.startswith(_KNOWN) and not _aten.has_flops_rule(kind):
             self.unknown.add(target)
         changes = _aten.writes_first(kind) and bool(reads)
         views = not changes and _aten.gives_view(kind, call)
-        own = self._unpacked(name, inner, makes)
+        own = self._unpack_outputs(name, inner, makes)
         row = Row(
             prefix + name,
             kind,
-            _module(node),
+            _module_of(node),
             tuple(reads),
             () if changes else tuple(own),
             signature=self._signature(target, node, program, inner),
-            flops=counted(lambda: _aten.flops(kind, call), f"op {name!r} ({kind})"),
+            flops=count_or_refuse(lambda: _aten.flops(kind, call), f"op {name!r} ({kind})"),
             writes=tuple(reads[:1]) if changes else (),
             views=tuple(made for made, _ in own) if views else (),
             picks=kind in _aten.PICKS,
@@ -162,18 +162,20 @@ class _Reader:
         self.recording.op(row)
         if changes:
             for output, _ in makes:
-                self.recording.same(output, reads[0])
+                self.recording.add_alias(output, reads[0])
         elif makes != own:
             outputs, parts = [made for made, _ in makes], [made for made, _ in own]
-            self._getitems(outputs, parts, row.module, prefix, inner)
+            self._record_getitems(outputs, parts, row.module, prefix, inner)
 
-    def _unpacked(self, name: str, inner: str, makes: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
+    def _unpack_outputs(
+        self, name: str, inner: str, makes: Sequence[tuple[str, Value]]
+    ) -> list[tuple[str, Value]]:
         """What a node itself makes: where it gives several, nodes of their own take them out."""
         if [output for output, _ in makes] == [inner + name]:
             return list(makes)
         return [(f"{inner}{name}[{at}]\0", value) for at, (_, value) in enumerate(makes)]
 
-    def _getitems(
+    def _record_getitems(
         self, outputs: Sequence[str], parts: Sequence[str], module: str, prefix: str, inner: str
     ) -> None:
         """The nodes `getitem`, which the file leaves out: each takes one part out of what a node gives."""
@@ -193,7 +195,7 @@ class _Reader:
 
     def _region(self, node: Node, program: Program, name: str, prefix: str, inner: str) -> None:
         """A graph inside a node: its ops are named 'outer.inner'."""
-        kind = _kind(node.target.removeprefix("torch.ops."))
+        kind = _kind_of_target(node.target.removeprefix("torch.ops."))
         graphs = [entry.arg.as_graph for entry in node.inputs if entry.arg.as_graph is not None]
         if kind not in _REGIONS or len(graphs) != 1:
             raise FormatError(
@@ -202,8 +204,8 @@ class _Reader:
             )
         body, own = graphs[0].graph, f"{inner}{name}\0"
         at = next(at for at, entry in enumerate(node.inputs) if entry.arg.as_graph is not None)
-        given = [tensor for entry in node.inputs[at + 1 :] for tensor in _tensors(entry.arg)]
-        wanted = [tensor for entry in body.inputs for tensor in _tensors(entry)]
+        given = [tensor for entry in node.inputs[at + 1 :] for tensor in _tensor_names(entry.arg)]
+        wanted = [tensor for entry in body.inputs for tensor in _tensor_names(entry)]
         if len(given) != len(wanted):
             raise FormatError(
                 f"op {prefix + name!r} hands {len(given)} tensors to a graph of {len(wanted)};"
@@ -211,20 +213,22 @@ class _Reader:
             )
         for ours, theirs in zip(given, wanted, strict=True):
             self.recording.value(inner + ours, prefix + name)
-            self.recording.same(own + theirs, inner + ours)
+            self.recording.add_alias(own + theirs, inner + ours)
         self.run(body, prefix=f"{prefix}{name}.", inner=own)
-        made = [tensor for entry in body.outputs for tensor in _tensors(entry)]
-        outputs = _outputs(node)
+        made = [tensor for entry in body.outputs for tensor in _tensor_names(entry)]
+        outputs = _output_names(node)
         if len(outputs) != len(made):
             raise FormatError(
                 f"op {prefix + name!r} gives {len(outputs)} tensors, its graph {len(made)}; it is broken"
             )
         if outputs == [name]:
             self.recording.value(own + made[0], prefix + name)
-            self.recording.same(inner + name, own + made[0])
+            self.recording.add_alias(inner + name, own + made[0])
         else:
             parts = [own + part for part in made]
-            self._getitems([inner + output for output in outputs], parts, _module(node), prefix, inner)
+            self._record_getitems(
+                [inner + output for output in outputs], parts, _module_of(node), prefix, inner
+            )
 
     def _signature(self, target: str, node: Node, program: Program, inner: str) -> str:
         """As `capture` writes it, so that measured costs are found by it."""
@@ -236,36 +240,38 @@ class _Reader:
         return " ".join(words)
 
     def _word(self, argument: Argument, program: Program, inner: str) -> str:
-        tensors = _tensors(argument, absent=True)
+        tensors = _tensor_names(argument, absent=True)
         if tensors:
             shown = [str(self.recording.value(inner + t, "")) if t else "None" for t in tensors]
             several = argument.as_tensors is not None or argument.as_optional_tensors is not None
             return f"({','.join(shown)})" if several else shown[0]
-        plain = _plain(argument, program)
+        plain = _to_python(argument, program)
         return f"({','.join(map(str, plain))})" if isinstance(plain, list) else str(plain)
 
 
-def _silent(node: Node) -> bool:
+def _is_size_check(node: Node) -> bool:
     """A check of sizes, or a number taken from them."""
-    return _kind(node.target.removeprefix("torch.ops.")) in _SILENT or not any(True for _ in _outputs(node))
+    return _kind_of_target(node.target.removeprefix("torch.ops.")) in _SILENT or not any(
+        True for _ in _output_names(node)
+    )
 
 
-def _kind(target: str) -> str:
+def _kind_of_target(target: str) -> str:
     """'linear' of aten.linear.default."""
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else parts[-1]
 
 
-def _outputs(node: Node) -> list[str]:
-    return [tensor for output in node.outputs for tensor in _tensors(output)]
+def _output_names(node: Node) -> list[str]:
+    return [tensor for output in node.outputs for tensor in _tensor_names(output)]
 
 
-def _tensors(argument: Argument, *, absent: bool = False) -> list[str]:
+def _tensor_names(argument: Argument, *, absent: bool = False) -> list[str]:
     """The names of an argument's tensors; '' for one that is absent, where asked."""
-    return [name for name in _named(argument) if name or absent]
+    return [name for name in _iterate_tensor_names(argument) if name or absent]
 
 
-def _named(argument: Argument) -> Iterator[str]:
+def _iterate_tensor_names(argument: Argument) -> Iterator[str]:
     if argument.as_tensor is not None:
         yield argument.as_tensor.name
     for tensor in argument.as_tensors or ():
@@ -279,12 +285,12 @@ def _named(argument: Argument) -> Iterator[str]:
         yield maybe.as_tensor.name if maybe.as_tensor is not None else ""
 
 
-def _plain(argument: Argument, program: Program) -> object:
+def _to_python(argument: Argument, program: Program) -> object:
     """What is no tensor, as Python has it."""
     if argument.as_sym_int is not None:
-        return _number(argument.as_sym_int, program)
+        return _resolve_symbol(argument.as_sym_int, program)
     if argument.as_sym_ints is not None:
-        return [_number(symbol, program) for symbol in argument.as_sym_ints]
+        return [_resolve_symbol(symbol, program) for symbol in argument.as_sym_ints]
     if argument.as_scalar_type is not None:
         element = _TYPES.get(argument.as_scalar_type)
         return f"torch.{element.name}" if element is not None else "torch.unknown"
@@ -299,14 +305,14 @@ def _plain(argument: Argument, program: Program) -> object:
     return next((found for field in fields if (found := getattr(argument, field)) is not None), None)
 
 
-def _number(symbol: Symbol, program: Program) -> int | None:
+def _resolve_symbol(symbol: Symbol, program: Program) -> int | None:
     if symbol.as_name is None:
         return symbol.as_int
     known = program.sym_int_values.get(symbol.as_name)
     return known.number() if known is not None else None
 
 
-def _value(program: Program, name: str) -> Value:
+def _describe_tensor(program: Program, name: str) -> Value:
     """The looks of a tensor that the file describes."""
     meta = program.tensor_values.get(name)
     if meta is None:
@@ -318,12 +324,12 @@ def _value(program: Program, name: str) -> Value:
         raise FormatError(
             f"tensor {name!r} has layout {meta.layout}; only strided tensors ({_STRIDED}) are read"
         )
-    shape, strides = _numbers(meta, name)
+    shape, strides = _shape_and_strides(meta, name)
     offset = meta.storage_offset.number() or 0
-    return checked(Value(shape, element, strides, offset), f"tensor {name!r}")
+    return check_size(Value(shape, element, strides, offset), f"tensor {name!r}")
 
 
-def _numbers(meta: Meta, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shape_and_strides(meta: Meta, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides; strides that do not belong to the shape are refused."""
     shape = [size.number() for size in meta.sizes]
     strides = [size.number() for size in meta.strides]
@@ -338,7 +344,7 @@ def _numbers(meta: Meta, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(known), tuple(steps)
 
 
-def _module(node: Node) -> str:
+def _module_of(node: Node) -> str:
     """The path of the innermost module a node comes from."""
     stack = node.metadata.get("nn_module_stack", "").split(";")[-1].split(",")
     return _REPEATED.sub("", stack[1]) if len(stack) > 1 else ""

@@ -20,13 +20,13 @@ from loadmaster.graph.torch_capture.ledger import Ledger, Tensor
 MARK = "@"  # 'linear@2' is the second run of 'linear'
 
 
-def marked(micro_step: int) -> str:
+def micro_step_suffix(micro_step: int) -> str:
     """What the names of a micro-step end in; those of the first are the model's own."""
     return f"{MARK}{micro_step}" if micro_step > 1 else ""
 
 
 @dataclass(slots=True)
-class Again:
+class MicroStepRepeater:
     """The ops of the second micro-step, from `first` to the end of the ledger."""
 
     ledger: Ledger
@@ -36,7 +36,7 @@ class Again:
     def repeat(self, num_steps: int) -> dict[int, int]:
         """Copies up to micro-step `num_steps`; gives where each tensor of the second went in the last."""
         ledger = self.ledger
-        self._tie()
+        self._tie_ops()
         for old, new in ledger.rewritten(self.first):
             self.follows.setdefault(old, new)
         end = len(ledger.ops)
@@ -60,12 +60,12 @@ class Again:
         ledger.moved(to_op, to_tensor)
         return to_tensor
 
-    def _tie(self) -> None:
+    def _tie_ops(self) -> None:
         """The second run of an op sits with the first."""
         ledger = self.ledger
         known = {op.name: at for at, op in enumerate(ledger.ops[: self.first])}
         for at in range(self.first, len(ledger.ops)):
-            same = known.get(ledger.ops[at].name.replace(marked(2), ""))
+            same = known.get(ledger.ops[at].name.replace(micro_step_suffix(2), ""))
             if same is not None and ledger.ops[at].phase == Phase.FORWARD:
                 ledger.together(same, at)
 
@@ -73,10 +73,10 @@ class Again:
         ledger, to_op = self.ledger, dict[int, int]()
         for at in ops:
             op = ledger.ops[at]
-            name = op.name.replace(marked(2), marked(step))
-            name = name if name != op.name else f"{name}{marked(step)}"
+            name = op.name.replace(micro_step_suffix(2), micro_step_suffix(step))
+            name = name if name != op.name else f"{name}{micro_step_suffix(step)}"
             mirror = to_op.get(op.mirror, op.mirror) if op.mirror != NO_MIRROR else NO_MIRROR
-            to_op[at] = ledger.copied(replace(op, name=name, mirror=mirror))
+            to_op[at] = ledger.make_copy(replace(op, name=name, mirror=mirror))
         return to_op
 
     def _tensors(self, tensors: list[int], to_op: dict[int, int], to_tensor: dict[int, int]) -> None:

@@ -15,7 +15,7 @@ from loadmaster.core.graph import NO_MIRROR, Phase
 Use = tuple[int, int]  # tensor, op
 
 
-def held_weights(
+def find_weight_uses(
     phase: Sequence[Phase], mirror: Sequence[int], maker: Sequence[int], uses: Iterable[Use]
 ) -> dict[Use, None]:
     """Uses to add, so that a weight which a formula reads is held to its end; `maker` is each tensor's op."""

@@ -82,7 +82,7 @@ class Estimate:
         start = Op(f"{self._name(mirror)}.backward", "ones_like", "loss", Phase.BACKWARD, mirror=mirror)
         made = self.recorder.ledger.add(start, [], [loss.numel() * loss.itemsize])
         self._give((root, loss.output_nr), made[0], mirror)
-        heap = [(-_order(root), 0, root)]
+        heap = [(-_sequence_number(root), 0, root)]
         while heap:
             node = heapq.heappop(heap)[2]
             self._run(node)
@@ -91,12 +91,12 @@ class Estimate:
                     waiting[follower] -= 1
                     if not waiting[follower]:
                         todo.append(follower)
-                        heapq.heappush(heap, (-_order(follower), len(todo), follower))
+                        heapq.heappush(heap, (-_sequence_number(follower), len(todo), follower))
 
     def _run(self, node: Any) -> None:
         """The op of one node, where it does more than hand on."""
         got = {nr: self._take((node, nr)) for nr in range(_num_grads(node)) if (node, nr) in self._grads}
-        name = _called(node)
+        name = _node_name(node)
         if not got:
             return
         if name == _LEAF:
@@ -121,7 +121,7 @@ class Estimate:
 
     def _work(self, node: Any, name: str, got: list[int], fresh: list[Slot], mirror: int) -> None:
         ledger = self.recorder.ledger
-        saved = sorted({base for tensor in _saved(node) if (base := self._base(tensor)) is not None})
+        saved = sorted({base for tensor in _saved_tensors(node) if (base := self._base(tensor)) is not None})
         sizes = [_grad_bytes(slot) for slot in fresh]
         home = ledger.ops[mirror] if mirror != NO_MIRROR else None
         op = Op(
@@ -131,7 +131,7 @@ class Estimate:
             Phase.BACKWARD,
             mirror=mirror,
             dtype=_dtype(fresh),
-            flops=self.recorder.flops_at.get(_order(node), 0.0) * _factor(name, fresh),
+            flops=self.recorder.flops_at.get(_sequence_number(node), 0.0) * _flops_factor(name, fresh),
             bytes_moved=sum(ledger.tensors[tensor].num_bytes for tensor in {*got, *saved}) + sum(sizes),
         )
         for slot, grad in zip(fresh, ledger.add(op, sorted({*got, *saved}), sizes), strict=True):
@@ -143,7 +143,7 @@ class Estimate:
         own, size = self.leaf.get(id(leaf)), leaf.numel() * leaf.itemsize
         if own is not None:
             home = self.recorder.maker(node, mirror)
-            self.leaf[id(leaf)] = self._added(own, grad, home, in_place=True)
+            self.leaf[id(leaf)] = self._add_gradients(own, grad, home, in_place=True)
         elif self._holders.get(grad, 0) or ledger.tensors[grad].num_bytes != size:
             copied = Op(f"{self._name(mirror)}.backward", "clone", "", Phase.BACKWARD, mirror=mirror)
             self.leaf[id(leaf)] = ledger.add(copied, [grad], [size])[0]
@@ -155,7 +155,7 @@ class Estimate:
         if old is not None:
             self._holders[old] -= 1
             home = self.recorder.maker(slot[0], mirror)
-            grad = self._added(old, grad, home, in_place=not self._holders[old])
+            grad = self._add_gradients(old, grad, home, in_place=not self._holders[old])
         self._grads[slot] = grad
         self._holders[grad] = self._holders.get(grad, 0) + 1
 
@@ -164,7 +164,7 @@ class Estimate:
         self._holders[grad] -= 1
         return grad
 
-    def _added(self, old: int, new: int, mirror: int, *, in_place: bool) -> int:
+    def _add_gradients(self, old: int, new: int, mirror: int, *, in_place: bool) -> int:
         ledger = self.recorder.ledger
         size = ledger.tensors[old].num_bytes
         op = Op(
@@ -178,7 +178,7 @@ class Estimate:
         return self.recorder.ledger.base(number) if self.recorder.ledger.knows(number) else None
 
     def _mirror(self, node: Any) -> int:
-        return self.recorder.mirrored(_order(node))
+        return self.recorder.find_mirror(_sequence_number(node))
 
     def _name(self, mirror: int) -> str:
         return self.recorder.ledger.ops[mirror].name if mirror != NO_MIRROR else "loss"
@@ -197,12 +197,12 @@ def _num_readers(root: Any) -> dict[Any, int]:
     return waiting
 
 
-def _called(node: Any) -> str:
+def _node_name(node: Any) -> str:
     match = _NAME.match(node.name())
     return match.group(1) if match else str(node.name())
 
 
-def _order(node: Any) -> int:
+def _sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
@@ -210,27 +210,27 @@ def _num_grads(node: Any) -> int:
     return max(1, len(node._input_metadata))
 
 
-def _meta(slot: Slot) -> Any:
+def _grad_metadata(slot: Slot) -> Any:
     node, nr = slot
     return node._input_metadata[nr]
 
 
 def _grad_bytes(slot: Slot) -> int:
-    return int(torch.Size(_meta(slot).shape).numel()) * int(_meta(slot).dtype.itemsize)
+    return int(torch.Size(_grad_metadata(slot).shape).numel()) * int(_grad_metadata(slot).dtype.itemsize)
 
 
 def _dtype(slots: list[Slot]) -> Dtype:
-    return dtype_of(_meta(slots[0]).dtype)
+    return dtype_of(_grad_metadata(slots[0]).dtype)
 
 
-def _factor(name: str, fresh: list[Slot]) -> float:
+def _flops_factor(name: str, fresh: list[Slot]) -> float:
     for part, factor in _HIGHER:
         if part.lower() in name.lower():
             return factor
-    return float(min(2, sum(len(_meta(slot).shape) > 1 for slot in fresh)))
+    return float(min(2, sum(len(_grad_metadata(slot).shape) > 1 for slot in fresh)))
 
 
-def _saved(node: Any) -> list[torch.Tensor]:
+def _saved_tensors(node: Any) -> list[torch.Tensor]:
     """The tensors a node saved."""
     found: list[torch.Tensor] = []
     for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):

@@ -6,7 +6,7 @@ read is answered in the same order; else every read is answered by the same assu
 are counted.
 
 Most reads are ops. `tolist` and `numpy` of a real tensor run none, so both runs are watched one level higher,
-too (`Reads`).
+too (`ReadMode`).
 """
 
 import copy
@@ -20,8 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from loadmaster.graph.torch_capture import packed_sequences
-from loadmaster.graph.torch_capture.data_dependent_sizes import CHOICES, chosen, is_choice
-from loadmaster.graph.torch_capture.fake_model import rebuilt, tensors_in
+from loadmaster.graph.torch_capture.data_dependent_sizes import (
+    CHOICES,
+    has_data_dependent_shape,
+    make_fake_outputs,
+)
+from loadmaster.graph.torch_capture.fake_model import rebuild_modules, tensors_in
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.item}
@@ -45,31 +49,31 @@ class Answers:
     def wants(self, func: Any, args: Any) -> bool:
         """Whether an op's result, or its shape, depends on values."""
         packet = getattr(func, "overloadpacket", None)
-        return packet in _SCALARS or packet in _TRUTHS or is_choice(func, args)
+        return packet in _SCALARS or packet in _TRUTHS or has_data_dependent_shape(func, args)
 
-    def give(self, func: Any, args: Any) -> Any:
+    def answer_op(self, func: Any, args: Any) -> Any:
         """The result of such an op."""
         packet = func.overloadpacket
-        known, value = self.next(str(func))
+        known, value = self.next_read(str(func))
         if packet in CHOICES:
-            return chosen(packet, args, value if known else None)
-        value = value if known else self._assumed()
+            return make_fake_outputs(packet, args, value if known else None)
+        value = value if known else self._assume_value()
         if packet in _TRUTHS or packet is _aten.is_nonzero or args[0].dtype == torch.bool:
             return bool(value)
         return float(value) if args[0].dtype.is_floating_point else int(value)
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """All values of a tensor, which leave PyTorch as a list or an array."""
-        known, value = self.next(name)
+        known, value = self.next_read(name)
         if known and isinstance(value, torch.Tensor):
             return value
-        return torch.full(tuple(tensor.shape), self._assumed()).to(tensor.dtype)
+        return torch.full(tuple(tensor.shape), self._assume_value()).to(tensor.dtype)
 
     def again(self) -> None:
         """The model runs, maybe once more, on the same example: it reads the same."""
         self._at = self.num_followed = self.num_assumed = 0
 
-    def next(self, name: str) -> tuple[bool, Any]:
+    def next_read(self, name: str) -> tuple[bool, Any]:
         """What the real run read here, if it read the same."""
         read = self.reads[self._at] if self._at < len(self.reads) else None
         known = read is not None and read[0] == name
@@ -78,12 +82,12 @@ class Answers:
         self.num_assumed += not known
         return known, read[1] if known and read is not None else None
 
-    def _assumed(self) -> float:
+    def _assume_value(self) -> float:
         """Now and then the other way, so that a loop which waits for a value comes to an end."""
         return self.assume if self.num_assumed % LOOP else float(not self.assume)
 
 
-class Reads(TorchFunctionMode):
+class ReadMode(TorchFunctionMode):
     """Tensors that leave PyTorch as lists or arrays: noted where they have values, answered where not."""
 
     def __init__(self, answers: Answers, log: list[Read] | None = None) -> None:
@@ -96,29 +100,29 @@ class Reads(TorchFunctionMode):
         """Call a function of torch."""
         name = getattr(func, "__name__", "")
         if self._log is None and packed_sequences.is_packed(name, args):
-            return self._packed(name, func, args)
+            return self._run_packed(name, func, args)
         if name not in ("tolist", "numpy", "__array__") or not args or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
         if self._log is not None:
-            self._log += _noted(name, args[0])
+            self._log += _record_read(name, args[0])
             return func(*args, **(kwargs or {}))
         if name == "tolist" or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return self._answers.whole(name, args[0]).numpy()
 
-    def _packed(self, name: str, func: Any, args: Any) -> Any:
+    def _run_packed(self, name: str, func: Any, args: Any) -> Any:
         if name == packed_sequences.PACK:
-            known, shapes = self._answers.next(packed_sequences.READ)
+            known, shapes = self._answers.next_read(packed_sequences.READ)
             return packed_sequences.pack(shapes if known else None, *args)
         return (
             packed_sequences.unpack(*args)
             if name == packed_sequences.UNPACK
-            else packed_sequences.recurrent(func, *args)
+            else packed_sequences.run_recurrent(func, *args)
         )
 
 
-def _noted(name: str, tensor: torch.Tensor) -> list[Read]:
+def _record_read(name: str, tensor: torch.Tensor) -> list[Read]:
     """What a list or an array was made of; a fake tensor makes a list element by element."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
         if name == "tolist":
@@ -126,7 +130,9 @@ def _noted(name: str, tensor: torch.Tensor) -> list[Read]:
         return [(name, tensor.detach().clone())]
 
 
-def reads_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> list[Read]:
+def record_reads(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
+) -> list[Read]:
     """What the model reads in one real run of the example; nothing where it has no memory or too much."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -135,7 +141,7 @@ def reads_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         return []
     shared, log = with_same_weights(model), _ReadLog()
     args, kwargs = copy.deepcopy((args, kwargs))  # a cache that grows is the user's
-    functions = Reads(Answers(), log.reads)
+    functions = ReadMode(Answers(), log.reads)
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), functions, log:
         try:
             shared(*args, **kwargs)
@@ -151,7 +157,7 @@ def with_same_weights(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, dict(weights))
     except Exception:  # a lock, a tensor that was computed: such attributes are shared instead
         buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-        return rebuilt(model, weights | buffers)
+        return rebuild_modules(model, weights | buffers)
 
 
 class _TooLarge(BaseException):

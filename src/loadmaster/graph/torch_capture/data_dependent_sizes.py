@@ -10,7 +10,7 @@ _MASKS = (torch.bool, torch.uint8)
 Shapes = list[tuple[int, ...]] | None
 
 
-def is_choice(func: Any, args: Any) -> bool:
+def has_data_dependent_shape(func: Any, args: Any) -> bool:
     """Whether the shape of an op's result depends on values."""
     packet = getattr(func, "overloadpacket", None)
     if packet is _aten.index:
@@ -20,17 +20,17 @@ def is_choice(func: Any, args: Any) -> bool:
     return packet in CHOICES
 
 
-def chosen(packet: Any, args: Any, shapes: Shapes) -> Any:
+def make_fake_outputs(packet: Any, args: Any, shapes: Shapes) -> Any:
     """Fake outputs of such an op: of the shapes that were seen, else the largest there may be."""
     return CHOICES[packet](args, shapes)
 
 
 def _index(args: Any, shapes: Shapes) -> torch.Tensor:
     source: torch.Tensor = args[0]
-    return source.new_empty(shapes[0]) if shapes else _indexed(source, args[1])
+    return source.new_empty(shapes[0]) if shapes else _index_all_rows(source, args[1])
 
 
-def _indexed(source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+def _index_all_rows(source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
     """Rows picked by masks, all of them: a mask over two axes is an index for each."""
     whole: list[torch.Tensor | None] = []
     for index in indices:

@@ -29,8 +29,8 @@ def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.Expor
     """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
-    refused = export_gaps.refused(train=fake.model.training)
-    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, export_gaps.unnoticed():
+    refused = export_gaps.refuse_unexportable(train=fake.model.training)
+    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, export_gaps.hide_export_from_masks():
         return torch.export.export(
             fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )
@@ -38,14 +38,14 @@ def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.Expor
 
 def run_exported(program: torch.export.ExportedProgram, fake: FakeModel, recorder: Recorder) -> Any:
     """Run the graph on the fake model's tensors; gives what the model's forward gives."""
-    flat = _inputs(program, fake)
-    out = _Nodes(program.graph_module, recorder).run(*flat, enable_io_processing=False)
+    flat = _bind_inputs(program, fake)
+    out = _RecordingInterpreter(program.graph_module, recorder).run(*flat, enable_io_processing=False)
     num_others = len(program.graph_signature.output_specs) - len(program.graph_signature.user_outputs)
     spec = program.call_spec.out_spec
     return tree_unflatten(list(out)[num_others:], spec) if spec is not None else out
 
 
-def _inputs(program: torch.export.ExportedProgram, fake: FakeModel) -> list[Any]:
+def _bind_inputs(program: torch.export.ExportedProgram, fake: FakeModel) -> list[Any]:
     """A value for every placeholder, in order."""
     names, flat = fake.names(), []
     given = iter(tree_leaves((fake.args, fake.kwargs)))
@@ -59,7 +59,7 @@ def _inputs(program: torch.export.ExportedProgram, fake: FakeModel) -> list[Any]
     return flat
 
 
-class _Nodes(torch.fx.Interpreter):
+class _RecordingInterpreter(torch.fx.Interpreter):
     """Runs a graph; what a node runs is written down as that node's."""
 
     def __init__(self, module: torch.fx.GraphModule, recorder: Recorder, prefix: str = "") -> None:
@@ -74,11 +74,11 @@ class _Nodes(torch.fx.Interpreter):
         if n.target in _NO_OP:
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        region = _region(n, args)
+        region = _unpack_region(n, args)
         if region is not None:
             inner, context, rest = region
             with context:
-                return _Nodes(inner, self._recorder, f"{self._prefix}{n.name}.").run(*rest)
+                return _RecordingInterpreter(inner, self._recorder, f"{self._prefix}{n.name}.").run(*rest)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         op = Op(
             f"{self._prefix}{n.name}",
@@ -87,7 +87,7 @@ class _Nodes(torch.fx.Interpreter):
             Phase.FORWARD,
             signature=signature_of(n.target, args, kwargs) + autocast_word(),
         )
-        with self._recorder.within(op):
+        with self._recorder.record_as(op):
             out = super().run_node(n)
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
             op.dtype = compute_dtype(made, given)
@@ -95,7 +95,7 @@ class _Nodes(torch.fx.Interpreter):
         return out
 
 
-def _region(node: torch.fx.Node, args: Any) -> tuple[torch.fx.GraphModule, Any, Any] | None:
+def _unpack_region(node: torch.fx.Node, args: Any) -> tuple[torch.fx.GraphModule, Any, Any] | None:
     """A graph inside a node, the context it runs in, and its inputs."""
     name = getattr(node.target, "__name__", "")
     if name == "wrap_with_set_grad_enabled":

@@ -53,21 +53,21 @@ class FakeModel:
         return tensors | dict(self.model.named_buffers(remove_duplicate=False))
 
 
-def faked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeModel:
+def make_fake_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeModel:
     """A copy of the model on fake CPU tensors, with fake inputs."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *_attributes(model)]:
-        memo[id(tensor)] = like(tensor, mode)
+    for tensor in [*model.parameters(), *model.buffers(), *_attribute_tensors(model)]:
+        memo[id(tensor)] = fake_like(tensor, mode)
     try:
         copied = copy.deepcopy(model, dict(memo))
     except Exception:  # a lock, a file, a generator: such attributes are shared instead
-        copied = rebuilt(model, memo)
-    args, kwargs = _copied_inputs((args, kwargs), mode)
+        copied = rebuild_modules(model, memo)
+    args, kwargs = _fake_inputs((args, kwargs), mode)
     return FakeModel(mode, copied, args, kwargs)
 
 
-def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
     """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class).
 
     A tensor that is given twice is two inputs: the next time it may be two tensors.
@@ -75,11 +75,11 @@ def _copied_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
     twins: dict[int, Any] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
-        return twins.setdefault(id(tensor), like(tensor, mode))
+        return twins.setdefault(id(tensor), fake_like(tensor, mode))
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return like(leaf, mode)
+            return fake_like(leaf, mode)
         if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not tensors_in(leaf):
             return leaf
         try:
@@ -101,7 +101,7 @@ def tensors_in(tree: Any, *, depth: int = 4) -> list[torch.Tensor]:
     return found
 
 
-def rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def rebuild_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The tree of modules once more, with the tensors of `memo`; all else is shared with the original."""
     if id(module) not in memo:
         made = memo[id(module)] = object.__new__(type(module))
@@ -110,19 +110,19 @@ def rebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             for name, value in vars(module).items()
         }
         children = module._modules.items()
-        state["_modules"] = {name: child and rebuilt(child, memo) for name, child in children}
+        state["_modules"] = {name: child and rebuild_modules(child, memo) for name, child in children}
         made.__dict__.update(state)
     return memo[id(module)]
 
 
-def _attributes(model: nn.Module) -> list[torch.Tensor]:
+def _attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes."""
     own = {"_parameters", "_buffers", "_modules"}
     held = [value for module in model.modules() for name, value in vars(module).items() if name not in own]
     return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
-def like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor of that shape, strides and dtype; one that is fake in this mode stays itself."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor

@@ -12,16 +12,18 @@ import torch
 _ADD = torch.ops.aten.add.Tensor
 
 
-def summed_for(func: Any, before: list[torch.Tensor], node: Any) -> Any:
+def find_sum_target(func: Any, before: list[torch.Tensor], node: Any) -> Any:
     """The node whose gradient a sum is, made while `node` ends; None: nobody can tell."""
     if node is None or func is not _ADD or len(before) != 2 or before[0].shape != before[1].shape:
         return None
     shape = tuple(before[0].shape)
-    found = {id(one): one for one, at in node.next_functions if one is not None and _shape(one, at) == shape}
+    found = {
+        id(one): one for one, at in node.next_functions if one is not None and _grad_shape(one, at) == shape
+    }
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _shape(node: Any, at: int) -> tuple[int, ...] | None:
+def _grad_shape(node: Any, at: int) -> tuple[int, ...] | None:
     """The shape of the gradient that a node takes at a place."""
     if hasattr(node, "variable"):
         return tuple(node.variable.shape)

@@ -22,7 +22,7 @@ _IN_PLACE |= {f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "
 _MOST = 1 << 20
 
 
-class Positions(TorchFunctionMode):
+class PositionTracker(TorchFunctionMode):
     """Follows them for as long as it is entered."""
 
     def __init__(self) -> None:

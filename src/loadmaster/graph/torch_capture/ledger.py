@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
-from loadmaster.graph.torch_capture.autograd_formulas import held_weights
+from loadmaster.graph.torch_capture.autograd_formulas import find_weight_uses
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], object]  # the storage's number first
 NO_OP = -1
@@ -97,7 +97,7 @@ class Ledger:
     def open(self, op: Op) -> int:
         """Begin an op; all that is recorded until `close` is part of it. Its name is made unique."""
         assert self.current == NO_OP, f"op {self.ops[self.current].name} is still open"
-        op.name = unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name, self._names)
+        op.name = make_unique(op.name + self.suffix if op.phase == Phase.FORWARD else op.name, self._names)
         self.ops.append(op)
         self.current = len(self.ops) - 1
         if op.mirror != NO_MIRROR and self.ops[op.mirror].phase == Phase.PARAM:  # a sum of its gradients
@@ -121,7 +121,7 @@ class Ledger:
 
     def param(self, op: Op, key: Key, num_bytes: int) -> int:
         """A weight or buffer: an op whose output is resident with it."""
-        op.name = unique(op.name, self._names)
+        op.name = make_unique(op.name, self._names)
         self.ops.append(op)  # maybe in the midst of another: nothing but an order follows from that
         index, storage, interrupted = len(self.ops) - 1, key[0], self.current
         self.current = index
@@ -129,7 +129,7 @@ class Ledger:
             self.together(index, self._storages[storage].op)
             op.resident_bytes = max(0, op.resident_bytes - num_bytes)
         else:
-            self._storages[storage] = _Storage(num_bytes, index, _floating(key))
+            self._storages[storage] = _Storage(num_bytes, index, _is_floating(key))
             self._base(storage)
         self._look(key, num_bytes)
         self.current = interrupted
@@ -138,7 +138,7 @@ class Ledger:
     def make(self, key: Key, num_bytes: int, storage_bytes: int) -> None:
         """The open op made a storage, seen through `key`."""
         storage = key[0]
-        self._storages[storage] = _Storage(storage_bytes, self.current, _floating(key))
+        self._storages[storage] = _Storage(storage_bytes, self.current, _is_floating(key))
         op = self.ops[self.current]
         op.made.append(storage)
         op.live_bytes += storage_bytes
@@ -279,9 +279,9 @@ class Ledger:
             if one.op < first and (base := at if one.base == OWN_STORAGE else one.base) in found
         ]
 
-    def copied(self, op: Op) -> int:
+    def make_copy(self, op: Op) -> int:
         """An op that runs as another did."""
-        op.name = unique(op.name, self._names)
+        op.name = make_unique(op.name, self._names)
         self.ops.append(op)
         return len(self.ops) - 1
 
@@ -302,7 +302,7 @@ class Ledger:
     def graph(self, name: str, capture: str) -> Graph:
         """All of it, ops in the order in which they ran."""
         builder = GraphBuilder(name, capture=capture)
-        group = _groups(len(self.ops), self._together)
+        group = _group_ops(len(self.ops), self._together)
         for op, label in zip(self.ops, group, strict=True):
             builder.op(
                 op.name,
@@ -322,7 +322,7 @@ class Ledger:
         for index, made in enumerate(self.tensors):
             builder.tensor(made.op, made.num_bytes, storage=made.base, keep=index in kept)
         columns = [op.phase for op in self.ops], [op.mirror for op in self.ops], [t.op for t in self.tensors]
-        for tensor, user in self._uses | held_weights(*columns, self._uses):
+        for tensor, user in self._uses | find_weight_uses(*columns, self._uses):
             builder.use(tensor, user)
         return builder.build()
 
@@ -362,7 +362,7 @@ class Ledger:
         return look.tensor
 
 
-def unique(name: str, counts: dict[str, int]) -> str:
+def make_unique(name: str, counts: dict[str, int]) -> str:
     """A name that nobody has yet, and is now taken: the second 'mean' is 'mean.2'."""
     while counts.get(name):
         counts[name] += 1
@@ -371,11 +371,11 @@ def unique(name: str, counts: dict[str, int]) -> str:
     return name
 
 
-def _floating(key: Key) -> bool:
+def _is_floating(key: Key) -> bool:
     return bool(getattr(key[4], "is_floating_point", True))
 
 
-def _groups(num_ops: int, pairs: list[tuple[int, int]]) -> list[int]:
+def _group_ops(num_ops: int, pairs: list[tuple[int, int]]) -> list[int]:
     """[N] the first op of each op's group, or NO_GROUP (union-find, the smaller index leads)."""
     leader = list(range(num_ops))
 

@@ -75,15 +75,15 @@ def signature_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     """'aten.mm.default float32[8,16] float32[16,4]': the key of measured costs."""
     words = [
         str(func),
-        *_argument_words(func, args),
-        *(f"{name}={_word(value)}" for name, value in kwargs.items()),
+        *_format_arguments(func, args),
+        *(f"{name}={_format_value(value)}" for name, value in kwargs.items()),
     ]
     return " ".join(words)[:_LONGEST]
 
 
-def _argument_words(func: Any, args: Iterable[Any]) -> list[str]:
+def _format_arguments(func: Any, args: Iterable[Any]) -> list[str]:
     """Whether cudnn is on is a setting of the machine that captures, so it is always written as on."""
-    words = [_word(value) for value in args]
+    words = [_format_value(value) for value in args]
     if kind_of(func) in _ASK_CUDNN:
         for at, argument in enumerate(func._schema.arguments[: len(words)]):
             words[at] = "True" if argument.name in ("cudnn_enabled", "cudnn_enable") else words[at]
@@ -103,19 +103,19 @@ def with_a_view(signature: str) -> str:
     return f"{op}{_VIEWS}{int(num or 0) + 1}"
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape = ",".join(map(str, value.shape))
         turned = "" if value.is_contiguous() else f"/{','.join(map(str, value.stride()))}"
         return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{turned}"
     if isinstance(value, list | tuple):
-        return f"({','.join(map(_word, value))})"
+        return f"({','.join(map(_format_value, value))})"
     if isinstance(value, torch.fx.GraphModule):
         return "graph"
     return str(value)
 
 
-def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+def count_flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     """Flops by the formulas of torch's own flop counter; 0 for what it does not know."""
     packet = getattr(func, "overloadpacket", func)
     if packet in (_aten.mkldnn_rnn_layer, _aten.mkldnn_rnn_layer_backward):
@@ -136,13 +136,13 @@ def _recurrent_flops(args: Any, *, backward: bool) -> float:
     return (4.0 if backward else 2.0) * rows * (args[1].numel() + args[2].numel())
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Two products; a key that heads share is counted for each of them."""
     batch, heads, length, width = query
     return int(2 * batch * heads * length * key[2] * (width + value[3]))
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """The scores once more, and two products for the factors of each of the two."""
     batch, heads, length, width = query
     return int(2 * batch * heads * length * key[2] * (3 * width + 2 * value[3]))
@@ -153,7 +153,7 @@ _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
 ATTENTION_FLOPS = {
     getattr(_aten, f"_scaled_dot_product_{kernel}{way}"): formula
     for kernel in _KERNELS
-    for way, formula in (("", _attention), ("_backward", _attention_backward))
+    for way, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
 }
 
 
@@ -170,7 +170,7 @@ _TRAINING = 5  # the argument of batch norm that says so
 _HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4)}  # running mean and variance
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def find_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an op changes in place."""
     hidden = _HIDDEN_WRITES.get(kind_of(func), ())
     found = _tensors_in([args[at] for at in hidden if at < len(args) and args[_TRAINING]])

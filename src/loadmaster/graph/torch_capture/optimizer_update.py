@@ -40,18 +40,18 @@ class Update:
     kind: str = UPDATE
 
 
-def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
+def measure_updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
     """One for each weight, which all have a gradient; `at_once`: as torch's optimizers do on a GPU."""
-    made = optimizer_on(optimizer, weights)
+    made = make_optimizer(optimizer, weights)
     for group in made.param_groups if at_once else ():
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
-    like = _representatives(made, weights)
+    like = _find_representatives(made, weights)
     stood_for = {at for at, other in enumerate(like) if other != at}
     grads = [weight.grad for weight in weights]
     for at in stood_for:  # an optimizer leaves a weight without gradient alone
         weights[at].grad = None
-    meter = _Meter(weights)
+    meter = _UpdateMeter(weights)
     try:
         with meter, torch.no_grad():
             made.step()
@@ -74,7 +74,7 @@ def updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> lis
     fused = {id(one) for group in made.param_groups if group.get("fused") for one in group["params"]}
     kinds = [FUSED_UPDATE if id(weight) in fused else UPDATE for weight in weights]
     found = [replace(meter.updates[other], kind=kind) for other, kind in zip(like, kinds, strict=True)]
-    return found if at_once else _with_lingering(found, _places(made, weights))
+    return found if at_once else _with_lingering(found, _update_order(made, weights))
 
 
 def _with_lingering(found: list[Update], order: list[int]) -> list[Update]:
@@ -86,13 +86,13 @@ def _with_lingering(found: list[Update], order: list[int]) -> list[Update]:
     return made
 
 
-def _places(made: Any, weights: list[Any]) -> list[int]:
+def _update_order(made: Any, weights: list[Any]) -> list[int]:
     """The weights in the order in which an optimizer updates them."""
     at = {id(weight): place for place, weight in enumerate(weights)}
     return [at[id(weight)] for group in made.param_groups for weight in group["params"] if id(weight) in at]
 
 
-def _representatives(made: Any, weights: list[Any]) -> list[int]:
+def _find_representatives(made: Any, weights: list[Any]) -> list[int]:
     """[weights] the first weight that torch's own optimizers treat the same; others may mix weights."""
     if not type(made).__module__.startswith("torch.optim."):
         return list(range(len(weights)))
@@ -104,7 +104,7 @@ def _representatives(made: Any, weights: list[Any]) -> list[int]:
     ]
 
 
-def on_fakes(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Module) -> Any:
+def rebind_optimizer(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Module) -> Any:
     """A function of fake weights that makes an optimizer like the user's; what is a function stays itself."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -146,7 +146,7 @@ def optimizer_name(optimizer: Any) -> str:
     return str(named) if named else type(optimizer).__name__
 
 
-def optimizer_on(optimizer: Any, weights: list[Any]) -> Any:
+def make_optimizer(optimizer: Any, weights: list[Any]) -> Any:
     """An optimizer by class, name or function, on weights."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in NAMED:
@@ -160,7 +160,7 @@ def optimizer_on(optimizer: Any, weights: list[Any]) -> Any:
     return optimizer(weights)
 
 
-class _Meter(TorchDispatchMode):
+class _UpdateMeter(TorchDispatchMode):
     """Counts what a step touches, per weight."""
 
     def __init__(self, weights: list[Any]) -> None:
@@ -179,7 +179,7 @@ class _Meter(TorchDispatchMode):
     def adopt_state(self, state: dict[Any, Any]) -> None:
         """What the optimizer keeps for a weight is that weight's."""
         for weight, kept in state.items():
-            for tensor in _tensors(kept):
+            for tensor in _list_tensors(kept):
                 self._own(tensor, self._index.get(id(weight), 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,7 +189,7 @@ class _Meter(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         out = func(*args, **kwargs)
         if self.measuring and func is not torch.ops.prim.device.default:
-            self._count(func, _tensors((args, kwargs)), _tensors(out))
+            self._count(func, _list_tensors((args, kwargs)), _list_tensors(out))
         return out
 
     def _count(self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
@@ -228,9 +228,11 @@ def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage_bytes(kept: Iterable[Any]) -> int:
-    return sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(kept)}.values())
+    return sum(
+        {_address(tensor): tensor.untyped_storage().nbytes() for tensor in _list_tensors(kept)}.values()
+    )

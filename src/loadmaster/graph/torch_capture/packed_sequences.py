@@ -39,25 +39,25 @@ def unpack(
     data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, padding: Any, total_length: int = 0
 ) -> Any:
     """The padded sequence, and the length of each row."""
-    steps, rows = max(int(total_length), sizes.shape[0]), _rows(data, sizes)
-    whole = _padded(data, steps, rows)
+    steps, rows = max(int(total_length), sizes.shape[0]), _num_rows(data, sizes)
+    whole = _pad_rows(data, steps, rows)
     return (whole.transpose(0, 1) if batch_first else whole), torch.empty(rows, dtype=torch.int64)
 
 
-def recurrent(func: Any, data: torch.Tensor, sizes: torch.Tensor, hidden: Any, *rest: Any) -> Any:
+def run_recurrent(func: Any, data: torch.Tensor, sizes: torch.Tensor, hidden: Any, *rest: Any) -> Any:
     """A recurrent layer on the padded sequence."""
-    rows = _rows(data, sizes)
+    rows = _num_rows(data, sizes)
     hidden = tree_map(lambda state: state[:, :1].expand(-1, rows, -1).contiguous(), hidden)
-    out, *states = func(_padded(data, sizes.shape[0], rows), hidden, *rest, False)
+    out, *states = func(_pad_rows(data, sizes.shape[0], rows), hidden, *rest, False)
     return (out.reshape(-1, out.shape[-1])[: data.shape[0]], *states)
 
 
-def _rows(data: torch.Tensor, sizes: torch.Tensor) -> int:
+def _num_rows(data: torch.Tensor, sizes: torch.Tensor) -> int:
     known = getattr(sizes, "num_rows", None)
     return known if known is not None else max(1, -(-data.shape[0] // sizes.shape[0]))
 
 
-def _padded(data: torch.Tensor, steps: int, rows: int) -> torch.Tensor:
+def _pad_rows(data: torch.Tensor, steps: int, rows: int) -> torch.Tensor:
     missing = max(0, steps * rows - data.shape[0])
     sides = [0, 0] * (data.dim() - 1) + [0, missing]
     return functional.pad(data, sides).view(steps, rows, *data.shape[1:])

@@ -20,12 +20,12 @@ _ALIKE = 2  # as few as two blocks are worth it
 
 
 @contextmanager
-def recomputing(model: nn.Module, *, target: str | None = None) -> Iterator[None]:
+def checkpoint_blocks(model: nn.Module, *, target: str | None = None) -> Iterator[None]:
     """While this lasts the blocks of a model are recomputed; the model is itself again after it."""
-    found = blocks(model)
+    found = find_blocks(model)
     if not found:
         raise GraphError(f"{type(model).__name__} has no blocks that are alike; nothing to recompute")
-    kinds = {kind: _recomputed(kind, target) for kind in {type(block) for block in found}}
+    kinds = {kind: _make_checkpointed_class(kind, target) for kind in {type(block) for block in found}}
     own = [(block, type(block)) for block in found]
     try:
         for block, kind in own:
@@ -36,7 +36,7 @@ def recomputing(model: nn.Module, *, target: str | None = None) -> Iterator[None
             block.__class__ = kind
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost modules with a sibling of their class that hold weights and modules of their own."""
     found, waiting = [], [model]
     while waiting:
@@ -54,7 +54,7 @@ def _is_block(module: nn.Module) -> bool:
     return inner and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
-def _recomputed(kind: type[Any], target: str | None) -> type[Any]:
+def _make_checkpointed_class(kind: type[Any], target: str | None) -> type[Any]:
     """The class with a forward pass that runs under a checkpoint, and again with the same kernels."""
 
     def contexts() -> tuple[Any, Any]:

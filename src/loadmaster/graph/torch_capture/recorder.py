@@ -1,6 +1,6 @@
 """Recorder: sees every op that runs below autograd, and writes it into a ledger.
 
-Between `within` and its end all ops belong to one op of the ledger (a node of an exported graph). Outside,
+Between `record_as` and its end all ops belong to one op of the ledger (a node of an exported graph). Outside,
 each op that is not a view is an op of its own; a view is one in the forward pass only.
 
 In the backward pass an op belongs to the forward op whose autograd node is being run: every node has the
@@ -21,20 +21,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.graph import NO_MIRROR, Phase
 from loadmaster.graph.torch_capture.data_dependent_reads import Answers
-from loadmaster.graph.torch_capture.fake_model import like
-from loadmaster.graph.torch_capture.gradient_sums import summed_for
+from loadmaster.graph.torch_capture.fake_model import fake_like
+from loadmaster.graph.torch_capture.gradient_sums import find_sum_target
 from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
 from loadmaster.graph.torch_capture.op_signature import (
     bytes_moved,
     compute_dtype,
-    flops_of,
+    count_flops,
+    find_written,
     kind_of,
     signature_of,
     tensor_bytes,
     with_a_view,
-    written_by,
 )
-from loadmaster.graph.torch_capture.stand_ins import completed, stand_in
+from loadmaster.graph.torch_capture.stand_ins import complete_result, make_stand_in
 
 _DEVICE = torch.ops.prim.device.default
 _SILENT = {
@@ -92,24 +92,24 @@ class Recorder(TorchDispatchMode):
         if func in _SILENT:
             return func(*args, **kwargs)
         if self.answers.wants(func, args):
-            out = self.answers.give(func, args)
-            if not _tensors(out):
+            out = self.answers.answer_op(func, args)
+            if not _list_tensors(out):
                 return out
-            self._note(_Call(func, args, kwargs, out, _tensors(args), _tensors(out), []))
+            self._note(_Call(func, args, kwargs, out, _list_tensors(args), _list_tensors(out), []))
             return out
-        before = _tensors((args, kwargs))
+        before = _list_tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in before):
             args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
-            before = _tensors((args, kwargs))
+            before = _list_tensors((args, kwargs))
         for tensor in before:
             self._number(tensor)
         in_place = self._gathers_in_place(func, before)
-        out = stand_in(func, args, kwargs)
-        out = completed(func, args, func(*args, **kwargs), self._target) if out is None else out
+        out = make_stand_in(func, args, kwargs)
+        out = complete_result(func, args, func(*args, **kwargs), self._target) if out is None else out
         if in_place:
             self._adopt(out, self._number(before[0]))
-        written = [out] if in_place else written_by(func, args, kwargs)
-        self._note(_Call(func, args, kwargs, out, before, _tensors(out), written, in_place))
+        written = [out] if in_place else find_written(func, args, kwargs)
+        self._note(_Call(func, args, kwargs, out, before, _list_tensors(out), written, in_place))
         return out
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,11 +117,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._twins:
-            self._twins[id(tensor)] = (tensor, like(tensor, self._mode))
+            self._twins[id(tensor)] = (tensor, fake_like(tensor, self._mode))
         return self._twins[id(tensor)][1]
 
     @contextmanager
-    def within(self, op: Op) -> Iterator[int]:
+    def record_as(self, op: Op) -> Iterator[int]:
         """All that runs is part of one op."""
         first = torch.autograd._get_sequence_nr()
         op.has_grad = torch.is_grad_enabled()
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
             key = self.key(tensor)
             if self.ledger.maker(key) == self.ledger.current:
                 continue
-            self._constant(tensor)
+            self._add_constant(tensor)
             of = next((self.key(source) for source in sources if self.key(source)[0] == key[0]), key)
             self.ledger.view(key, tensor_bytes(tensor), of)
 
@@ -204,31 +204,31 @@ class Recorder(TorchDispatchMode):
         if opened:
             self._open(call)
         for tensor in call.before:
-            self._constant(tensor)
+            self._add_constant(tensor)
         if is_view:
             for tensor in call.after:
-                source = _source(self, tensor, call.before)
+                source = _find_view_source(self, tensor, call.before)
                 self.ledger.view(self.key(tensor), tensor_bytes(tensor), source)
         else:
-            self._worked(call, fresh)
+            self._record_work(call, fresh)
         if opened:
             self.ledger.close()
 
     def _absorb(self, call: "_Call") -> None:
         """A view inside of another op, or in the backward pass."""
         if self._runs_again():
-            self._numbered(self.last_mirror)
+            self._claim_next_node(self.last_mirror)
         elif self.phase == Phase.BACKWARD:
-            self.mirrored(self._sequence())
+            self.find_mirror(self._sequence())
         last = self.ledger.ops[-1]
         if self.ledger.current == NO_OP and last.phase == Phase.BACKWARD:
             # it is no op, but takes the host's time
             last.signature = with_a_view(last.signature)
         for tensor in call.after:
-            self._constant(tensor)
-            self.ledger.absorb(self.key(tensor), _source(self, tensor, call.before))
+            self._add_constant(tensor)
+            self.ledger.absorb(self.key(tensor), _find_view_source(self, tensor, call.before))
 
-    def _worked(self, call: "_Call", fresh: list[torch.Tensor]) -> None:
+    def _record_work(self, call: "_Call", fresh: list[torch.Tensor]) -> None:
         """The open op reads, writes and makes."""
         ledger = self.ledger
         for tensor in call.before:
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 ledger.make(self.key(tensor), num_bytes, tensor.untyped_storage().nbytes())
                 self._made_by[number] = self._sequence()
         op = ledger.ops[ledger.current]
-        flops = flops_of(call.func, call.args, call.kwargs, call.out)
+        flops = count_flops(call.func, call.args, call.kwargs, call.out)
         op.flops += flops
         if flops and self.phase == Phase.FORWARD:  # autograd numbers its node before the op runs
             self.flops_at[torch.autograd._get_sequence_nr() - 1] = flops
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
         )
         if self.phase == Phase.FORWARD:
             self._originals.setdefault((self.module, kind, signature), deque()).append(index)
-        self._numbered(index if self.phase == Phase.FORWARD else mirror)
+        self._claim_next_node(index if self.phase == Phase.FORWARD else mirror)
 
     def _home_of_sum(self, call: "_Call", mirror: int) -> int:
         """The op whose output's gradient autograd itself adds up here, else `mirror`."""
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
             return mirror
         if not self._is_older(call.before[0]):
             return mirror
-        target = summed_for(call.func, call.before, torch._C._current_autograd_node())
+        target = find_sum_target(call.func, call.before, torch._C._current_autograd_node())
         return mirror if target is None else self.maker(target, mirror)
 
     def maker(self, node: Any, otherwise: int) -> int:
@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
         running = self._sequence()
         return self._made_by.get(self._number(tensor), running) != running
 
-    def _numbered(self, owner: int) -> None:
+    def _claim_next_node(self, owner: int) -> None:
         """Autograd's node of what is about to run belongs to an op; it is numbered already."""
         if owner != NO_MIRROR:
             self._mirror_of.setdefault(torch.autograd._get_sequence_nr() - 1, owner)
@@ -318,13 +318,13 @@ class Recorder(TorchDispatchMode):
             self.last_mirror = first.popleft()
             return self.last_mirror
         self.num_attributed += self._known(self._sequence())
-        return self.mirrored(self._sequence())
+        return self.find_mirror(self._sequence())
 
     def _known(self, sequence: int) -> bool:
         """Whether an op is known to be its mirror's: by number, as the loss's gradient, or as a leaf's."""
         return sequence in self._mirror_of or sequence in (_NO_NODE, _LEAF)
 
-    def mirrored(self, sequence: int) -> int:
+    def find_mirror(self, sequence: int) -> int:
         """The forward op of a sequence number; of one that no op has, that of the last."""
         mirror = self._mirror_of.get(sequence, NO_MIRROR)
         if mirror == NO_MIRROR:
@@ -349,7 +349,7 @@ class Recorder(TorchDispatchMode):
         alone = torch._C._storage_Use_Count(storage._cdata) <= _ALONE
         return alone and before[0].shape == before[1].shape and storage.nbytes() == tensor_bytes(before[0])
 
-    def _constant(self, tensor: torch.Tensor) -> None:
+    def _add_constant(self, tensor: torch.Tensor) -> None:
         """A tensor that nobody made is part of the model, resident like a buffer."""
         number = self._number(tensor)
         if self.ledger.knows(number):
@@ -383,11 +383,11 @@ class _Call:
 _ALONE = 2  # a tensor's own reference, and the one that asks
 
 
-def _source(recorder: Recorder, tensor: torch.Tensor, before: list[torch.Tensor]) -> Key:
+def _find_view_source(recorder: Recorder, tensor: torch.Tensor, before: list[torch.Tensor]) -> Key:
     """What a view looks at."""
     number = recorder.key(tensor)[0]
     return next(recorder.key(source) for source in before if recorder.key(source)[0] == number)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

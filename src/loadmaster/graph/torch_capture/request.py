@@ -12,24 +12,29 @@ from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.raised import where_raised
 from loadmaster.graph.torch_capture import export_gaps
-from loadmaster.graph.torch_capture.accumulation import Again, marked
-from loadmaster.graph.torch_capture.data_dependent_reads import Answers, Reads, reads_of, with_same_weights
+from loadmaster.graph.torch_capture.accumulation import MicroStepRepeater, micro_step_suffix
+from loadmaster.graph.torch_capture.data_dependent_reads import (
+    Answers,
+    ReadMode,
+    record_reads,
+    with_same_weights,
+)
 from loadmaster.graph.torch_capture.export_path import export, run_exported
-from loadmaster.graph.torch_capture.fake_model import FakeModel, faked
+from loadmaster.graph.torch_capture.fake_model import FakeModel, make_fake_model
 from loadmaster.graph.torch_capture.ledger import Ledger
-from loadmaster.graph.torch_capture.optimizer_update import on_fakes
+from loadmaster.graph.torch_capture.optimizer_update import rebind_optimizer
 from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
-from loadmaster.graph.torch_capture.size_ranges import Ranges, in_words, require_same, resized
+from loadmaster.graph.torch_capture.size_ranges import Ranges, describe_sizes, require_same_ops, resize_inputs
 from loadmaster.graph.torch_capture.target_kernels import Casts, Kernels, require_target
-from loadmaster.graph.torch_capture.trace_path import last_op, run_traced, watched
+from loadmaster.graph.torch_capture.trace_path import describe_last_op, run_traced, track_modules
 from loadmaster.graph.torch_capture.training_step import Step
 
 _LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CaptureRequest:
     """One call of `capture`."""
 
     model: nn.Module
@@ -55,61 +60,61 @@ class Request:
             self.train, autocast=self.autocast, accumulation=self.accumulation, grad_scaler=self.grad_scaler
         )
 
-    def captured(self, path: str | None) -> Graph:
+    def capture_graph(self, path: str | None) -> Graph:
         """By the path asked for, else by the first that works; the same ops all over the ranges."""
         graph = self._first(path)
         for end in (0, 1) if self.ranges else ():
             sizes = {name: ends[end] for name, ends in self.ranges.items()}
-            args, kwargs = resized((self.args, self.kwargs), sizes)
+            args, kwargs = resize_inputs((self.args, self.kwargs), sizes)
             other = replace(self, args=args, kwargs=kwargs, optimizer=None, ranges={})
             try:
                 found = other._first(graph.capture.split(";")[0])
             except GraphError as problem:
-                raise GraphError(f"with {in_words(sizes)}: {problem}; narrow the range") from problem
-            require_same(graph, found, sizes)
+                raise GraphError(f"with {describe_sizes(sizes)}: {problem}; narrow the range") from problem
+            require_same_ops(graph, found, sizes)
         return graph
 
     def _first(self, path: str | None) -> Graph:
         attempts = [path] if path is not None else ["joint", "traced", "estimated"]
         for attempt in attempts:
             try:
-                return self._by(attempt, strict=path is None)
+                return self._capture_by(attempt, strict=path is None)
             except InputError:
                 raise
             except Exception as problem:  # torch and the user's model may raise anything
                 leave_transforms()
                 if attempt == attempts[-1]:
-                    raise self._cannot(problem) from problem
+                    raise self._explain_failure(problem) from problem
         raise AssertionError("there is a last attempt")
 
-    def _cannot(self, problem: Exception) -> GraphError:
+    def _explain_failure(self, problem: Exception) -> GraphError:
         """Whose error it is, shortened, and where the model stopped."""
-        fake = self._faked()
+        fake = self._make_fake()
         step = self._step(fake, Answers(assume=self.assume))
         try:
             step.begin()
-            modes = step.recorder, Kernels(self.target), Reads(step.recorder.answers)
-            with watched(fake.model, step.recorder), fake.mode, modes[0], modes[1], modes[2]:
+            modes = step.recorder, Kernels(self.target), ReadMode(step.recorder.answers)
+            with track_modules(fake.model, step.recorder), fake.mode, modes[0], modes[1], modes[2]:
                 run_traced(fake)
         except Exception as own:
             return GraphError(
-                f"{self.name} cannot run on the example inputs: {shortened(own)} ({last_op(step.recorder)});"
-                " give inputs it can run on"
+                f"{self.name} cannot run on the example inputs: {shorten_error(own)}"
+                f" ({describe_last_op(step.recorder)}); give inputs it can run on"
             )
-        return GraphError(f"{self.name} runs, but its step cannot be captured: {shortened(problem)}")
+        return GraphError(f"{self.name} runs, but its step cannot be captured: {shorten_error(problem)}")
 
-    def _by(self, path: str, *, strict: bool) -> Graph:
+    def _capture_by(self, path: str, *, strict: bool) -> Graph:
         """`strict`: a read that must be assumed is a failure of torch.export's path."""
-        fake = self._faked()
+        fake = self._make_fake()
         if path == "traced":
             return self._traced(fake, path)
         try:
-            with self._casting():
+            with self._enter_autocast():
                 program = export(fake)
         except Exception:
             if path == "joint":
                 raise
-            return self._traced(self._faked(), path)
+            return self._traced(self._make_fake(), path)
         step = self._step(fake, Answers(assume=self.assume))
         try:
             graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
@@ -119,27 +124,28 @@ class Request:
             leave_transforms()
             if path == "joint":
                 raise
-            return self._traced(self._faked(), path)
+            return self._traced(self._make_fake(), path)
         if step.recorder.answers.num_assumed and path == "estimated":
-            return self._traced(self._faked(), path)
+            return self._traced(self._make_fake(), path)
         if strict and step.recorder.answers.num_assumed:
             raise RuntimeError("values were read in the backward pass")
         return graph
 
     def _traced(self, fake: FakeModel, path: str) -> Graph:
         answers = Answers(
-            assume=self.assume, reads=reads_of(self._moded(), self.args, self.kwargs, train=self.train)
+            assume=self.assume,
+            reads=record_reads(self._model_in_mode(), self.args, self.kwargs, train=self.train),
         )
         step = self._step(fake, answers, holds=not self.train)  # a step peaks where autograd holds them all
-        with watched(fake.model, step.recorder):
+        with track_modules(fake.model, step.recorder):
             return self._written(step, lambda: run_traced(fake), path)
 
-    def _faked(self) -> FakeModel:
-        fake = faked(self.model, self.args, self.kwargs)
+    def _make_fake(self) -> FakeModel:
+        fake = make_fake_model(self.model, self.args, self.kwargs)
         fake.model.train(self.train)
         return fake
 
-    def _moded(self) -> nn.Module:
+    def _model_in_mode(self) -> nn.Module:
         """The model in the mode asked for; a copy, with the same weights, where it is in the other."""
         if self.model.training == self.train:
             return self.model
@@ -147,7 +153,7 @@ class Request:
 
     def _step(self, fake: FakeModel, answers: Answers, *, holds: bool = False) -> Step:
         recorder = Recorder(Ledger(holds=holds), fake.mode, answers=answers, target=self.target)
-        optimizer = on_fakes(self.optimizer, self.model, fake.model)
+        optimizer = rebind_optimizer(self.optimizer, self.model, fake.model)
         scale = None
         if self.grad_scaler:
             with fake.mode:
@@ -158,24 +164,26 @@ class Request:
     def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
-        recomputing = export_gaps.told_apart() if path == "estimated" else contextlib.nullcontext()
+        recomputing = (
+            export_gaps.replace_reentrant_checkpoints() if path == "estimated" else contextlib.nullcontext()
+        )
         with mode, torch.set_grad_enabled(self.train), recomputing:
             moved: dict[int, int] = {}
-            with recorder, Kernels(self.target), Reads(recorder.answers):
-                self._micro_step(step, forward, path, 1)
+            with recorder, Kernels(self.target), ReadMode(recorder.answers):
+                self._record_micro_step(step, forward, path, 1)
                 if self.accumulation > 1:
-                    again = Again(recorder.ledger, len(recorder.ledger.ops), step.follows)
-                    self._micro_step(step, forward, path, 2)
+                    again = MicroStepRepeater(recorder.ledger, len(recorder.ledger.ops), step.follows)
+                    self._record_micro_step(step, forward, path, 2)
                     moved = again.repeat(self.accumulation)
             step.keep_outputs()
             if self.train:
-                step.update(ops, step.estimated(moved) if path == "estimated" else None)
-        return recorder.ledger.graph(self.name, self._how(path, recorder))
+                step.update(ops, step.collect_estimated(moved) if path == "estimated" else None)
+        return recorder.ledger.graph(self.name, self._describe_capture(path, recorder))
 
-    def _micro_step(self, step: Step, forward: Callable[[], Any], path: str, number: int) -> None:
+    def _record_micro_step(self, step: Step, forward: Callable[[], Any], path: str, number: int) -> None:
         """Forward and backward once."""
-        step.recorder.begin_forward(marked(number))
-        with self._casting():
+        step.recorder.begin_forward(micro_step_suffix(number))
+        with self._enter_autocast():
             out = step.forward(forward)
             lost = step.lost(out) if self.train else None
         if lost is not None and path == "estimated":
@@ -183,7 +191,7 @@ class Request:
         elif lost is not None:
             step.backward(lost)
 
-    def _casting(self) -> contextlib.ExitStack:
+    def _enter_autocast(self) -> contextlib.ExitStack:
         """Autocast as the target does it."""
         stack = contextlib.ExitStack()
         if self.autocast is not None:
@@ -191,7 +199,7 @@ class Request:
             stack.enter_context(Casts(self.target))
         return stack
 
-    def _how(self, path: str, recorder: Recorder) -> str:
+    def _describe_capture(self, path: str, recorder: Recorder) -> str:
         words = [path]
         words += ["kernels of cuda"] * (self.target == "cuda")
         words += [f"autocast {str(self.autocast).removeprefix('torch.')}"] * (self.autocast is not None)
@@ -219,7 +227,7 @@ def leave_transforms() -> None:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
 
 
-def shortened(problem: BaseException) -> str:
+def shorten_error(problem: BaseException) -> str:
     """The first lines of an error, in one, and where in the user's own code it was raised."""
     text = " ".join(str(problem).split())
     return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}{where_raised(problem)}"

@@ -21,14 +21,14 @@ Ranges = dict[str, tuple[int, int]]
 _MOST = 2**20
 
 
-def checked_ranges(ranges: Mapping[str, Any] | None, inputs: Any) -> Ranges:
+def check_ranges(ranges: Mapping[str, Any] | None, inputs: Any) -> Ranges:
     """The ranges asked for, each with the example's own size inside."""
     found: Ranges = {}
     for name, given in (ranges or {}).items():
         if name not in AXES:
             raise UnknownNameError("range", str(name), AXES)
-        low, high = _pair(name, given)
-        own = size_of(inputs, name)
+        low, high = _check_range(name, given)
+        own = find_size(inputs, name)
         if own is None:
             raise InputError(f"ranges has {name}, but no input has an axis {AXES[name]}; leave it out")
         if not low <= own <= high:
@@ -39,7 +39,7 @@ def checked_ranges(ranges: Mapping[str, Any] | None, inputs: Any) -> Ranges:
     return found
 
 
-def _pair(name: str, given: Any) -> tuple[int, int]:
+def _check_range(name: str, given: Any) -> tuple[int, int]:
     whole = isinstance(given, tuple | list) and len(given) == 2
     if not whole or not all(isinstance(end, int) and not isinstance(end, bool) for end in given):
         raise InputError(f"ranges[{name!r}] is {given!r}; give two whole numbers, such as (1, 64)")
@@ -49,7 +49,7 @@ def _pair(name: str, given: Any) -> tuple[int, int]:
     return low, high
 
 
-def size_of(inputs: Any, name: str) -> int | None:
+def find_size(inputs: Any, name: str) -> int | None:
     """The example's own batch or sequence length."""
     axis = AXES[name]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > axis]
@@ -58,7 +58,7 @@ def size_of(inputs: Any, name: str) -> int | None:
     return int(chosen[0].shape[axis]) if chosen else None
 
 
-def resized(inputs: Any, sizes: Mapping[str, int]) -> Any:
+def resize_inputs(inputs: Any, sizes: Mapping[str, int]) -> Any:
     """The example with other sizes: its rows over and over, or the first of them."""
 
     def cut(leaf: Any) -> Any:
@@ -70,35 +70,35 @@ def resized(inputs: Any, sizes: Mapping[str, int]) -> Any:
                 leaf = leaf.detach().index_select(axis, rows).requires_grad_(leaf.requires_grad)
         return leaf
 
-    own = {name: size_of(inputs, name) for name in sizes}
+    own = {name: find_size(inputs, name) for name in sizes}
     return tree_map(cut, inputs)
 
 
-def require_same(graph: Graph, other: Graph, sizes: Mapping[str, int]) -> None:
+def require_same_ops(graph: Graph, other: Graph, sizes: Mapping[str, int]) -> None:
     """Refuse a range at whose end the model runs other ops."""
-    ours, theirs = _run(graph), _run(other)
+    ours, theirs = _list_forward_ops(graph), _list_forward_ops(other)
     if ours == theirs:
         return
     at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     at = min(len(ours), len(theirs)) if at is None else at
-    here, there = (_named(ops, at) for ops in (ours, theirs))
+    here, there = (_describe_op(ops, at) for ops in (ours, theirs))
     raise GraphError(
-        f"with {in_words(sizes)} the model runs other ops: {there} where the example has {here};"
+        f"with {describe_sizes(sizes)} the model runs other ops: {there} where the example has {here};"
         " narrow the range"
     )
 
 
-def in_words(sizes: Mapping[str, int]) -> str:
+def describe_sizes(sizes: Mapping[str, int]) -> str:
     """'batch 1 and seq 16'."""
     return " and ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _run(graph: Graph) -> list[tuple[str, str]]:
+def _list_forward_ops(graph: Graph) -> list[tuple[str, str]]:
     """Names and kinds of weights and forward ops."""
     wanted = (Phase.PARAM, Phase.FORWARD)
     rows = zip(graph.op_name, graph.op_kind, graph.phase.tolist(), strict=True)
     return [(name, kind) for name, kind, phase in rows if phase in wanted and MARK not in name]
 
 
-def _named(ops: list[tuple[str, str]], at: int) -> str:
+def _describe_op(ops: list[tuple[str, str]], at: int) -> str:
     return f"{ops[at][0]!r} ({ops[at][1]})" if at < len(ops) else "no more"

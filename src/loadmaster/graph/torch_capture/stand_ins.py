@@ -18,14 +18,14 @@ _aten = torch.ops.aten
 _MOST_PROBED_BYTES = 2**28
 
 
-def stand_in(func: Any, args: Any, kwargs: Any) -> Any:
+def make_stand_in(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an op that fake tensors cannot give, or None."""
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
     return None
 
 
-def completed(func: Any, args: Any, out: Any, target: str | None) -> Any:
+def complete_result(func: Any, args: Any, out: Any, target: str | None) -> Any:
     """The result of an op with what fake tensors leave out of it."""
     if func is _aten.mkldnn_rnn_layer.default and out[3].numel() == 0 and torch.is_grad_enabled():
         size = recurrent_scratch_bytes(out[0]) if target == "cuda" else _scratch_bytes(args)

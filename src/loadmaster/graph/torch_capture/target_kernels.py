@@ -75,11 +75,11 @@ class Casts(TorchFunctionMode):
         """Call an op, in float32 where the target does."""
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if name in self._wide and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs or {}))
+            args, kwargs = tree_map_only(torch.Tensor, _widen_to_float32, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _widen_to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _SMALL else tensor
 
 
@@ -115,7 +115,7 @@ def _attention(
         )
         return out[0]
     if kernel == "efficient":
-        bias = _bias(query, key, attn_mask)
+        bias = _mask_to_bias(query, key, attn_mask)
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         out = _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, grad, dropout_p, is_causal, scale=scale
@@ -140,7 +140,7 @@ def attention_kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor 
     return "math"
 
 
-def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def _mask_to_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """The mask as numbers to add, once for every head."""
     if mask is None:
         return None

@@ -16,11 +16,11 @@ def run_traced(fake: FakeModel) -> Any:
 
 
 @contextmanager
-def watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def track_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """An op's module is the innermost one that runs, in the forward pass or again for the backward pass."""
     handles = []
     for path, module in model.named_modules():
-        handles += _watched(path, module, recorder)
+        handles += _register_hooks(path, module, recorder)
     try:
         yield
     finally:
@@ -28,7 +28,7 @@ def watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def _watched(path: str, module: nn.Module, recorder: Recorder) -> list[Any]:
+def _register_hooks(path: str, module: nn.Module, recorder: Recorder) -> list[Any]:
     """Hooks that say which module runs."""
     outer: list[str] = []
 
@@ -43,7 +43,7 @@ def _watched(path: str, module: nn.Module, recorder: Recorder) -> list[Any]:
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
 
-def last_op(recorder: Recorder) -> str:
+def describe_last_op(recorder: Recorder) -> str:
     """Where a run stopped, in words."""
     ops = recorder.ledger.ops
     where = f" in module {recorder.module!r}" if recorder.module else ""

@@ -13,7 +13,7 @@ from loadmaster.graph.torch_capture.backward_estimate import Estimate
 from loadmaster.graph.torch_capture.fake_model import FakeModel, tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
 from loadmaster.graph.torch_capture.op_signature import dtype_of, signature_of, tensor_bytes
-from loadmaster.graph.torch_capture.optimizer_update import Update, updates
+from loadmaster.graph.torch_capture.optimizer_update import Update, measure_updates
 from loadmaster.graph.torch_capture.recorder import Recorder
 
 Forward = Callable[[], Any]
@@ -45,16 +45,16 @@ class Step:
         for name, buffer in self.fake.buffers().items():
             self._resident(name, "buffer", buffer)
         for name, tensor in self.fake.inputs():
-            self._input(name, tensor)
+            self._add_input(name, tensor)
         if self.scale is not None:
-            self._input(SCALE, self.scale)
+            self._add_input(SCALE, self.scale)
         return ops
 
     def _resident(self, name: str, kind: str, tensor: torch.Tensor) -> int:
         size, module = tensor.untyped_storage().nbytes(), name.rpartition(".")[0]
         return self.recorder.resident(tensor, Op(name, kind, module, Phase.PARAM, resident_bytes=size))
 
-    def _input(self, name: str, tensor: torch.Tensor) -> None:
+    def _add_input(self, name: str, tensor: torch.Tensor) -> None:
         key, ledger = self.recorder.key(tensor), self.recorder.ledger
         op = Op(name, "input", "", Phase.FORWARD, signature=signature_of("input", [tensor], {}))
         op.dtype = dtype_of(tensor.dtype)
@@ -100,7 +100,7 @@ class Step:
             else:
                 self.follows[before[leaf]] = grad
 
-    def estimated(self, moved: dict[int, int]) -> dict[str, int]:
+    def collect_estimated(self, moved: dict[int, int]) -> dict[str, int]:
         """The gradient of every weight that rules gave one; `moved` says where tensors went."""
         found = {}
         for name, weight in self.fake.weights().items():
@@ -112,7 +112,7 @@ class Step:
     def lost(self, out: Any) -> torch.Tensor:
         """The loss, its ops named 'loss.*' where they are not the model's."""
         self.recorder.prefix, self.recorder.module = "loss.", "loss"
-        loss = loss_of(out, self.loss)
+        loss = compute_loss(out, self.loss)
         self.recorder.keep(loss)
         loss = loss / self.num_micro if self.num_micro > 1 else loss
         return loss * self.scale if self.scale is not None else loss
@@ -127,11 +127,11 @@ class Step:
             for name in trained if grads is None else ():
                 self.recorder.keep(weights[name].grad)
             return
-        found = updates(self.optimizer, [weights[name] for name in trained], at_once=self.at_once)
+        found = measure_updates(self.optimizer, [weights[name] for name in trained], at_once=self.at_once)
         made = {name: self._grad(weights[name]) if grads is None else grads[name] for name in trained}
         checked = None
         if self.scale is not None:
-            made, checked = self._unscaled(made, param_op)
+            made, checked = self._unscale_grads(made, param_op)
         for name, update in zip(trained, found, strict=True):
             reads = [made[name], *([checked] if checked is not None else [])]
             self._update(name, weights[name], param_op[name], update, reads)
@@ -142,7 +142,7 @@ class Step:
         self.recorder.keep(weight.grad)
         return self.recorder.ledger.tensor(self.recorder.key(weight.grad))
 
-    def _unscaled(self, grads: dict[str, int], param_op: dict[str, int]) -> tuple[dict[str, int], int]:
+    def _unscale_grads(self, grads: dict[str, int], param_op: dict[str, int]) -> tuple[dict[str, int], int]:
         """Every gradient divided by the scale, in place, and one answer to whether all are finite."""
         ledger, made, flags = self.recorder.ledger, {}, []
         assert self.scale is not None, "there is a scale"
@@ -177,7 +177,7 @@ class Step:
         ledger.together(len(ledger.ops) - 1, param)
 
 
-def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def compute_loss(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     """The scalar to minimise: the user's function, the output's own loss, else the mean of all outputs.
 
     A lone scalar is the loss only if it trains all that the outputs train: beside them it may as well be a
@@ -210,19 +210,19 @@ def _trains_all(scalar: torch.Tensor, others: list[torch.Tensor]) -> bool:
     """Whether every leaf that the others depend on is one that the scalar depends on."""
     made = {other.grad_fn for other in others if other.grad_fn is not None}
     bare = {id(other) for other in others if other.grad_fn is None}  # a weight that is given as it is
-    seen = _behind({scalar.grad_fn}, until=None if bare else made)
+    seen = _find_reachable_nodes({scalar.grad_fn}, until=None if bare else made)
     if made <= seen and not bare:  # mostly so, and found at once: the loss is made of the logits
         return True
-    own = _leaves(seen) if scalar.grad_fn is not None else {id(scalar)}
-    return _leaves(_behind(made)) | bare <= own
+    own = _find_leaves(seen) if scalar.grad_fn is not None else {id(scalar)}
+    return _find_leaves(_find_reachable_nodes(made)) | bare <= own
 
 
-def _leaves(nodes: set[Any]) -> set[int]:
+def _find_leaves(nodes: set[Any]) -> set[int]:
     """The leaves among what nodes of autograd's graph depend on."""
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
-def _behind(roots: set[Any], until: set[Any] | None = None) -> set[Any]:
+def _find_reachable_nodes(roots: set[Any], until: set[Any] | None = None) -> set[Any]:
     """The nodes that roots depend on, with them, nearest first; no further than where all `until` are."""
     seen = roots - {None}
     waiting, missing = deque(seen), (until or set()) - seen

@@ -33,7 +33,7 @@ class BruteForce:
         """Try everything, or stop at the limit without a claim."""
         tally = Tally(problem, run)
         complete = True
-        for plan in every_plan(problem):
+        for plan in enumerate_plans(problem):
             if tally.spent or tally.scored >= self.max_plans:
                 complete = False
                 break
@@ -44,7 +44,7 @@ class BruteForce:
         return tally.answer(algorithm="brute_force", proof=proof)
 
 
-def every_plan(problem: Problem) -> Iterator[Plan]:
+def enumerate_plans(problem: Problem) -> Iterator[Plan]:
     """Assignments times orders, plans with equal engine sequences once."""
     unit, num_units = units(problem.graph)
     allowed = allowed_devices(problem, unit, num_units)

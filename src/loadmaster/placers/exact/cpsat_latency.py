@@ -24,9 +24,9 @@ from loadmaster.placers.answer import Meter, Tally, broken_rules
 from loadmaster.placers.exact._latency.search import search
 from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
 from loadmaster.placers.exact._maxload.answering import with_note
-from loadmaster.placers.grouping import grouped
+from loadmaster.placers.grouping import group_ops
 from loadmaster.placers.registry import Placer, placer
-from loadmaster.simulator.bounds.step_programme import relaxed_step
+from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
 from loadmaster.simulator.events.engine import is_unordered
 
 _CONSTRUCTORS = ("single_device", "heft", "m_etf", "chain_balance")
@@ -57,13 +57,13 @@ class CpsatLatency:
         self._begin(problem, meter, tally)
         bound, rounded, note = run.bound, None, ""
         if problem.graph.num_ops > _FEW_OPS and not bound.infeasible and not meter.spent:
-            bound, rounded, note = _programme(problem, meter.member())
-        if not bound.infeasible and not meter.spent and not _reached(tally, bound):
+            bound, rounded, note = _solve_programme(problem, meter.member())
+        if not bound.infeasible and not meter.spent and not _reaches_bound(tally, bound):
             if problem.graph.num_ops <= self.exact_ops:
-                bound = _exact(cp_model, meter, tally, bound)
+                bound = _solve_exact(cp_model, meter, tally, bound)
             elif self.coarse_ops > 0:
-                self._coarse(cp_model, meter, tally)
-                _round(meter, tally, rounded)
+                self._solve_coarse(cp_model, meter, tally)
+                _refine_rounded(meter, tally, rounded)
         tally.run = replace(run, bound=bound)
         fits = tally.best_score.overflow_bytes == 0
         answer = tally.answer(algorithm="cpsat_latency", proof="" if fits else bound.infeasible)
@@ -84,16 +84,16 @@ class CpsatLatency:
         if tally.best_score.overflow_bytes == 0 and not meter.spent:
             _refine(problem, meter, tally)
 
-    def _coarse(self, cp_model: Any, meter: Meter, tally: Tally) -> None:
+    def _solve_coarse(self, cp_model: Any, meter: Meter, tally: Tally) -> None:
         """The model of groups, which proves nothing, with half of what is left."""
-        groups = grouped(tally.problem, max_ops=self.coarse_ops)
+        groups = group_ops(tally.problem, max_ops=self.coarse_ops)
         if groups.problem.graph.num_ops <= self.exact_ops:
             found = search(cp_model, groups.problem, None, meter.member().budget, share=_HALF)
             _offer(tally, [groups.back(plan) for plan in found.plans])
             meter.charge(tally.scored)
 
 
-def _exact(cp_model: Any, meter: Meter, tally: Tally, bound: Bound) -> Bound:
+def _solve_exact(cp_model: Any, meter: Meter, tally: Tally, bound: Bound) -> Bound:
     """The exact model with what is left of the budget."""
     start = tally.best_plan if tally.best_score.overflow_bytes == 0 else None
     if start is not None and broken_rules(tally.problem, start):
@@ -106,15 +106,15 @@ def _exact(cp_model: Any, meter: Meter, tally: Tally, bound: Bound) -> Bound:
     return replace(bound, seconds=found.bound_s, name="cp-sat")
 
 
-def _reached(tally: Tally, bound: Bound) -> bool:
+def _reaches_bound(tally: Tally, bound: Bound) -> bool:
     score = tally.best_score
     return score.overflow_bytes == 0 and score.time_s <= bound.seconds * (1 + 1e-9)
 
 
-def _programme(problem: Problem, run: Run) -> tuple[Bound, Plan | None, str]:
+def _solve_programme(problem: Problem, run: Run) -> tuple[Bound, Plan | None, str]:
     """The bound of the linear programme where it beats what is known, its shares as a plan, and a note."""
     limit_s = _LONG_S if run.budget.seconds is None else _PROGRAMME * run.budget.seconds
-    found = relaxed_step(problem, limit_s=limit_s)
+    found = solve_relaxed_step(problem, limit_s=limit_s)
     bound = replace(run.bound, seconds=found.bound_s * (1.0 - 1e-12), name="step programme")
     bound = max(run.bound, bound, key=lambda known: known.seconds)
     note = "" if found.ended else f"the step programme was not solved within {format_seconds(limit_s)}"
@@ -125,7 +125,7 @@ def _programme(problem: Problem, run: Run) -> tuple[Bound, Plan | None, str]:
     return bound, plan_of(device), note
 
 
-def _round(meter: Meter, tally: Tally, plan: Plan | None) -> None:
+def _refine_rounded(meter: Meter, tally: Tally, plan: Plan | None) -> None:
     """Local search from the programme's rounded shares, which lie elsewhere than what constructors make."""
     if plan is None or meter.spent or broken_rules(tally.problem, plan):
         return

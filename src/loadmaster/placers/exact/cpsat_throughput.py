@@ -19,14 +19,19 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
-from loadmaster.placers.exact._maxload.answering import limit, with_bound, with_note
-from loadmaster.placers.exact._maxload.climb import Assigned, assigned, climbed
-from loadmaster.placers.exact._maxload.closing import Clock, closed, free_bound, too_large
+from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound, with_note
+from loadmaster.placers.exact._maxload.climb import Assignment, anneal_repeatedly, make_assignment
+from loadmaster.placers.exact._maxload.closing import Clock, close_gap, free_bound, too_large
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.lines import best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad, free_model
-from loadmaster.placers.exact._maxload.prices import prices
-from loadmaster.placers.exact.local_search import made_to_fit, nowhere_to_go, offered, started
+from loadmaster.placers.exact._maxload.prices import find_prices
+from loadmaster.placers.exact.local_search import (
+    assign_roomiest_devices,
+    find_start,
+    make_plan_fit,
+    offer_splits,
+)
 from loadmaster.placers.registry import Placer
 
 _RUNS, _TRIES = 6, 1_000_000
@@ -51,44 +56,44 @@ class CpsatThroughput:
         tally, bound, note = Tally(problem, run), Bound(0.0, "none"), ""
         first = self._first(problem, model, run, chain=chain)
         if first is None:
-            tally.offer(plan_of(nowhere_to_go(problem)))
+            tally.offer(plan_of(assign_roomiest_devices(problem)))
         else:
-            low_s = prices(model).bound_s
-            found = closed(
+            low_s = find_prices(model).bound_s
+            found = close_gap(
                 model,
                 first,
                 low_s,
                 Clock(run),
                 chain=chain,
-                improve=lambda better: better if chain else _annealed(model, better, run, low_s, runs=2),
+                improve=lambda better: better if chain else _anneal_start(model, better, run, low_s, runs=2),
             )
-            offered(model, tally, first, found.best)
+            offer_splits(model, tally, first, found.best)
             if model.restricted:
                 bound = free_bound(free_model(problem), found.best.value_s)
             elif model.bounding:
                 bound = Bound(found.bound_s * (1 - 1e-12), found.bound_name)
             if too_large(model):
                 note = f"{model.num_classes:,} classes are too many for the solver; local search instead"
-        made_to_fit(problem, tally)
+        make_plan_fit(problem, tally)
         return with_note(
             with_bound(tally.answer(algorithm="cpsat_throughput"), bound), "cpsat_throughput", note
         )
 
-    def _first(self, problem: Problem, model: MaxLoad, run: Run, *, chain: bool) -> Assigned | None:
-        bound_s = prices(model).bound_s
+    def _first(self, problem: Problem, model: MaxLoad, run: Run, *, chain: bool) -> Assignment | None:
+        bound_s = find_prices(model).bound_s
         if chain:
             stages = best_line(model, run.rng, rounds=10, bound_s=bound_s)
-            return None if stages is None else assigned(model, stages.device(model))
-        start = started(problem, model, run, self.start)
+            return None if stages is None else make_assignment(model, stages.device(model))
+        start = find_start(problem, model, run, self.start)
         if start is None or self.start is not None or not model.exact:
             return start
-        return _annealed(model, start, run, bound_s, runs=_RUNS)
+        return _anneal_start(model, start, run, bound_s, runs=_RUNS)
 
 
-def _annealed(model: MaxLoad, start: Assigned, run: Run, bound_s: float, *, runs: int) -> Assigned:
+def _anneal_start(model: MaxLoad, start: Assignment, run: Run, bound_s: float, *, runs: int) -> Assignment:
     tries = _TRIES if run.budget.count is None else min(_TRIES, _FEW_TRIES * run.budget.count)
-    spent = limit(run, share=_SHARE)
-    return climbed(model, start, run.rng, runs=runs, tries=tries, bound_s=bound_s, spent=spent)
+    spent = make_budget_check(run, share=_SHARE)
+    return anneal_repeatedly(model, start, run.rng, runs=runs, tries=tries, bound_s=bound_s, spent=spent)
 
 
 PLACER: type[Placer] = CpsatThroughput

@@ -27,20 +27,25 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
 from loadmaster.core.units import format_bytes
 from loadmaster.placers.answer import best_repaired
-from loadmaster.placers.exact._maxload.answering import chain_builder, limit, with_bound, with_note
+from loadmaster.placers.exact._maxload.answering import (
+    chain_builder,
+    make_budget_check,
+    with_bound,
+    with_note,
+)
 from loadmaster.placers.exact._maxload.chains import (
     MOST_STATES,
     Ideals,
     best_chain,
     devices_needed,
     exact_states_fit,
-    ideals_of,
+    find_ideals,
 )
 from loadmaster.placers.exact._maxload.closing import free_bound
 from loadmaster.placers.exact._maxload.lines import Stages, best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad, allowed_types, free_model
-from loadmaster.placers.exact._maxload.prices import prices
-from loadmaster.placers.pipeline import RAISED, Effort, pipelined
+from loadmaster.placers.exact._maxload.prices import find_prices
+from loadmaster.placers.pipeline import RAISED, Effort, find_pipeline
 from loadmaster.placers.registry import Placer
 
 _ROUNDS = 10  # of shuffling after each pass of the programme
@@ -69,7 +74,7 @@ class IdealDp:
         """Solve the model, then state what was found and what it proves."""
         if problem.pipeline:
             effort = Effort(16, _ROUNDS, max_ideals=self.max_ideals, max_bytes=self.max_bytes)
-            return pipelined(problem, run, effort, algorithm="ideal_dp")
+            return find_pipeline(problem, run, effort, algorithm="ideal_dp")
         search = _Search(self, problem, run)
         build, cargo = chain_builder(problem, search.solve)
         placement = best_repaired(
@@ -81,7 +86,7 @@ class IdealDp:
             hopeless=lambda: bool(search.bound.infeasible),
         )
         bound = search.bound
-        if placement.score_s is not None and bound.seconds == 0.0 and not limit(run)(0):
+        if placement.score_s is not None and bound.seconds == 0.0 and not make_budget_check(run)(0):
             bound = free_bound(free_model(problem), placement.score_s, probes=0)
         return with_note(with_bound(placement, bound), "ideal_dp", search.note)
 
@@ -98,8 +103,8 @@ class _Search:
 
     def solve(self, model: MaxLoad) -> Stages | None:
         """The best chain of a model."""
-        spent = limit(self.run)
-        price = prices(model)
+        spent = make_budget_check(self.run)
+        price = find_prices(model)
         rng = np.random.default_rng(self.run.rng.integers(2**63))
 
         def improve(begin: Stages | None, rounds: int = _ROUNDS) -> Stages | None:
@@ -108,14 +113,14 @@ class _Search:
             )
 
         if not allowed_types(model).any(axis=1).all():
-            self._stuck(model)
+            self._record_unplaceable_class(model)
             return None
         start = improve(None, 0)
         if start is not None and start.value_s <= price.bound_s * (1 + 1e-12):
-            self._raise(model, start.value_s, "work")
+            self._raise_bound(model, start.value_s, "work")
             return start
-        most = self._most_ideals()
-        ideals = ideals_of(model, most=most, max_bytes=self.limits.max_bytes)
+        most = self._max_ideals()
+        ideals = find_ideals(model, most=most, max_bytes=self.limits.max_bytes)
         if ideals is None:
             return self._give_up(start and improve(start, _FALLBACK_ROUNDS), most)
         self.run.progress(f"ideal_dp: {ideals.num:,} ideals", 0.0)
@@ -125,12 +130,12 @@ class _Search:
         )
         self._note(model, exact, found.proven)
         if found.proven and found.stages is not None:
-            self._raise(model, found.stages.value_s, f"best chain, {ideals.num:,} ideals")
+            self._raise_bound(model, found.stages.value_s, f"best chain, {ideals.num:,} ideals")
         elif found.proven:
-            self._refuse(model, ideals)
+            self._record_no_chain(model, ideals)
         return found.stages
 
-    def _most_ideals(self) -> int:
+    def _max_ideals(self) -> int:
         """Ideals that are worth finding within the time there is."""
         seconds = self.run.budget.seconds
         return (
@@ -158,11 +163,11 @@ class _Search:
         elif model.restricted and self.problem.split == Split.CHAIN:
             self.note = f"the best of its kind: {model.restricted}"
 
-    def _speaks_for_all(self, model: MaxLoad) -> bool:
-        own = self._own_memory(model)
+    def _bounds_all_plans(self, model: MaxLoad) -> bool:
+        own = self._has_own_memory(model)
         return own and self.problem.split == Split.CHAIN and model.bounding and not model.restricted
 
-    def _own_memory(self, model: MaxLoad) -> bool:
+    def _has_own_memory(self, model: MaxLoad) -> bool:
         """Whether the model asks for no more bytes and has no less room than the problem."""
         held, own = np.zeros(model.num_classes, dtype=np.int64), held_bytes(self.problem.graph)
         np.add.at(held, model.of_op, own)
@@ -171,13 +176,13 @@ class _Search:
         roomy = all(room[d] >= int(usable[d]) for d in room)
         return bool((model.num_bytes <= held).all()) and roomy
 
-    def _raise(self, model: MaxLoad, value_s: float, name: str) -> None:
-        if self._speaks_for_all(model) and value_s * (1 - _BELOW) > self.bound.seconds:
+    def _raise_bound(self, model: MaxLoad, value_s: float, name: str) -> None:
+        if self._bounds_all_plans(model) and value_s * (1 - _BELOW) > self.bound.seconds:
             self.bound = Bound(value_s * (1 - _BELOW), name)
 
-    def _stuck(self, model: MaxLoad) -> None:
+    def _record_unplaceable_class(self, model: MaxLoad) -> None:
         """A class that no device may hold: which, and what it lacks."""
-        if not self._speaks_for_all(model):
+        if not self._bounds_all_plans(model):
             return
         names, devices = self.problem.graph.op_name, self.problem.cluster.num_devices
         v = int(np.flatnonzero(~allowed_types(model).any(axis=1))[0])
@@ -192,13 +197,13 @@ class _Search:
         )
         self.bound = Bound(0.0, "none", infeasible=reason)
 
-    def _refuse(self, model: MaxLoad, ideals: Ideals) -> None:
+    def _record_no_chain(self, model: MaxLoad, ideals: Ideals) -> None:
         """No chain has room: how many devices would do."""
-        if not self._speaks_for_all(model):
+        if not self._bounds_all_plans(model):
             return
         common = max(model.devices, key=len)
         name = self.problem.cluster.device_name[common[0]]
-        need = devices_needed(model, ideals, spent=limit(self.run))
+        need = devices_needed(model, ideals, spent=make_budget_check(self.run))
         more = f"{need} devices like {name} instead of {len(common)} would do, or" if need else "try"
         devices = self.problem.cluster.num_devices
         reason = (

@@ -17,11 +17,11 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_repaired
-from loadmaster.placers.exact._maxload.answering import chain_builder, limit
+from loadmaster.placers.exact._maxload.answering import chain_builder, make_budget_check
 from loadmaster.placers.exact._maxload.lines import Stages, best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad
-from loadmaster.placers.exact._maxload.prices import prices
-from loadmaster.placers.pipeline import Effort, pipelined
+from loadmaster.placers.exact._maxload.prices import find_prices
+from loadmaster.placers.pipeline import Effort, find_pipeline
 from loadmaster.placers.registry import Placer
 
 _FEW = 500  # classes: of twice as many the stages are shuffled half as often
@@ -38,11 +38,11 @@ class LinearDp:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Cut, shuffle, cut again."""
         if problem.pipeline:
-            return pipelined(problem, run, Effort(orders=16, rounds=self.rounds), algorithm="linear_dp")
-        spent = limit(run)
+            return find_pipeline(problem, run, Effort(orders=16, rounds=self.rounds), algorithm="linear_dp")
+        spent = make_budget_check(run)
 
         def solve(model: MaxLoad) -> Stages | None:
-            bound_s = prices(model).bound_s
+            bound_s = find_prices(model).bound_s
             rounds = self.rounds * _FEW // max(model.num_classes, _FEW)
             return best_line(model, run.rng, rounds=rounds, bound_s=bound_s, spent=lambda: spent(0))
 

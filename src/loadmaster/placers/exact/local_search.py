@@ -18,10 +18,16 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.exact._maxload.answering import limit
-from loadmaster.placers.exact._maxload.climb import Assigned, assigned, climbed, first_split, fits
+from loadmaster.placers.exact._maxload.answering import make_budget_check
+from loadmaster.placers.exact._maxload.climb import (
+    Assignment,
+    anneal_repeatedly,
+    first_split,
+    fits,
+    make_assignment,
+)
 from loadmaster.placers.exact._maxload.model import MaxLoad, device_of_ops, free_model
-from loadmaster.placers.exact._maxload.prices import prices
+from loadmaster.placers.exact._maxload.prices import find_prices
 from loadmaster.placers.exact.linear_dp import LinearDp
 from loadmaster.placers.registry import Placer
 
@@ -41,52 +47,52 @@ class LocalSearch:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Anneal, score, repair where need be."""
         model, tally = free_model(problem), Tally(problem, run)
-        start = started(problem, model, run, self.start)
+        start = find_start(problem, model, run, self.start)
         if start is None:
-            tally.offer(plan_of(nowhere_to_go(problem)))
+            tally.offer(plan_of(assign_roomiest_devices(problem)))
         else:
-            spent = limit(run, per_plan=_SHORT_TRIES)
+            spent = make_budget_check(run, per_plan=_SHORT_TRIES)
             count = run.budget.count
             tries = _TRIES if count is None else min(_TRIES, _SHORT_TRIES * max(count // 6, 1))
-            best = climbed(
+            best = anneal_repeatedly(
                 model,
                 start,
                 run.rng,
                 runs=self.runs,
                 tries=tries,
-                bound_s=prices(model).bound_s,
+                bound_s=find_prices(model).bound_s,
                 spent=spent,
             )
-            offered(model, tally, start, best)
-        made_to_fit(problem, tally)
+            offer_splits(model, tally, start, best)
+        make_plan_fit(problem, tally)
         return tally.answer(algorithm="local_search")
 
 
-def offered(model: MaxLoad, tally: Tally, start: Assigned, best: Assigned) -> None:
+def offer_splits(model: MaxLoad, tally: Tally, start: Assignment, best: Assignment) -> None:
     """Score the best split; where the model is an estimate, the start too: it may be better in truth."""
     tally.offer(plan_of(device_of_ops(model, best.device)))
     if not model.exact and (tally.run.budget.count is None or not tally.spent):
         tally.offer(plan_of(device_of_ops(model, start.device)))
 
 
-def made_to_fit(problem: Problem, tally: Tally) -> None:
+def make_plan_fit(problem: Problem, tally: Tally) -> None:
     """Where a plan's peak overflows, a chain that is made with less room, else the plan repaired."""
     if tally.best_score.overflow_bytes > 0 and not tally.spent:
         tally.adopt(LinearDp()(problem, replace(tally.run, repair=False)))
     tally.mend()
 
 
-def started(problem: Problem, model: MaxLoad, run: Run, plan: Plan | None) -> Assigned | None:
+def find_start(problem: Problem, model: MaxLoad, run: Run, plan: Plan | None) -> Assignment | None:
     """The plan given as an assignment if it fits the model, else the best cut of an order."""
     if plan is not None and len(plan.device) == problem.graph.num_ops:
         device = np.zeros(model.num_classes, dtype=np.int32)
         device[model.of_op] = plan.device
         if (device[model.of_op] == plan.device).all() and fits(model, device):
-            return assigned(model, device)
-    return first_split(problem, model, run.rng, bound_s=prices(model).bound_s)
+            return make_assignment(model, device)
+    return first_split(problem, model, run.rng, bound_s=find_prices(model).bound_s)
 
 
-def nowhere_to_go(problem: Problem) -> "np.typing.NDArray[np.int32]":
+def assign_roomiest_devices(problem: Problem) -> "np.typing.NDArray[np.int32]":
     """[N] devices of a plan that does not fit: every unit where most room is."""
     model = free_model(problem)
     room = {d: int(model.room[t]) for t, alike in enumerate(model.devices) for d in alike}

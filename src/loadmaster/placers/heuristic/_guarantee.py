@@ -43,7 +43,7 @@ from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.simulator.events.engine import prepare
-from loadmaster.simulator.events.kernel import Fixed
+from loadmaster.simulator.events.kernel import ProblemArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class _Setting:
 
 
 def etf_guarantee(
-    problem: Problem, *, cargo: Cargo | None = None, fixed: Fixed | None = None
+    problem: Problem, *, cargo: Cargo | None = None, fixed: ProblemArrays | None = None
 ) -> Guarantee | None:
     """What a greedy pass never exceeds; `cargo` and `fixed` are the problem's, where they are at hand."""
-    setting = _setting(problem, cargo)
+    setting = _check_assumptions(problem, cargo)
     if setting is None:
         return None
     n, m = setting.num_devices, setting.num_open
@@ -98,7 +98,7 @@ def etf_guarantee(
 
 def sct_guarantee(problem: Problem) -> Guarantee | None:
     """What is published of scheduling with favourite children."""
-    setting = _setting(problem, None)
+    setting = _check_assumptions(problem, None)
     if setting is None or setting.num_open < setting.num_devices or setting.rho > 1.0:
         return None
     if (setting.longest_s > setting.shortest_s * (1.0 + 1e-12)).any():
@@ -112,7 +112,7 @@ def sct_guarantee(problem: Problem) -> Guarantee | None:
     return Guarantee(None, None, 0.0, of_best, sentence)
 
 
-def _setting(problem: Problem, cargo: Cargo | None) -> _Setting | None:
+def _check_assumptions(problem: Problem, cargo: Cargo | None) -> _Setting | None:
     """What the theorems are about, None where an assumption fails."""
     seconds, cluster = problem.device_compute_s, problem.cluster
     equal = np.isfinite(seconds).all() and (seconds == seconds[:, :1]).all()
@@ -122,7 +122,7 @@ def _setting(problem: Problem, cargo: Cargo | None) -> _Setting | None:
     longest_s, shortest_s = _transfer_s(problem)
     if problem.links != Links.PARALLEL and longest_s.any():
         return None
-    num_open = _num_open(problem)
+    num_open = _num_roomy_devices(problem)
     cargo = load_cargo(problem) if cargo is None else cargo
     if cargo.num_units < problem.graph.num_ops or not cargo.fits.all():
         return None
@@ -144,7 +144,7 @@ def _transfer_s(problem: Problem) -> tuple[Floats, Floats]:
     return np.where(read, longest, 0.0), np.where(read & np.isfinite(shortest), shortest, 0.0)
 
 
-def _num_open(problem: Problem) -> int:
+def _num_roomy_devices(problem: Problem) -> int:
     """How many devices have room for any op at any time, whatever else was placed; none if negative."""
     graph, num = problem.graph, problem.cluster.num_devices
     adds = graph.resident_bytes.copy()
@@ -163,6 +163,6 @@ def _never_frees(problem: Problem) -> bool:
     return bool(graph.keep.all()) and not views.any()
 
 
-def _longest_chain_s(fixed: Fixed, op_s: Floats, transfer_s: Floats) -> float:
+def _longest_chain_s(fixed: ProblemArrays, op_s: Floats, transfer_s: Floats) -> float:
     """The most seconds of ops and transfers on one chain."""
     return float(upward_rank(fixed, op_s, transfer_s).max())

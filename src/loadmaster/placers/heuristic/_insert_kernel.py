@@ -6,12 +6,12 @@ import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, Rules
-from loadmaster.simulator.events.kernel import Fixed
+from loadmaster.simulator.events.kernel import ProblemArrays
 from loadmaster.simulator.jit import kernel
 
 
 @kernel
-def ready_order(fixed: Fixed, key: Any) -> Any:
+def ready_order(fixed: ProblemArrays, key: Any) -> Any:
     """[N] ops in topological order, the least key first among those whose producers are all out."""
     in_ptr, out_ptr, out_tensor = fixed.in_ptr, fixed.out_ptr, fixed.out_tensor
     use_ptr, use_op = fixed.use_ptr, fixed.use_op
@@ -40,7 +40,7 @@ def ready_order(fixed: Fixed, key: Any) -> Any:
 
 
 @kernel
-def insert(fixed: Fixed, rules: Rules, order: Any, wanted: Any) -> Any:
+def insert_ops(fixed: ProblemArrays, rules: Rules, order: Any, wanted: Any) -> Any:
     """Place ops in `order`, a topological one; `wanted` [N] names a device to take if allowed, or NOWHERE.
 
     Transfers are free of contention. A device without room is taken only if none has, the least overfull

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
-from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, ProblemArrays
 from loadmaster.simulator.jit import kernel
 
 NOWHERE = -1
@@ -42,7 +42,7 @@ class Rules(NamedTuple):
 
 
 @kernel
-def upward_rank(fixed: Fixed, mean_s: Any, transfer_s: Any) -> Any:
+def upward_rank(fixed: ProblemArrays, mean_s: Any, transfer_s: Any) -> Any:
     """[N] mean time of an op plus the longest way from it to an end, transfers included."""
     num_ops = len(mean_s)
     rank = np.zeros(num_ops)
@@ -57,7 +57,7 @@ def upward_rank(fixed: Fixed, mean_s: Any, transfer_s: Any) -> Any:
 
 
 @kernel
-def downward_rank(fixed: Fixed, mean_s: Any, transfer_s: Any) -> Any:
+def downward_rank(fixed: ProblemArrays, mean_s: Any, transfer_s: Any) -> Any:
     """[N] the longest way from a start to an op, transfers included, the op itself left out."""
     num_ops = len(mean_s)
     rank = np.zeros(num_ops)
@@ -71,7 +71,7 @@ def downward_rank(fixed: Fixed, mean_s: Any, transfer_s: Any) -> Any:
 
 
 @kernel
-def construct(fixed: Fixed, rules: Rules) -> Any:
+def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
     """Place every op; returns device [N] and position [N] in the order of starts.
 
     What memory shuts out everywhere goes where most room is left.

@@ -13,13 +13,13 @@ from loadmaster.placers.heuristic._list_kernel import (
     NEVER,
     NOWHERE,
     Rules,
-    construct,
+    construct_plan,
     downward_rank,
     upward_rank,
 )
 from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.simulator.events.engine import prepare
-from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, PARALLEL, SHARED, Fixed
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, PARALLEL, SHARED, ProblemArrays
 
 MOST_OPS = 200_000  # beyond, passes over single ops take gigabytes; m_etf places groups instead
 
@@ -38,7 +38,7 @@ class Lists:
     """A problem made ready for list scheduling."""
 
     problem: Problem
-    fixed: Fixed
+    fixed: ProblemArrays
     cargo: Cargo
     footprint: Floats  # [U] bytes a unit holds when the forward pass is over
     standing: Bools  # [T] still needed then, wherever it is
@@ -46,13 +46,13 @@ class Lists:
     mean_s: Floats  # [N] over the devices an op may use
     transfer_s: Floats  # [T] mean over pairs of devices
 
-    def upward(self, *, transfers: bool) -> Floats:
+    def compute_upward_rank(self, *, transfers: bool) -> Floats:
         """[N] mean time of the longest way from an op to an end, with or without transfers."""
         seconds = self.transfer_s if transfers else np.zeros(len(self.transfer_s))
         rank: Floats = upward_rank(self.fixed, self.mean_s, seconds)
         return rank
 
-    def downward(self, *, transfers: bool) -> Floats:
+    def compute_downward_rank(self, *, transfers: bool) -> Floats:
         """[N] mean time of the longest way from a start to an op."""
         seconds = self.transfer_s if transfers else np.zeros(len(self.transfer_s))
         rank: Floats = downward_rank(self.fixed, self.mean_s, seconds)
@@ -96,7 +96,9 @@ class Lists:
         self, key: Floats | None, links: int, *, favourite: Ints | None = None, awake: int = NEVER
     ) -> Plan:
         """The plan of one pass, in the order of its own starts."""
-        device, position = construct(self.fixed, self.rules(key, links, favourite=favourite, awake=awake))
+        device, position = construct_plan(
+            self.fixed, self.rules(key, links, favourite=favourite, awake=awake)
+        )
         return plan_of(device, position)
 
 

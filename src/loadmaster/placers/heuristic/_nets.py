@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints, Longs, distinct
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
 from loadmaster.core.problem import Links, Load, Objective, Problem
-from loadmaster.simulator.events.throughput import combined, hop_s
+from loadmaster.simulator.events.throughput import combine_loads, hop_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class Nets:
             return compute_s
         reads, writes = self._steps(begin, self.read_s[device], self.write_s[device])
         size = len(compute_s)
-        return combined(self.load, compute_s, reads[:size], writes[:size])
+        return combine_loads(self.load, compute_s, reads[:size], writes[:size])
 
     def _steps(self, begin: int, read_s: Floats, write_s: Floats) -> tuple[Floats, Floats]:
         """Seconds read and written by begin..end for every end: sums of what starts and stops to be paid."""
@@ -47,14 +47,14 @@ class Nets:
         ahead = ~behind & used & (user < self.home)  # read only until the home joins the block
         starts = np.where(used & (behind | ahead), user + 1, num + 1)
         stops = np.where(ahead, self.home + 1, num + 1)
-        reads = _running(starts, stops, read_s, begin, num)
+        reads = _running_sum(starts, stops, read_s, begin, num)
         written = ~behind & ((self.last > self.home) | (self.first < begin))
         starts = np.where(written, self.home + 1, num + 1)
         stops = np.where(written & (self.first >= begin), self.last + 1, num + 1)
-        return reads, _running(starts, stops, write_s, begin, num)
+        return reads, _running_sum(starts, stops, write_s, begin, num)
 
 
-def _running(starts: Longs, stops: Longs, seconds: Floats, begin: int, num: int) -> Floats:
+def _running_sum(starts: Longs, stops: Longs, seconds: Floats, begin: int, num: int) -> Floats:
     """[num + 1 - begin] sum of what has started and not stopped at each end."""
     change = np.bincount(starts, seconds, num + 2) - np.bincount(stops, seconds, num + 2)
     return np.maximum(np.cumsum(change)[begin : num + 1], 0.0)
@@ -68,7 +68,7 @@ def nets_of(problem: Problem, of_op: Ints) -> Nets | None:
     num = int(of_op.max()) + 1
     home, user = of_op[graph.tensor_op[graph.use_tensor]], of_op[graph.use_op]
     away = home != user
-    pair = distinct(graph.use_tensor[away].astype(np.int64) * (num + 1) + user[away])
+    pair = sorted_unique(graph.use_tensor[away].astype(np.int64) * (num + 1) + user[away])
     if len(pair) == 0:
         return None
     index, begin = np.unique(pair // (num + 1), return_index=True)

@@ -32,7 +32,7 @@ def best_fit(unit_bytes: Any, order: Any, allowed: Any, room: Any) -> Any:
 
 
 @kernel
-def depth_first(ptr: Any, target: Any) -> Any:
+def order_depth_first(ptr: Any, target: Any) -> Any:
     """[N] place of each op in the topological order that follows a branch to its end before the next one."""
     num_ops = len(ptr) - 1
     waiting = np.zeros(num_ops, dtype=np.int32)

@@ -21,7 +21,7 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Builder, best_repaired
 from loadmaster.placers.heuristic._nets import Nets, nets_of
-from loadmaster.placers.pipeline import Effort, pipelined
+from loadmaster.placers.pipeline import Effort, find_pipeline
 from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.placers.registry import Placer
 
@@ -39,23 +39,24 @@ class ChainBalance:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Try device orders, the natural one over all devices first."""
         if problem.pipeline:
-            return pipelined(problem, run, Effort(orders=1, rounds=0), algorithm="chain_balance")
+            return find_pipeline(problem, run, Effort(orders=1, rounds=0), algorithm="chain_balance")
         cargo = load_cargo(problem, acyclic=True)
         nets = nets_of(problem, cargo.of_op)
         strict = problem.objective == Objective.THROUGHPUT and problem.split != Split.FREE
         most = max(2, min(self.max_candidates, _MOST_WORK // (cargo.num_units * problem.cluster.num_devices)))
         orders = list(itertools.islice(device_orders(problem), most))
-        lines = [_line(cargo, nets, order, strict=strict) for order in orders]
+        lines = [_make_line(cargo, nets, order, strict=strict) for order in orders]
         cuts: list[Builder] = [line.cut for line in lines]
-        row = by_module(problem, cargo)
+        row = order_by_module(problem, cargo)
         if problem.objective == Objective.STEP and (np.diff(row) < 0).any():
             cuts += [
-                _reordered(_line(_taken(cargo, row), None, order, strict=False), row) for order in orders
+                _cut_reordered(_make_line(_reorder_cargo(cargo, row), None, order, strict=False), row)
+                for order in orders
             ]
         return best_repaired(problem, run, cargo, cuts, algorithm="chain_balance")
 
 
-def by_module(problem: Problem, cargo: Cargo) -> Ints:
+def order_by_module(problem: Problem, cargo: Cargo) -> Ints:
     """[U] units module by module, modules in the order of their first units."""
     first = np.full(cargo.num_units, problem.graph.num_ops, dtype=np.int64)
     np.minimum.at(first, cargo.of_op, np.arange(problem.graph.num_ops))
@@ -64,7 +65,7 @@ def by_module(problem: Problem, cargo: Cargo) -> Ints:
     return np.argsort(module, kind="stable").astype(np.int32)
 
 
-def _taken(cargo: Cargo, row: Ints) -> Cargo:
+def _reorder_cargo(cargo: Cargo, row: Ints) -> Cargo:
     """The cargo with its units in another row."""
     place = np.empty(len(row), dtype=np.int32)
     place[row] = np.arange(len(row), dtype=np.int32)
@@ -77,7 +78,7 @@ def _taken(cargo: Cargo, row: Ints) -> Cargo:
     )
 
 
-def _reordered(line: "_Line", row: Ints) -> Builder:
+def _cut_reordered(line: "_Line", row: Ints) -> Builder:
     """The line's cut, with bytes and devices of units in their own order."""
 
     def cut(unit_bytes: Floats, room: Floats) -> Ints:
@@ -129,7 +130,7 @@ class _Line:
         device: Ints = self.cargo.seconds.argmin(axis=1).astype(np.int32)  # of those aside: the fastest
         room = room - np.bincount(device[self.aside], unit_bytes[self.aside], len(room))
         taken = np.concatenate([[0.0], np.cumsum(np.where(self.aside, 0.0, unit_bytes))])
-        ends = self._least(taken, room)
+        ends = self._find_least_fill(taken, room)
         begin = 0
         for d, end in zip(self.order, ends, strict=True):
             device[begin:end] = np.where(self.aside[begin:end], device[begin:end], d)
@@ -138,12 +139,12 @@ class _Line:
         device[rest] = np.where(self.cargo.fits[rest], room, -np.inf).argmax(axis=1)
         return device
 
-    def _least(self, taken: Floats, room: Floats) -> list[int]:
+    def _find_least_fill(self, taken: Floats, room: Floats) -> list[int]:
         num = self.cargo.num_units
         ends = self._fill(taken, room, np.inf)
         if ends[-1] < num:
             return ends
-        low, high = 0.0, self._most_s()
+        low, high = 0.0, self._upper_limit_s()
         for _ in range(_PROBES):
             middle = (low + high) / 2
             tried = self._fill(taken, room, middle)
@@ -153,7 +154,7 @@ class _Line:
                 low = middle
         return ends
 
-    def _most_s(self) -> float:
+    def _upper_limit_s(self) -> float:
         """More than any block's load."""
         transfers = (
             0.0 if self.nets is None else float((self.nets.read_s + self.nets.write_s).max(axis=0).sum())
@@ -179,7 +180,7 @@ class _Line:
         return ends
 
 
-def _line(cargo: Cargo, nets: Nets | None, order: tuple[int, ...], *, strict: bool) -> _Line:
+def _make_line(cargo: Cargo, nets: Nets | None, order: tuple[int, ...], *, strict: bool) -> _Line:
     """`strict`: every unit stays in the row, so that the split is a chain."""
     aside: Bools = np.logical_not(cargo.fits[:, list(order)].all(axis=1) | strict)
     counted = np.where(aside[:, None] | ~cargo.fits, 0.0, cargo.seconds)

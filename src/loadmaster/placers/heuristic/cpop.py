@@ -24,7 +24,7 @@ from loadmaster.placers.answer import best_of
 from loadmaster.placers.heuristic._insert_kernel import ready_order
 from loadmaster.placers.heuristic._list_kernel import NOWHERE
 from loadmaster.placers.heuristic._lists import MOST_OPS, Lists, load_lists
-from loadmaster.placers.heuristic.heft import inserted
+from loadmaster.placers.heuristic.heft import plan_by_insertion
 from loadmaster.placers.registry import Placer
 
 _MOST_PATH_DEVICES = 4
@@ -40,17 +40,17 @@ class Cpop:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Try the likely devices for the critical path; keep the best."""
-        return best_of(problem, run, _plans(load_lists(problem)), algorithm="cpop")
+        return best_of(problem, run, _iterate_plans(load_lists(problem)), algorithm="cpop")
 
 
-def _plans(lists: Lists) -> Iterator[Plan]:
-    rank = lists.upward(transfers=True) + lists.downward(transfers=True)
+def _iterate_plans(lists: Lists) -> Iterator[Plan]:
+    rank = lists.compute_upward_rank(transfers=True) + lists.compute_downward_rank(transfers=True)
     order: Ints = ready_order(lists.fixed, -rank)
     path = critical_path(lists, rank)
     for d in _path_devices(lists, path):
         wanted = np.full(len(rank), NOWHERE, dtype=np.int32)
         wanted[path] = d
-        yield inserted(lists, order, wanted)
+        yield plan_by_insertion(lists, order, wanted)
 
 
 def critical_path(lists: Lists, rank: Floats) -> Ints:

@@ -27,11 +27,11 @@ class FastestDevice:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Choose, and choose again with less room where memory overflows."""
         cargo = load_cargo(problem)
-        builders = [lambda unit_bytes, room: choose(cargo, unit_bytes, room)]
+        builders = [lambda unit_bytes, room: choose_devices(cargo, unit_bytes, room)]
         return best_repaired(problem, run, cargo, builders, algorithm="fastest_device")
 
 
-def choose(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
+def choose_devices(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
     """[U] the fastest allowed device with room (the lower index on ties), else the one with most room."""
     free = room.tolist()
     preference = np.argsort(cargo.seconds, axis=1, kind="stable").tolist()

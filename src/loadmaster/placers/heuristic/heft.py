@@ -19,7 +19,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_of
-from loadmaster.placers.heuristic._insert_kernel import insert
+from loadmaster.placers.heuristic._insert_kernel import insert_ops
 from loadmaster.placers.heuristic._list_kernel import NOWHERE
 from loadmaster.placers.heuristic._lists import MOST_OPS, Lists, load_lists
 from loadmaster.placers.registry import Placer
@@ -36,20 +36,20 @@ class Heft:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Insert by rank with and without transfers in the rank; keep the better."""
         lists = load_lists(problem)
-        return best_of(problem, run, _plans(lists), algorithm="heft")
+        return best_of(problem, run, _iterate_plans(lists), algorithm="heft")
 
 
-def _plans(lists: Lists) -> Iterator[Plan]:
+def _iterate_plans(lists: Lists) -> Iterator[Plan]:
     for transfers in (True, False):
-        rank = lists.upward(transfers=transfers)
+        rank = lists.compute_upward_rank(transfers=transfers)
         order = np.lexsort((np.arange(len(rank)), -rank)).astype(np.int32)
-        yield inserted(lists, order, np.full(len(rank), NOWHERE, dtype=np.int32))
+        yield plan_by_insertion(lists, order, np.full(len(rank), NOWHERE, dtype=np.int32))
 
 
-def inserted(lists: Lists, order: Ints, wanted: Ints) -> Plan:
+def plan_by_insertion(lists: Lists, order: Ints, wanted: Ints) -> Plan:
     """The plan of one insertion pass, in the order of its starts."""
     start: Floats
-    device, start = insert(lists.fixed, lists.rules(None, PARALLEL), order, wanted)
+    device, start = insert_ops(lists.fixed, lists.rules(None, PARALLEL), order, wanted)
     place = np.empty(len(order), dtype=np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     priority = np.empty(len(order), dtype=np.int32)

@@ -22,7 +22,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Links, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.placers.answer import Tally
-from loadmaster.placers.grouping import Grouped, grouped
+from loadmaster.placers.grouping import GroupedProblem, group_ops
 from loadmaster.placers.heuristic._guarantee import etf_guarantee
 from loadmaster.placers.heuristic._lists import MOST_OPS, VIEWS, Lists, load_lists
 from loadmaster.placers.registry import Placer
@@ -45,7 +45,9 @@ class MEtf:
         tally = Tally(problem, run)
         lists = construct_all(tally, first_come=self.first_come)
         tally.mend()
-        return tally.answer(algorithm="m_etf", guarantee=promised(tally, lists, first_come=self.first_come))
+        return tally.answer(
+            algorithm="m_etf", guarantee=describe_guarantee(tally, lists, first_come=self.first_come)
+        )
 
 
 def construct_all(tally: Tally, *, first_come: bool) -> Lists | None:
@@ -57,7 +59,7 @@ def construct_all(tally: Tally, *, first_come: bool) -> Lists | None:
     small, large = problem.graph.num_ops <= _SMALL_OPS, problem.graph.num_ops > MOST_OPS
     groups = None
     if small or large or problem.links != Links.PARALLEL:
-        groups = grouped(problem, max_ops=_FEW_GROUPS if large else None)
+        groups = group_ops(problem, max_ops=_FEW_GROUPS if large else None)
     shrunk = large or (groups is not None and groups.problem.graph.num_ops <= _SHRUNK * problem.graph.num_ops)
     if groups is not None and (small or shrunk):
         _offer_groups(tally, groups, every=small, first_come=first_come)
@@ -68,7 +70,7 @@ def construct_all(tally: Tally, *, first_come: bool) -> Lists | None:
     return lists
 
 
-def promised(tally: Tally, lists: Lists | None, *, first_come: bool) -> str:
+def describe_guarantee(tally: Tally, lists: Lists | None, *, first_come: bool) -> str:
     """What theory promises: of a pass over ops that sees parallel links and is replayed in its own order."""
     if lists is None or first_come or tally.spent or tally.problem.links != Links.PARALLEL:
         return ""
@@ -76,10 +78,10 @@ def promised(tally: Tally, lists: Lists | None, *, first_come: bool) -> str:
     return "" if guarantee is None else guarantee.sentence
 
 
-def _offer_groups(tally: Tally, groups: Grouped, *, every: bool, first_come: bool) -> None:
+def _offer_groups(tally: Tally, groups: GroupedProblem, *, every: bool, first_come: bool) -> None:
     """Offer plans of groups: in their own order, as a rule the better one, and first come first served."""
     lists = load_lists(groups.problem)
-    for count, (key, links) in enumerate(_passes(lists, ranked=True)):
+    for count, (key, links) in enumerate(_list_passes(lists, ranked=True)):
         if tally.spent or (count == _FEW and not every):
             break
         plan = groups.back(lists.placed(key, links))
@@ -94,7 +96,7 @@ def _offer_ops(tally: Tally, lists: Lists, *, every: bool, first_come: bool) -> 
     views = VIEWS[lists.problem.links]
     most = None if every else min(_FEW, len(views))
     served: list[tuple[Score, int, Plan]] = []
-    for count, (key, links) in enumerate(_passes(lists, ranked=False)):
+    for count, (key, links) in enumerate(_list_passes(lists, ranked=False)):
         if tally.spent or count == most:
             break
         plan = lists.placed(key, links)
@@ -108,22 +110,22 @@ def _offer_ops(tally: Tally, lists: Lists, *, every: bool, first_come: bool) -> 
             tally.offer(again)
 
 
-def _passes(lists: Lists, *, ranked: bool) -> Iterator[tuple[Floats | None, int]]:
+def _list_passes(lists: Lists, *, ranked: bool) -> Iterator[tuple[Floats | None, int]]:
     """Keys and views, most promising first; no key: by order of becoming ready."""
     number = np.arange(lists.problem.graph.num_ops, dtype=np.float64)
     views = VIEWS[lists.problem.links]
     if ranked:  # groups are of a size: the truth about links and the longest way serve them best
         views = views if len(views) == 1 else (views[1], views[0], *views[2:])
-        yield -lists.upward(transfers=False), views[0]
+        yield -lists.compute_upward_rank(transfers=False), views[0]
         yield number, views[0]
     for links in views[1 if ranked else 0 :]:
         yield number, links
     for links in views:
         yield None, links
-    rank = -lists.upward(transfers=False)
+    rank = -lists.compute_upward_rank(transfers=False)
     for links in views[1 if ranked else 0 :]:
         yield rank, links
-    rank = -lists.upward(transfers=True)
+    rank = -lists.compute_upward_rank(transfers=True)
     for links in views:
         yield rank, links
 

@@ -25,9 +25,9 @@ from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.heuristic._list_kernel import PUBLISHED, WAITING
 from loadmaster.placers.heuristic._lists import MOST_OPS, VIEWS, Lists, load_lists
-from loadmaster.placers.heuristic.m_etf import construct_all, promised
+from loadmaster.placers.heuristic.m_etf import construct_all, describe_guarantee
 from loadmaster.placers.registry import Placer
-from loadmaster.simulator.bounds.favourite_children import Favourites, favourites, matching
+from loadmaster.simulator.bounds.favourite_children import Favourites, find_favourites, match_favourites
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,20 @@ class MSct:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Solve, round, construct by every rule; keep the best."""
         run.progress("m_sct: linear programme", 0.0)
-        found = favourites(problem, clipped=self.clipped)
+        found = find_favourites(problem, clipped=self.clipped)
         if found.bound_s > run.bound.seconds and not run.bound.infeasible:
             run = replace(run, bound=Bound(found.bound_s, "small communication"))
         lists, tally = load_lists(problem), Tally(problem, run)
         construct_all(tally, first_come=self.first_come)
         rules = self._rules(found, lists)
-        for plan in _passes(lists, rules):
+        for plan in _iterate_plans(lists, rules):
             for offered in (plan_of(plan.device),) if self.first_come else (plan_of(plan.device), plan):
                 if not tally.spent:
                     tally.offer(offered)
         tally.mend()
-        return tally.answer(algorithm="m_sct", guarantee=promised(tally, lists, first_come=self.first_come))
+        return tally.answer(
+            algorithm="m_sct", guarantee=describe_guarantee(tally, lists, first_come=self.first_come)
+        )
 
     def _rules(self, found: Favourites, lists: Lists) -> list[tuple[Ints, int]]:
         """Favourites and awake rules to try.
@@ -64,26 +66,26 @@ class MSct:
         A programme has many optima, and plans differ by some percent over which one the solver returns: so
         the favourites by transfer time alone have their turn too.
         """
-        programme = matching(found, lists.problem.graph.num_ops, self.threshold)
-        return [(programme, PUBLISHED), (programme, WAITING), (_longest(lists), WAITING)]
+        programme = match_favourites(found, lists.problem.graph.num_ops, self.threshold)
+        return [(programme, PUBLISHED), (programme, WAITING), (_favourites_by_transfer(lists), WAITING)]
 
 
-def _longest(lists: Lists) -> Ints:
+def _favourites_by_transfer(lists: Lists) -> Ints:
     """[N] favourites by falling transfer time."""
     graph = lists.problem.graph
     maker, seconds = graph.tensor_op[graph.use_tensor], lists.transfer_s[graph.use_tensor]
     order = np.lexsort((-graph.use_op, maker))  # of equals the later child
     staying = np.zeros(len(order))
     found = Favourites(maker[order], graph.use_op[order], seconds[order], staying, 0.0, 0.0, False)
-    return matching(found, graph.num_ops)
+    return match_favourites(found, graph.num_ops)
 
 
-def _passes(lists: Lists, rules: list[tuple[Ints, int]]) -> Iterator[Plan]:
+def _iterate_plans(lists: Lists, rules: list[tuple[Ints, int]]) -> Iterator[Plan]:
     """Every rule, by number and by rank, under each view of the links."""
     number = np.arange(lists.problem.graph.num_ops, dtype=np.float64)
     for links in VIEWS[lists.problem.links]:
         for favourite, awake in rules:
-            for key in (number, -lists.upward(transfers=False)):
+            for key in (number, -lists.compute_upward_rank(transfers=False)):
                 yield lists.placed(key, links, favourite=favourite, awake=awake)
 
 

@@ -29,11 +29,11 @@ class MTopo:
         """Fill, and fill again with less room where memory overflows."""
         cargo = load_cargo(problem)
         return best_repaired(
-            problem, run, cargo, [lambda size, room: fill(cargo, size, room)], algorithm="m_topo"
+            problem, run, cargo, [lambda size, room: fill_devices(cargo, size, room)], algorithm="m_topo"
         )
 
 
-def fill(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
+def fill_devices(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
     """[U] the current device until its cap is reached, then the next; never back."""
     share = room / room.sum() if room.sum() > 0 else np.full(len(room), 1.0 / len(room))
     cap = np.minimum(share * unit_bytes.sum() + unit_bytes.max(initial=0.0), room).tolist()

@@ -27,11 +27,11 @@ class RoundRobin:
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Deal, and deal again with less room where memory overflows."""
         cargo = load_cargo(problem)
-        builders = [lambda unit_bytes, room: deal(cargo, unit_bytes, room)]
+        builders = [lambda unit_bytes, room: deal_units(cargo, unit_bytes, room)]
         return best_repaired(problem, run, cargo, builders, algorithm="round_robin")
 
 
-def deal(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
+def deal_units(cargo: Cargo, unit_bytes: Floats, room: Floats) -> Ints:
     """[U] the next device in turn that is allowed and has room, else the allowed one with most room."""
     free = room.tolist()
     num = len(free)

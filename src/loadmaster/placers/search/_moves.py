@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers.search._replay import NONE, Tape, Weights, replay
-from loadmaster.simulator.events.kernel import Fixed
+from loadmaster.simulator.events.kernel import ProblemArrays
 from loadmaster.simulator.jit import kernel
 
 MOST_MOVED = 64
@@ -53,7 +53,7 @@ def blank_move(num_ops: int) -> Move:
 
 
 @kernel
-def critical_units(fixed: Fixed, tape: Tape, unit: Any, found: Any) -> Any:
+def critical_units(fixed: ProblemArrays, tape: Tape, unit: Any, found: Any) -> Any:
     """Units of the chain of ops that the end of the step waits for, into `found`; how many."""
     in_ptr, in_use, use_tensor, tensor_op = fixed.in_ptr, fixed.in_use, fixed.use_tensor, fixed.tensor_op
     o, count = int(np.argmax(tape.end_s)), 0
@@ -73,7 +73,9 @@ def critical_units(fixed: Fixed, tape: Tape, unit: Any, found: Any) -> Any:
 
 
 @kernel
-def first_effect_s(fixed: Fixed, cast: Cast, tape: Tape, move: Move, num_moved: int, most_s: Any) -> Any:
+def first_effect_s(
+    fixed: ProblemArrays, cast: Cast, tape: Tape, move: Move, num_moved: int, most_s: Any
+) -> Any:
     """The first instant at which moving these units can matter; negative: the start.
 
     That is when a producer of theirs ends and its output is sent, or not sent, elsewhere. A source that takes
@@ -112,7 +114,7 @@ def snapshot_before(at_s: Any, instant_s: float) -> Any:
 
 
 @kernel
-def undo(cast: Cast, move: Move, num_moved: int, device: Any) -> None:
+def undo_move(cast: Cast, move: Move, num_moved: int, device: Any) -> None:
     """Put moved units back."""
     for m in range(num_moved):
         u = move.unit[m]
@@ -152,7 +154,7 @@ def choose_units(rng: Any, cast: Cast, move: Move, device: Any, u: int, kind: fl
 @kernel
 def climb(
     rng: Any,
-    fixed: Fixed,
+    fixed: ProblemArrays,
     weights: Weights,
     cast: Cast,
     links: int,
@@ -231,7 +233,7 @@ def climb(
         seconds = replay(fixed, weights, links, device, key, tape, begin, limit_s)
         if seconds < limit_s:
             return seconds, tried + 1, begin
-        undo(cast, move, count, device)
+        undo_move(cast, move, count, device)
         if keyed != NONE:
             key[keyed] = old_key
     return np.inf, num_tries, 0

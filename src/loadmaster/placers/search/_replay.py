@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.placers._heaps import heap_drop, heap_push
-from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, Fixed
+from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, ProblemArrays
 from loadmaster.simulator.jit import kernel
 
 NONE = -1
@@ -94,7 +94,14 @@ class Weights(NamedTuple):
 
 @kernel
 def replay(
-    fixed: Fixed, weights: Weights, links: int, device: Any, key: Any, tape: Tape, begin: int, limit_s: float
+    fixed: ProblemArrays,
+    weights: Weights,
+    links: int,
+    device: Any,
+    key: Any,
+    tape: Tape,
+    begin: int,
+    limit_s: float,
 ) -> Any:
     """Run a plan by `key` from snapshot `begin` (0: from the start); its seconds, or inf where given up.
 

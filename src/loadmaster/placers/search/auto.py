@@ -22,7 +22,14 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
-from loadmaster.placers.registry import Placer, lacking, own, placer, unsuited, why_not
+from loadmaster.placers.registry import (
+    Placer,
+    own_algorithms,
+    placer,
+    why_missing_package,
+    why_not,
+    why_unsuited,
+)
 
 _FIRST = ("single_device", "m_topo", "heft", "cpop", "m_etf", "chain_balance")  # then the others, by name
 _LAST = ("m_sct",)  # not worth it when the plan is good enough
@@ -58,18 +65,18 @@ class Auto:
         """Run the members in turn until the budget, the bound or the list ends."""
         portfolio = _Portfolio(problem, run, self.good_enough)
         if problem.pipeline:
-            return _staged(portfolio)
-        for name in _constructors():
+            return _search_stages(portfolio)
+        for name in _list_constructors():
             portfolio.construct(name)
         if problem.objective == Objective.THROUGHPUT:
             portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
         if problem.split == Split.CHAIN and not portfolio.fits:
-            _chained(portfolio, share=_MOST_OF_IT)  # before repairs: it may prove that they are in vain
+            _search_chain(portfolio, share=_MOST_OF_IT)  # before repairs: it may prove that they are in vain
         portfolio.make_fit()
         if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
             portfolio.search("brute_force", placer("brute_force"))
         if problem.objective == Objective.THROUGHPUT:
-            _pipelined(portfolio)
+            _search_throughput(portfolio)
         self._refine(portfolio)
         return portfolio.answer()
 
@@ -77,12 +84,12 @@ class Auto:
         """Local search: what a quarter of the budget makes of m_etf's plan is hardly ever missed."""
         if portfolio.plan is None:
             return
-        small = portfolio.problem.graph.num_ops <= self.small_ops and _solvable(portfolio.problem)
-        if _trains(portfolio.problem):
+        small = portfolio.problem.graph.num_ops <= self.small_ops and _can_use_cpsat(portfolio.problem)
+        if _has_backward(portfolio.problem):
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
             portfolio.search("segments", placer("segments"), share=_FOR_SEGMENTS)
         else:
-            _from_lists(portfolio)
+            _refine_list_plan(portfolio)
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
         best = portfolio.best
         assert best is not None
@@ -94,7 +101,7 @@ class Auto:
             _certify(portfolio)
 
 
-def _from_lists(portfolio: "_Portfolio") -> None:
+def _refine_list_plan(portfolio: "_Portfolio") -> None:
     """Local search from m_etf's plan, unless that is the best or far behind."""
     best, listed = portfolio.best, portfolio.result("m_etf")
     if best is None or best.score_s is None or listed is None or listed is best:
@@ -103,12 +110,12 @@ def _from_lists(portfolio: "_Portfolio") -> None:
         portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
 
 
-def _trains(problem: Problem) -> bool:
+def _has_backward(problem: Problem) -> bool:
     """Whether there are backward ops: then stretches of the forward order pay."""
     return problem.graph.num_ops > 0 and bool((problem.graph.mirror >= 0).any())
 
 
-def _staged(portfolio: "_Portfolio") -> Placement:
+def _search_stages(portfolio: "_Portfolio") -> Placement:
     """Stages with room for their micro-batches: along one order, along many, over all ideals."""
     portfolio.construct("chain_balance")
     portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
@@ -116,16 +123,16 @@ def _staged(portfolio: "_Portfolio") -> Placement:
     return portfolio.answer()
 
 
-def _chained(portfolio: "_Portfolio", *, share: float) -> None:
+def _search_chain(portfolio: "_Portfolio", *, share: float) -> None:
     """The best chain there is, or the proof that none fits, once."""
     if portfolio.problem.objective == Objective.THROUGHPUT and portfolio.result("ideal_dp") is None:
         portfolio.search("ideal_dp", placer("ideal_dp"), share=share, to_the_end=True)
 
 
-def _pipelined(portfolio: "_Portfolio") -> None:
+def _search_throughput(portfolio: "_Portfolio") -> None:
     """The best chain there is; or splits of any shape: local search, then CP-SAT for plan and bound."""
     if portfolio.problem.split != Split.FREE:
-        _chained(portfolio, share=_MOST)
+        _search_chain(portfolio, share=_MOST)
     else:
         portfolio.search("local_search", placer("local_search", start=portfolio.plan), share=_QUARTER)
     algorithm = placer("cpsat_throughput", start=portfolio.plan)
@@ -140,14 +147,14 @@ def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
     portfolio.search("cpsat_latency", placer("cpsat_latency", start=best.plan, coarse_ops=0), share=share)
 
 
-def _solvable(problem: Problem) -> bool:
+def _can_use_cpsat(problem: Problem) -> bool:
     """Whether CP-SAT can be asked."""
     return not why_not(placer("cpsat_latency"), problem)
 
 
-def _constructors() -> list[str]:
+def _list_constructors() -> list[str]:
     """Every constructor of this package, the likely and cheap ones first."""
-    entries = own()
+    entries = own_algorithms()
     rest = sorted(name for name in entries if name not in (*_FIRST, *_LAST, *_NOT_CONSTRUCTORS))
     return [name for name in (*_FIRST, *rest, *_LAST) if name in entries]
 
@@ -165,7 +172,7 @@ class _Portfolio:
 
     def construct(self, name: str) -> None:
         """Have a constructor answer, without repair; while nothing fits each gets its turn."""
-        reason = self._proven() or (self._enough() if name in _LAST else "")
+        reason = self._why_proven() or (self._why_good_enough() if name in _LAST else "")
         if self.meter.spent and (self.fits or name not in _FIRST):
             reason = reason or "the budget is spent"
         self._run(name, placer(name), reason, replace(self.meter.member(), repair=False))
@@ -173,9 +180,9 @@ class _Portfolio:
     def make_fit(self) -> None:
         """Where nothing fits, memory comes first; then the constructors may repair their plans."""
         reason = "a plan that fits was found" if self.fits else ""
-        self._run("memory_first", placer("memory_first"), self._proven() or reason, self.meter.member())
+        self._run("memory_first", placer("memory_first"), self._why_proven() or reason, self.meter.member())
         for name in [name for name, _ in self.results if name not in _UNMENDED]:
-            if self.fits or self._proven() or self.meter.spent:
+            if self.fits or self._why_proven() or self.meter.spent:
                 break
             self._run(f"{name}, repaired", placer(name), "", self.meter.member())
 
@@ -202,18 +209,23 @@ class _Portfolio:
 
         `to_the_end`: even where the plan is good enough, for the proof.
         """
-        reason = self._proven() or ("" if to_the_end else self._enough())
+        reason = self._why_proven() or ("" if to_the_end else self._why_good_enough())
         reason = reason or ("the budget is spent" if self.meter.spent else "")
         member, before = self.meter.member(), self.meter.count
         if share < 1.0:
-            whole, left = _share(self.run.budget, share), _share(member.budget, max(share, _MOST_OF_IT))
-            member = replace(member, budget=min(whole, left, key=_size))
+            whole, left = (
+                _share_of_budget(self.run.budget, share),
+                _share_of_budget(member.budget, max(share, _MOST_OF_IT)),
+            )
+            member = replace(member, budget=min(whole, left, key=_budget_size))
         self._run(name, algorithm, reason, member)
         if not reason and member.budget.count is not None:
             self.meter.charge(before + member.budget.count)
 
     def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
-        reason = unsuited(algorithm, self.problem) or reason or lacking(algorithm)  # the last one imports
+        reason = (
+            why_unsuited(algorithm, self.problem) or reason or why_missing_package(algorithm)
+        )  # the last one imports
         if reason:
             self.skip(name, reason)
             return
@@ -222,23 +234,27 @@ class _Portfolio:
         self.results.append((name, result))
         if result.bound_s > self.bound.seconds:
             self.bound = Bound(result.bound_s, result.bound_name, self.bound.infeasible)
-        if self.best is None or _rank(result) < _rank(self.best):
+        if self.best is None or _rank_key(result) < _rank_key(self.best):
             self.best = result
 
-    def _certain(self) -> Placement | None:
+    def _find_proven(self) -> Placement | None:
         """An answer that is proven and as good as the best."""
         known = (Status.OPTIMAL, Status.INFEASIBLE)
-        alike = (r for _, r in self.results if self.best is not None and _rank(r)[:2] == _rank(self.best)[:2])
+        alike = (
+            r
+            for _, r in self.results
+            if self.best is not None and _rank_key(r)[:2] == _rank_key(self.best)[:2]
+        )
         return next((r for r in alike if r.status in known), None)
 
-    def _proven(self) -> str:
-        certain = self._certain()
+    def _why_proven(self) -> str:
+        certain = self._find_proven()
         if certain is None:
             return ""
         optimal = certain.status == Status.OPTIMAL
         return "the best plan is proven optimal" if optimal else "it is proven that none fits"
 
-    def _enough(self) -> str:
+    def _why_good_enough(self) -> str:
         if self.best is None or self.best.score_s is None or self.bound.seconds <= 0:
             return ""
         gap = self.best.score_s / self.bound.seconds - 1.0
@@ -250,8 +266,8 @@ class _Portfolio:
         """The best plan with the best bound, and how every member did."""
         best = self.best
         assert best is not None  # single_device serves every problem
-        members = tuple(_member(name, result, best) for name, result in self.results)
-        proven = self._certain() or best
+        members = tuple(_describe_member(name, result, best) for name, result in self.results)
+        proven = self._find_proven() or best
         return replace(
             best,
             algorithm="auto",
@@ -265,11 +281,11 @@ class _Portfolio:
         )
 
 
-def _size(budget: Budget) -> float:
+def _budget_size(budget: Budget) -> float:
     return float(budget.count if budget.count is not None else budget.seconds or 0.0)
 
 
-def _share(budget: Budget, share: float) -> Budget:
+def _share_of_budget(budget: Budget, share: float) -> Budget:
     """A share of a whole budget, at least one plan."""
     if budget.count is not None:
         return Budget(count=max(int(share * budget.count), 1))
@@ -277,13 +293,13 @@ def _share(budget: Budget, share: float) -> Budget:
     return Budget(seconds=share * budget.seconds)
 
 
-def _rank(result: Placement) -> tuple[bool, float, float]:
+def _rank_key(result: Placement) -> tuple[bool, float, float]:
     """Fitting first, then fast, then least overflow."""
     seconds = result.score_s if result.score_s is not None else 0.0
     return (not result.fits, seconds, float(result.shortfall_bytes.sum()))
 
 
-def _member(name: str, result: Placement, best: Placement) -> Member:
+def _describe_member(name: str, result: Placement, best: Placement) -> Member:
     """How a member did, in words, with what it says of itself."""
     if result is best:
         reason = "best" if result.fits else "nearest to fitting"

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from loadmaster.core.arrays import Floats, Ints, distinct, offsets
+from loadmaster.core.arrays import Floats, Ints, offsets, sorted_unique
 from loadmaster.core.errors import InputError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
@@ -22,8 +22,8 @@ from loadmaster.core.problem import Links, Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally
-from loadmaster.placers.fixed_plan import what_is_foreign
-from loadmaster.placers.grouping import Grouped, grouped
+from loadmaster.placers.fixed_plan import why_foreign
+from loadmaster.placers.grouping import GroupedProblem, group_ops
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.placement_units import Cargo
@@ -84,7 +84,7 @@ class Refine:
 
     def improve(self, tally: Tally) -> None:
         """Refine the best plan of a tally within its budget: groups, where they are few, then units."""
-        levels = _levels(tally)
+        levels = _make_searches(tally)
         for kick in range(self.kicks + 1):
             for level in levels:
                 if tally.run.out_of_budget(tally.scored + 3):  # a start, one try and its confirmation
@@ -97,20 +97,20 @@ class Refine:
 
 def _require_own(problem: Problem, plan: Plan) -> None:
     """Refuse a start that is no plan of this problem."""
-    broken = what_is_foreign(problem, plan)
+    broken = why_foreign(problem, plan)
     if broken:
         raise InputError(f"refine cannot start from that plan: {broken}; give a plan of this problem")
 
 
-def _levels(tally: Tally) -> list["_Search"]:
+def _make_searches(tally: Tally) -> list["_Search"]:
     """Searches over groups, over groups no longer than the longest op, and over single units.
 
     Groups only where they are few against what comes next, units only where these are not too many.
     """
     problem = tally.problem
     num_ops = problem.graph.num_ops
-    coarse = grouped(problem, max_ops=_MOST_OPS if num_ops > _MOST_OPS else None)
-    fine = grouped(problem, merge_branches=False, time_share=num_ops)
+    coarse = group_ops(problem, max_ops=_MOST_OPS if num_ops > _MOST_OPS else None)
+    fine = group_ops(problem, merge_branches=False, time_share=num_ops)
     sizes = [coarse.problem.graph.num_ops, fine.problem.graph.num_ops, num_ops]
     levels = []
     for groups, size, following in ((coarse, sizes[0], sizes[1]), (fine, sizes[1], sizes[2])):
@@ -124,7 +124,7 @@ def _levels(tally: Tally) -> list["_Search"]:
 class _Search:
     """The present plan and its tape; `base` is the last plan of a climb that the simulator confirmed."""
 
-    def __init__(self, tally: Tally, lists: Lists, groups: Grouped | None) -> None:
+    def __init__(self, tally: Tally, lists: Lists, groups: GroupedProblem | None) -> None:
         self.tally, self.lists, self.groups, self.rng = tally, lists, groups, tally.run.rng
         problem, cargo, fixed = lists.problem, lists.cargo, lists.fixed
         num_ops, engines = problem.graph.num_ops, fixed.num_engines
@@ -132,7 +132,10 @@ class _Search:
         self.least_s = np.where(cargo.fits[cargo.of_op], problem.device_compute_s, np.inf).min(axis=1)
         self.most_s = np.where(cargo.fits[cargo.of_op], problem.device_compute_s, 0.0).max(axis=1)
         self.rank_s = upward_rank(fixed, self.least_s, np.zeros(problem.graph.num_tensors))
-        self.cast, self.weights = _cast(problem, cargo), _weights(problem, lists, self.rank_s - self.least_s)
+        self.cast, self.weights = (
+            _build_cast(problem, cargo),
+            _build_weights(problem, lists, self.rank_s - self.least_s),
+        )
         heap_room = min(num_ops, _HEAP_ROOM)
         row_bytes = 12 * (num_ops + 2 * engines * heap_room)
         self.tape: Tape = blank_tape(
@@ -156,11 +159,11 @@ class _Search:
         """Move to better plans until `patience` tries in a row brought nothing."""
         idle = 0
         while not self.over and idle < patience:
-            seconds, tried, begin = self._try(patience - idle)
+            seconds, tried, begin = self._try_moves(patience - idle)
             self.tally.scored += tried
             idle += tried
             if seconds == np.inf:
-                self._say()
+                self._report_progress()
                 continue
             self._record(begin)
             self.pending += 1
@@ -199,7 +202,7 @@ class _Search:
         longest = order[np.searchsorted(op_of[order], np.arange(self.lists.problem.graph.num_ops))]
         return plan.device[longest], plan.priority[longest].astype(np.float64)
 
-    def _try(self, most: int) -> tuple[float, int, int]:
+    def _try_moves(self, most: int) -> tuple[float, int, int]:
         tries, limit = max(1, _EVENTS_A_CALL // len(self.key)), self.tally.run.budget.count
         if limit is not None:
             tries = min(tries, limit - self.tally.scored - 1)
@@ -234,7 +237,7 @@ class _Search:
             self.batch = 1
             self._restore(self.base)
         self.pending = 0
-        self._say()
+        self._report_progress()
         return better
 
     def _restore(self, plan: tuple[Ints, Floats, Score]) -> None:
@@ -259,12 +262,12 @@ class _Search:
         plan = plan_of(self.device.copy(), priority)
         return plan if self.groups is None else self.groups.back(plan)
 
-    def _say(self) -> None:
+    def _report_progress(self) -> None:
         text = f"refine: {self.tally.scored:,} moves, {format_seconds(self.tally.best_score.time_s)}"
         self.tally.run.progress(text, 0.0)
 
 
-def _cast(problem: Problem, cargo: Cargo) -> Cast:
+def _build_cast(problem: Problem, cargo: Cargo) -> Cast:
     """Units with their ops, neighbours and modules."""
     graph, num = problem.graph, cargo.num_units
     unit_op = np.argsort(cargo.of_op, kind="stable").astype(np.int32)
@@ -272,7 +275,7 @@ def _cast(problem: Problem, cargo: Cargo) -> Cast:
     maker, user = cargo.of_op[graph.tensor_op[graph.use_tensor]], cargo.of_op[graph.use_op]
     away = maker != user
     one, other = maker[away].astype(np.int64), user[away].astype(np.int64)
-    pair = distinct(np.concatenate([one * num + other, other * num + one]))
+    pair = sorted_unique(np.concatenate([one * num + other, other * num + one]))
     known: dict[str, int] = {}
     names = [graph.module[op] for op in unit_op[unit_ptr[:-1]].tolist()]
     module = np.array([known.setdefault(n, len(known)) if n else NONE for n in names], dtype=np.int32)
@@ -291,7 +294,7 @@ def _cast(problem: Problem, cargo: Cargo) -> Cast:
     )
 
 
-def _weights(problem: Problem, lists: Lists, tail_s: Floats) -> Weights:
+def _build_weights(problem: Problem, lists: Lists, tail_s: Floats) -> Weights:
     work_s = lists.mean_s + max(1e-3 * float(lists.mean_s.mean()), 1e-12)  # ops of no time count a little
     hops = np.zeros((2, 0, 0))
     if problem.links == Links.HOST:

@@ -52,7 +52,7 @@ class Segments:
         """Try the starts, then move the cuts of the best of them."""
         tally = Tally(problem, run)
         search = _Search(problem, tally)
-        starts = sorted((search.rated(row), row) for row in _starts(problem, search.cargo))
+        starts = sorted((search.score_row(row), row) for row in _list_starts(problem, search.cargo))
         for score, row in starts:
             if search.over:
                 break
@@ -64,8 +64,8 @@ class Segments:
         """Move on to what is no worse, until nothing better was found for long."""
         idle = 0
         while idle < self.patience and not search.over:
-            moved = _moved(row, search.tally.run.rng, *search.cargo.fits.shape)
-            rated = search.rated(moved) if moved != row else now
+            moved = _move_segment(row, search.tally.run.rng, *search.cargo.fits.shape)
+            rated = search.score_row(moved) if moved != row else now
             idle = 0 if rated < now else idle + 1
             if rated <= now:
                 now, row = rated, moved
@@ -89,15 +89,15 @@ class _Search:
         met = Score(0, self.tally.run.bound.seconds * (1.0 + 1e-9))
         return self.tally.spent or self.tally.best_score <= met
 
-    def rated(self, row: Row) -> Score:
+    def score_row(self, row: Row) -> Score:
         """The score of a row, simulated once; after the budget is spent the worst there is."""
         if row not in self._known:
             if self.tally.spent:
                 return Score(np.iinfo(np.int64).max, np.inf)
-            self._known[row] = self._simulated(row)
+            self._known[row] = self._simulate_row(row)
         return self._known[row]
 
-    def _simulated(self, row: Row) -> Score:
+    def _simulate_row(self, row: Row) -> Score:
         cargo = self.cargo
         ends, devices = np.array(row).T
         device = np.repeat(devices, np.diff(ends, prepend=0))
@@ -106,7 +106,7 @@ class _Search:
         return self.tally.offer(replace(plan, priority=self.priority))
 
 
-def _starts(problem: Problem, cargo: Cargo) -> list[Row]:
+def _list_starts(problem: Problem, cargo: Cargo) -> list[Row]:
     """Everything on the fastest device; chains in proportion to memory and to speed, there and back; the
     fastest device's row with one or two stretches of each other.
     """
@@ -115,63 +115,65 @@ def _starts(problem: Problem, cargo: Cargo) -> list[Row]:
     room = problem.cluster.usable_bytes.astype(np.float64)
     rows: list[Row] = [((cargo.num_units, int(fast[0])),)]
     for order in (fast, fast[::-1]):
-        rows.append(_chain(cargo.held_bytes, room[order], order))
-        rows.append(_chain(cargo.seconds.min(axis=1), 1.0 / np.maximum(total_s[order], 1e-12), order))
+        rows.append(_make_chain(cargo.held_bytes, room[order], order))
+        rows.append(_make_chain(cargo.seconds.min(axis=1), 1.0 / np.maximum(total_s[order], 1e-12), order))
     for other in fast[1:][:_OTHERS].tolist():
-        rows += [_striped(cargo.num_units, int(fast[0]), other, *stripe) for stripe in _STRIPES]
+        rows += [_make_stripes(cargo.num_units, int(fast[0]), other, *stripe) for stripe in _STRIPES]
     return list(dict.fromkeys(rows))
 
 
-def _striped(num: int, first: int, other: int, stripes: int, share: float) -> Row:
+def _make_stripes(num: int, first: int, other: int, stripes: int, share: float) -> Row:
     """`stripes` stretches of another device, of a share of the row in all, spread evenly."""
     gap, width = num * (1.0 - share) / (stripes + 1), num * share / stripes
     segments = []
     for k in range(stripes):
         begin = (k + 1) * gap + k * width
         segments += [(round(begin), first), (round(begin + width), other)]
-    return _tidy([*segments, (num, first)], num)
+    return _normalize_segments([*segments, (num, first)], num)
 
 
-def _chain(weight: Floats, share: Floats, order: Ints) -> Row:
+def _make_chain(weight: Floats, share: Floats, order: Ints) -> Row:
     """The row cut so that each device's part of the weight is its share."""
     reached = np.cumsum(weight) / max(float(weight.sum()), 1e-300)
     ends = np.searchsorted(reached, np.cumsum(share) / share.sum() * (1.0 - 1e-12)) + 1
-    return _tidy([(int(e), int(d)) for e, d in zip(ends, order, strict=True)], len(weight))
+    return _normalize_segments([(int(e), int(d)) for e, d in zip(ends, order, strict=True)], len(weight))
 
 
-def _moved(row: Row, rng: np.random.Generator, num: int, devices: int) -> Row:
+def _move_segment(row: Row, rng: np.random.Generator, num: int, devices: int) -> Row:
     """A neighbour of a row."""
     width = max(1, int(_WIDEST * num * 2.0 ** (-_HALVINGS * rng.random())))
     segments, kind, at = list(row), rng.random(), int(rng.integers(len(row)))
     end, device = segments[at]
     if kind < _SHIFT and len(row) > 1:
-        segments[at] = (end + _either(width, rng), device)
+        segments[at] = (end + _random_shift(width, rng), device)
     elif kind < _SLIDE and len(row) > 2:
-        by = _either(width, rng)
+        by = _random_shift(width, rng)
         segments[at] = (end + by, device)
         segments[at - 1] = (segments[at - 1][0] + by, segments[at - 1][1])
     elif kind < _GIVE:
         segments[at] = (end, int(rng.integers(devices)))
     elif kind < _LAY or len(row) == 1:
         begin = int(rng.integers(num))
-        segments = _laid(segments, begin, min(begin + width, num), int(rng.integers(devices)))
+        segments = _insert_segment(segments, begin, min(begin + width, num), int(rng.integers(devices)))
     else:
         del segments[at]
-    return _tidy(segments, num)
+    return _normalize_segments(segments, num)
 
 
-def _either(width: int, rng: np.random.Generator) -> int:
+def _random_shift(width: int, rng: np.random.Generator) -> int:
     return width if rng.random() < _HALF else -width
 
 
-def _laid(segments: list[tuple[int, int]], begin: int, end: int, device: int) -> list[tuple[int, int]]:
+def _insert_segment(
+    segments: list[tuple[int, int]], begin: int, end: int, device: int
+) -> list[tuple[int, int]]:
     """The segments with another one laid over [begin, end)."""
     before = [(min(e, begin), d) for e, d in segments]
     after = [(e, d) for e, d in segments if e > end]
     return [*before, (end, device), *after]
 
 
-def _tidy(segments: list[tuple[int, int]], num: int) -> Row:
+def _normalize_segments(segments: list[tuple[int, int]], num: int) -> Row:
     """Ends that grow up to `num`, neighbours on different devices."""
     row: list[tuple[int, int]] = []
     for last, device in segments:

@@ -20,7 +20,7 @@ from torch import fx
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
-from loadmaster.graph.spill import LOAD, window_of
+from loadmaster.graph.spill import LOAD, max_window_bytes
 from loadmaster.runtime.graph_engine.op_facts import Facts
 from loadmaster.runtime.graph_engine.program import Program, op_kind
 
@@ -29,7 +29,7 @@ LOSS = "loss"  # the module of ops that are not the model's own
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PlanIndex:
     """What a plan says of ops, by name."""
 
     device: dict[str, int]
@@ -43,7 +43,7 @@ class Known:
     window_bytes: int = 0  # of their copies on a device at a time
 
 
-def known_of(graph: Graph, plan: Plan) -> Known:
+def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
     """The plan of a graph as tables."""
     if len(plan.device) != graph.num_ops:
         raise PlanError(f"the plan has {len(plan.device)} ops, its graph {graph.num_ops}; give them together")
@@ -58,7 +58,7 @@ def known_of(graph: Graph, plan: Plan) -> Known:
             votes.setdefault(module, Counter())[device[name]] += 1
         if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
             forward.append((name, module))
-    return Known(
+    return PlanIndex(
         device=device,
         kind=kind,
         priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
@@ -66,22 +66,22 @@ def known_of(graph: Graph, plan: Plan) -> Known:
         by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
         trains=bool((graph.phase == Phase.BACKWARD).any()),
         inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
-        spilled=_spilled(graph),
-        window_bytes=window_of(graph),
+        spilled=_find_spilled_weights(graph),
+        window_bytes=max_window_bytes(graph),
     )
 
 
-def _spilled(graph: Graph) -> frozenset[str]:
+def _find_spilled_weights(graph: Graph) -> frozenset[str]:
     """Weights that have loads: these are in the group of their weight."""
     kinds = list(zip(graph.op_kind, graph.group.tolist(), graph.op_name, strict=True))
     groups = {group for kind, group, _ in kinds if kind == LOAD}
     return frozenset(name for kind, group, name in kinds if kind == "param" and group in groups)
 
 
-def differences(program: Program, facts: Facts, known: Known) -> list[str]:
+def find_unplanned_ops(program: Program, facts: Facts, known: PlanIndex) -> list[str]:
     """Ops of the program that the plan does not know, in words; none: the plan is for this program."""
     found = []
-    for node in _placeable(program, facts):
+    for node in _list_placeable_ops(program, facts):
         name, kind = node.meta["op"], op_kind(node)
         if known.kind.get(name) != kind:
             there = f"is {known.kind[name]!r} in the plan" if name in known.kind else "is not in the plan"
@@ -89,14 +89,14 @@ def differences(program: Program, facts: Facts, known: Known) -> list[str]:
     return found
 
 
-def names_in_plan(program: Program, facts: Facts, known: Known) -> dict[fx.Node, str]:
+def names_in_plan(program: Program, facts: Facts, known: PlanIndex) -> dict[fx.Node, str]:
     """What the plan calls each op; ops that it does not know are left out.
 
     Another mode or batch numbers ops in another way ('mul_8' for 'mul'), so ops are then matched by kind and
     module along both graphs, and one that stands in for another (a slice for an alias) takes its place.
     """
-    ops = _placeable(program, facts)
-    if not differences(program, facts, known):
+    ops = _list_placeable_ops(program, facts)
+    if not find_unplanned_ops(program, facts, known):
         return {node: node.meta["op"] for node in ops}
     here = [(op_kind(node), node.meta["module"]) for node in ops]
     there = [(known.kind[name], module) for name, module in known.forward]
@@ -107,13 +107,13 @@ def names_in_plan(program: Program, facts: Facts, known: Known) -> dict[fx.Node,
     return found
 
 
-def _placeable(program: Program, facts: Facts) -> list[fx.Node]:
+def _list_placeable_ops(program: Program, facts: Facts) -> list[fx.Node]:
     """Ops that give or write tensors; sizes have no place."""
     return [node for node in program.ops if facts.storages[node] or node in facts.written]
 
 
-def assigned(
-    program: Program, facts: Facts, known: Known, names: Mapping[fx.Node, str], homes: Mapping[str, int]
+def assign_devices(
+    program: Program, facts: Facts, known: PlanIndex, names: Mapping[fx.Node, str], homes: Mapping[str, int]
 ) -> tuple[dict[fx.Node, int], list[str]]:
     """The device of every node, and what had to differ from the plan; `homes` says where weights are."""
     device: dict[fx.Node, int] = {}
@@ -121,21 +121,21 @@ def assigned(
         name = node.meta["op"]
         device[node] = homes.get(name, known.device.get(name, 0))
     for node in program.ops:
-        device[node] = known.device[names[node]] if node in names else _near(node, device, known)
+        device[node] = known.device[names[node]] if node in names else _nearest_device(node, device, known)
         if node.target is operator.getitem:
             device[node] = device[node.args[0]]
-    _constants(program, device)
+    _place_constants(program, device)
     moved = _keep_memory_together(program, facts, device)
-    strange = [node.meta["op"] for node in _placeable(program, facts) if node not in names]
+    strange = [node.meta["op"] for node in _list_placeable_ops(program, facts) if node not in names]
     notes = []
     if strange:
-        notes.append(f"{_some(strange)} not in the plan: placed with the ops around")
+        notes.append(f"{_summarise_names(strange)} not in the plan: placed with the ops around")
     if moved:
-        notes.append(f"{_some(moved)} moved to the memory written in place")
+        notes.append(f"{_summarise_names(moved)} moved to the memory written in place")
     return device, notes
 
 
-def _near(node: fx.Node, device: Mapping[fx.Node, int], known: Known) -> int:
+def _nearest_device(node: fx.Node, device: Mapping[fx.Node, int], known: PlanIndex) -> int:
     """Where the ops of its module are, or its first input."""
     found = known.by_module.get(node.meta["module"])
     if found is not None:
@@ -143,7 +143,7 @@ def _near(node: fx.Node, device: Mapping[fx.Node, int], known: Known) -> int:
     return next((device[one] for one in node.all_input_nodes if one in device), 0)
 
 
-def _constants(program: Program, device: dict[fx.Node, int]) -> None:
+def _place_constants(program: Program, device: dict[fx.Node, int]) -> None:
     """A constant is where it is first read."""
     for node in program.inputs:
         if node.meta["slot"].kind == "constant":
@@ -173,7 +173,7 @@ def _keep_memory_together(program: Program, facts: Facts, device: dict[fx.Node, 
     return list(moved)
 
 
-def _some(names: list[str]) -> str:
+def _summarise_names(names: list[str]) -> str:
     """'a, b, c and 4 more'."""
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
     return f"{len(names)} op{'s' * (len(names) > 1)} ({', '.join(names[:_FEW])}{more})"

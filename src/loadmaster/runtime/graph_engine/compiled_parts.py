@@ -16,9 +16,9 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from loadmaster.core.errors import RunError
-from loadmaster.graph.capture import quiet
+from loadmaster.graph.capture import silence_torch
 from loadmaster.runtime.transport.byte_accounts import Accounts
-from loadmaster.runtime.transport.copies import landed
+from loadmaster.runtime.transport.copies import move_to_device
 
 _FEWEST = 2  # ops that are worth compiling
 _LONGEST = 300  # characters of torch's own message
@@ -36,12 +36,12 @@ class Parts:
         """Run it; with `accounts`, what leaves a part is counted on its device."""
         if accounts is None:
             return self.module(*args)
-        return _Counted(self.module, accounts, self.device).run(*args, enable_io_processing=False)
+        return _CountingInterpreter(self.module, accounts, self.device).run(*args, enable_io_processing=False)
 
 
-def compiled_parts(module: fx.GraphModule, *, backend: str) -> Parts:
+def compile_parts(module: fx.GraphModule, *, backend: str) -> Parts:
     """The same graph with its parts compiled."""
-    part_of, sizes, compiles, device = _cut(module.graph)
+    part_of, sizes, compiles, device = _cut_into_parts(module.graph)
     made = split_module(module, module, lambda node: part_of[node], keep_original_order=True)
     devices, count = {}, 0
     for name, part in list(made.named_children()):
@@ -54,7 +54,7 @@ def compiled_parts(module: fx.GraphModule, *, backend: str) -> Parts:
     return Parts(made, devices, count)
 
 
-def _cut(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[int, int], set[int], dict[int, int]]:
+def _cut_into_parts(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[int, int], set[int], dict[int, int]]:
     """The part of every node; how many ops parts have, which are compiled, and where they are."""
     part_of: dict[fx.Node, int] = {}
     sizes: dict[int, int] = {}
@@ -63,7 +63,7 @@ def _cut(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[int, int], set[int],
     last, number = -1, 0
     for node in graph.nodes:
         if node.op in ("call_function", "get_attr"):
-            plain = "device" in node.meta and "role" not in node.meta and node.target is not landed
+            plain = "device" in node.meta and "role" not in node.meta and node.target is not move_to_device
             here = node.meta["device"] if plain else -1
             number += here < 0 or here != last
             last = here
@@ -86,7 +86,9 @@ class Part(torch.nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the ops give."""
         try:
-            with contextlib.nullcontext() if self.ran else quiet():  # what compiling warns of is torch's own
+            with (
+                contextlib.nullcontext() if self.ran else silence_torch()
+            ):  # what compiling warns of is torch's own
                 out = self.compiled(*args)
             self.ran = True
             return out
@@ -98,7 +100,7 @@ class Part(torch.nn.Module):
             ) from problem
 
 
-class _Counted(fx.Interpreter):
+class _CountingInterpreter(fx.Interpreter):
     """Runs a graph of parts; what leaves a part, or is copied, is counted on its device."""
 
     def __init__(self, module: fx.GraphModule, accounts: Accounts, devices: Mapping[str, int]) -> None:

@@ -15,28 +15,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
-from loadmaster.graph.torch_capture.request import leave_transforms, shortened
-from loadmaster.runtime.graph_engine.assignment import Known, assigned, differences, names_in_plan
-from loadmaster.runtime.graph_engine.compiled_parts import Parts, compiled_parts
-from loadmaster.runtime.graph_engine.free_batch import batch_of, pattern_of
-from loadmaster.runtime.graph_engine.gpu_autocast import exporting, is_casting
-from loadmaster.runtime.graph_engine.input_binding import Fill, fills_of
-from loadmaster.runtime.graph_engine.issue_order import issue_order
-from loadmaster.runtime.graph_engine.non_reentrant_lock import Alone
-from loadmaster.runtime.graph_engine.op_clock import Clock, Timed
-from loadmaster.runtime.graph_engine.op_facts import Facts, facts_of
-from loadmaster.runtime.graph_engine.program import Program, program_of
-from loadmaster.runtime.graph_engine.python_attributes import (
-    changed,
-    inside,
-    modules_of,
-    named_state,
-    state_of,
+from loadmaster.graph.torch_capture.request import leave_transforms, shorten_error
+from loadmaster.runtime.graph_engine.assignment import (
+    PlanIndex,
+    assign_devices,
+    find_unplanned_ops,
+    names_in_plan,
 )
-from loadmaster.runtime.graph_engine.rewrite import EDGE, Regions, Rewritten, rewritten
-from loadmaster.runtime.spill.weight_loads import Pass, Spill
+from loadmaster.runtime.graph_engine.compiled_parts import Parts, compile_parts
+from loadmaster.runtime.graph_engine.free_batch import find_batch_size, make_input_pattern
+from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export, is_casting
+from loadmaster.runtime.graph_engine.input_binding import Fill, make_fills
+from loadmaster.runtime.graph_engine.issue_order import issue_order
+from loadmaster.runtime.graph_engine.non_reentrant_lock import NonReentrantLock
+from loadmaster.runtime.graph_engine.op_clock import Clock, TimedInterpreter
+from loadmaster.runtime.graph_engine.op_facts import Facts, collect_facts
+from loadmaster.runtime.graph_engine.program import Program, export_program
+from loadmaster.runtime.graph_engine.python_attributes import (
+    child_identity,
+    find_changed_names,
+    list_modules,
+    snapshot_named_state,
+    snapshot_state,
+)
+from loadmaster.runtime.graph_engine.rewrite import EDGE, RegionStack, RewrittenGraph, rewrite_program
+from loadmaster.runtime.spill.weight_loads import Spill, WeightLoads
 from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
-from loadmaster.runtime.transport.copies import carried, joined
+from loadmaster.runtime.transport.copies import copy_to_device, link_gradient
 from loadmaster.runtime.transport.device_streams import PartStreams
 from loadmaster.runtime.transport.devices import RunDevice
 
@@ -49,13 +54,13 @@ class CannotExportError(GraphError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyGraph:
     """A graph that can be run."""
 
     program: Program
     facts: Facts
     device: dict[fx.Node, int]
-    rewritten: Rewritten
+    rewritten: RewrittenGraph
     fills: tuple[Fill, ...]  # a value for every input, of the leaves of the arguments
     parts: Parts | None = None  # compiled
 
@@ -70,7 +75,7 @@ class Engine:
 
     model: nn.Module  # whose modules and weights are run
     root: nn.Module  # whose mode counts: the placed model
-    known: Known
+    known: PlanIndex
     devices: Sequence[RunDevice]
     homes: dict[str, int]  # of every weight and buffer
     accounts: Accounts | None
@@ -81,12 +86,12 @@ class Engine:
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
-    _ready: dict[Any, Ready] = field(default_factory=dict)
+    _ready: dict[Any, ReadyGraph] = field(default_factory=dict)
     _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
-    _making: Alone = field(default_factory=Alone)
+    _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
     _states: dict[Any, set[Any]] = field(default_factory=dict)  # [kind of call] attributes it was made with
@@ -96,36 +101,36 @@ class Engine:
         ready, leaves = self.ready(args, kwargs)
         return self.run(ready, leaves)
 
-    def ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ready, list[Any]]:
+    def ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadyGraph, list[Any]]:
         """The graph for these arguments, and their leaves."""
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         mode = self._mode()
-        found = self._ready.get((spec, pattern_of(leaves, None), mode))
+        found = self._ready.get((spec, make_input_pattern(leaves, None), mode))
         if found is None:
-            batch = batch_of((args, ordered))
+            batch = find_batch_size((args, ordered))
             with self._making:  # torch.export is not for two threads
                 found = self._known((spec, leaves, mode), batch)
                 if found is None:
                     found = self._new(args, ordered, (spec, leaves, mode), batch)
         return found, leaves
 
-    def _known(self, call: tuple[Any, ...], batch: int | None) -> Ready | None:
+    def _known(self, call: tuple[Any, ...], batch: int | None) -> ReadyGraph | None:
         """A graph that was made for such arguments, or for any batch of them."""
         spec, leaves, mode = call
-        exact, free = ((spec, pattern_of(leaves, size), mode) for size in (None, batch))
+        exact, free = ((spec, make_input_pattern(leaves, size), mode) for size in (None, batch))
         found = self._ready.get(exact) or self._ready.get(free)
         fits = found.program.fits if found is not None else None
         return None if fits is not None and not fits(batch) else found
 
-    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> Ready:
+    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> ReadyGraph:
         """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
         spec, leaves, mode = call
-        exact = (spec, pattern_of(leaves, None), mode)
+        exact = (spec, make_input_pattern(leaves, None), mode)
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
-        kind = (spec, pattern_of(leaves, batch), mode)
-        self._look_at_attributes((*kind[:2], mode[:-1]), mode[-1])
+        kind = (spec, make_input_pattern(leaves, batch), mode)
+        self._check_attributes((*kind[:2], mode[:-1]), mode[-1])
         while len(self._ready) >= _MOST_GRAPHS:
             self._ready.pop(next(iter(self._ready)))
         if batch is not None and kind in self._kinds and kind not in self._ready:
@@ -143,16 +148,16 @@ class Engine:
         if self._kinds:
             mode_words = " in training" if self.root.training else " in eval mode"
             mode_words += "" if torch.is_grad_enabled() else " without gradients"
-            self.say(f"a graph was made anew for {in_words(leaves)}{mode_words}")
+            self.say(f"a graph was made anew for {describe_inputs(leaves)}{mode_words}")
         self._kinds.add(kind)
         self._ready[exact] = made
         return made
 
-    def _look_at_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
+    def _check_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
         """Say which have changed; where they do so again and again, no graph is made any more."""
         seen = self._states.setdefault(call, set())
-        now = named_state(self.root, self.ours)
-        different = changed(self._known_state, now) if self._known_state else []
+        now = snapshot_named_state(self.root, self.ours)
+        different = find_changed_names(self._known_state, now) if self._known_state else []
         if state not in seen and len(seen) >= _MOST_STATES:
             name = different[0] if different else "an attribute"
             raise CannotExportError(f"{name!r} of the model changes from call to call")
@@ -162,7 +167,7 @@ class Engine:
             self.say(f"{different[0]!r} of the model has changed: a graph was made anew")
         own = {name: value for name, value in vars(self.root).items() if name not in self.ours}
         vars(self.model).update(own)  # what was set on the placed model is the model's
-        modules = tuple(part for module in modules_of(self.root) for part in inside(module))
+        modules = tuple(part for module in list_modules(self.root) for part in child_identity(module))
         self._matched &= modules == self._modules  # an exchanged module: does the plan still hold?
         self._modules = modules
 
@@ -171,12 +176,12 @@ class Engine:
         if note not in self.notes:
             self.notes.append(note)
 
-    def run(self, ready: Ready, leaves: list[Any], watcher: Any = None) -> Any:
+    def run(self, ready: ReadyGraph, leaves: list[Any], watcher: Any = None) -> Any:
         """Run a graph; `watcher` is told of every node."""
         flat, loads = ready.flat(leaves), None
         if ready.rewritten.readings and self.spill is not None:
-            loads = Pass(self.spill, ready.rewritten.readings, flat)
-        regions = Regions(loads)
+            loads = WeightLoads(self.spill, ready.rewritten.readings, flat)
+        regions = RegionStack(loads)
         try:
             with nullcontext() if loads is None else loads.running():
                 out = self._out(ready, regions, flat, watcher)
@@ -184,31 +189,31 @@ class Engine:
             regions.close()
         if loads is not None:
             loads.watch(out)
-        return ready.program.handed(out)
+        return ready.program.unflatten_outputs(out)
 
-    def _out(self, ready: Ready, regions: Regions, flat: Sequence[Any], watcher: Any) -> Any:
+    def _out(self, ready: ReadyGraph, regions: RegionStack, flat: Sequence[Any], watcher: Any) -> Any:
         """What the graph gives: timed, in compiled parts, by its generated code, or counted node by node."""
         if self.clock is not None and watcher is None:
-            timed = Timed(ready.rewritten.module, self.clock, ready.device)
+            timed = TimedInterpreter(ready.rewritten.module, self.clock, ready.device)
             return timed.run(regions, *flat, enable_io_processing=False)
         if ready.parts is not None and watcher is None:
             return ready.parts.run(self.accounts, regions, *flat)
         if self.accounts is None and watcher is None:
             return ready.rewritten.module(regions, *flat)
-        counted = _Counted(ready.rewritten.module, self.accounts, watcher, self.streams)
+        counted = _CountingInterpreter(ready.rewritten.module, self.accounts, watcher, self.streams)
         with self.streams.running():
             out = counted.run(regions, *flat, enable_io_processing=False)
         self.streams.given(out)
         return out
 
     @property
-    def graphs(self) -> list[Ready]:
+    def graphs(self) -> list[ReadyGraph]:
         """The graphs made so far."""
         return list(self._ready.values())
 
     def _mode(self) -> tuple[Any, ...]:
         """All that makes another graph of the same arguments."""
-        run, asked = modules_of(self.model), modules_of(self.root)
+        run, asked = list_modules(self.model), list_modules(self.root)
         flags = tuple(module.training for module in run[1:])
         trained = tuple(w if w is None else w.requires_grad for one in run for w in one._parameters.values())
         casts = tuple(
@@ -216,25 +221,25 @@ class Engine:
             for kind in ("cpu", "cuda")
         )
         grad = torch.is_grad_enabled()  # forward may ask, as torch's own transformer layers do
-        return self.root.training, grad, flags, trained, casts, state_of(asked, self.ours)
+        return self.root.training, grad, flags, trained, casts, snapshot_state(asked, self.ours)
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> Ready:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> ReadyGraph:
         grad = torch.is_grad_enabled()
-        program, facts = self._exported(args, kwargs, grad=grad, any_batch=any_batch)
-        _no_input_written(program, facts)
-        found = differences(program, facts, self.known)
+        program, facts = self._export_program(args, kwargs, grad=grad, any_batch=any_batch)
+        _refuse_input_writes(program, facts)
+        found = find_unplanned_ops(program, facts, self.known)
         if found and not self._matched and self._is_as_planned(args, kwargs, grad=grad):
             found = []
         self._check(program, found)
         names = names_in_plan(program, facts, self.known)
-        device, notes = assigned(program, facts, self.known, names, self.homes)
+        device, notes = assign_devices(program, facts, self.known, names, self.homes)
         self._settle(program, device)
         for note in notes:
             self.say(note)
         priority = {node: self.known.priority[name] for node, name in names.items()}
         order = issue_order(program, facts, priority)
         where = [device.where for device in self.devices]
-        made = rewritten(
+        made = rewrite_program(
             program,
             facts,
             device,
@@ -244,22 +249,24 @@ class Engine:
             output_device=self.output_device,
             spilled=self.spill.names if self.spill is not None else frozenset(),
         )
-        parts = compiled_parts(made.module, backend=self.backend) if self.backend else None
+        parts = compile_parts(made.module, backend=self.backend) if self.backend else None
         if parts is not None:
             self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
-        return Ready(program, facts, device, made, fills_of(self.model, program, device, where), parts)
+        return ReadyGraph(program, facts, device, made, make_fills(self.model, program, device, where), parts)
 
     def _is_as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> bool:
         """Whether the plan is for what runs with gradients, as most plans are, or without autocast."""
         for casts in [True] * (not grad) + [False] * is_casting():
             try:
-                if not differences(*self._exported(args, kwargs, grad=True, casts=casts), self.known):
+                if not find_unplanned_ops(
+                    *self._export_program(args, kwargs, grad=True, casts=casts), self.known
+                ):
                     return True
             except CannotExportError:  # a model may be one that runs under autocast alone
                 continue
         return False
 
-    def _exported(
+    def _export_program(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -273,17 +280,17 @@ class Engine:
         try:
             # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
             with (
-                saved_tensors_hooks(_as_it_is, _as_it_is),
+                saved_tensors_hooks(_identity, _identity),
                 torch.inference_mode(False),
-                exporting(for_gpu=for_gpu, casts=casts),
+                autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):
-                program = program_of(
+                program = export_program(
                     self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
                 )
-                return program, facts_of(program)
+                return program, collect_facts(program)
         except Exception as problem:  # torch and the user's model may raise anything
             leave_transforms()
-            raise CannotExportError(shortened(problem)) from problem
+            raise CannotExportError(shorten_error(problem)) from problem
 
     def _check(self, program: Program, found: list[str]) -> None:
         """The first graph of the plan's own mode and inputs must have the plan's ops; `found` are others."""
@@ -291,7 +298,9 @@ class Engine:
         if not found:
             self._matched = True
         elif given != self.known.inputs:
-            self.say(f"the model is given {_listed(given)}, it was planned on {_listed(self.known.inputs)}")
+            self.say(
+                f"the model is given {_join_names(given)}, it was planned on {_join_names(self.known.inputs)}"
+            )
         elif not self._matched and self.root.training == self.known.trains:
             more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
             raise PlanError(
@@ -317,28 +326,28 @@ class Engine:
             self.forget()
 
 
-def _no_input_written(program: Program, facts: Facts) -> None:
+def _refuse_input_writes(program: Program, facts: Facts) -> None:
     """A graph may be given a copy of an input: what it writes there the caller would not see."""
     for node in program.inputs:
         if node.meta["slot"].kind == "input" and facts.changing.intersection(facts.storages[node]):
             raise CannotExportError(f"forward writes into its input {node.meta['op']!r}")
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def in_words(leaves: list[Any]) -> str:
+def describe_inputs(leaves: list[Any]) -> str:
     """'inputs of [3, 16], [3, 16]'."""
     shapes = [str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return f"inputs of {', '.join(shapes)}" if shapes else "no inputs"
 
 
-class _Counted(fx.Interpreter):
+class _CountingInterpreter(fx.Interpreter):
     """Runs a graph node by node, its bytes counted where they are made."""
 
     def __init__(
@@ -355,7 +364,7 @@ class _Counted(fx.Interpreter):
             return super().run_node(n)
         if self._watcher is not None:
             self._watcher.before(n, self.fetch_args_kwargs_from_env(n))
-        out = self._streamed(n) if self._streams else self._counted(n)
+        out = self._streamed(n) if self._streams else self._run_and_count(n)
         if self._watcher is not None:
             out = self._watcher.after(n, out)
         return out
@@ -365,25 +374,25 @@ class _Counted(fx.Interpreter):
         at = n.meta["device"]
         if n.meta.get("role") == EDGE:  # reads nothing; its gradient comes home, on the stream of its home
             with self._streams.on(n.meta["back"], ()):
-                return self._counted(n)
+                return self._run_and_count(n)
         far = [one for one in n.all_input_nodes if one.meta.get("device", at) != at]
         with self._streams.on(at, [one.meta["device"] for one in far]):
-            out = self._counted(n)
+            out = self._run_and_count(n)
         self._streams.read(out if n.op == "placeholder" else [self.env[one] for one in far], at)
         return out
 
-    def _counted(self, n: fx.Node) -> Any:
+    def _run_and_count(self, n: fx.Node) -> Any:
         if self._accounts is None:
             return super().run_node(n)
         at, what = n.meta["device"], n.meta["op"]
         if n.op == "placeholder":
-            return self._received(super().run_node(n), n)
+            return self._receive_input(super().run_node(n), n)
         with self._accounts.running(at, what):
             out = super().run_node(n)
         self._accounts.watch_backward(out, n.meta["back"], what, self._known)
         return out
 
-    def _received(self, given: Any, n: fx.Node) -> Any:
+    def _receive_input(self, given: Any, n: fx.Node) -> Any:
         """An input comes to its device as a copy: what it is a part of, and how long its owner holds on to
         it, is no matter of the device's. What belongs to the model is counted where the plan has it.
         """
@@ -393,6 +402,6 @@ class _Counted(fx.Interpreter):
         if owner == at or (owner == NO_DEVICE and not n.meta["given"]):
             accounts.add(given, at, what)
             return given
-        copy = carried(given, given.device)
+        copy = copy_to_device(given, given.device)
         accounts.add(copy, at, what)
-        return joined(given, copy)
+        return link_gradient(given, copy)

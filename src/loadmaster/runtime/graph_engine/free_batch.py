@@ -13,24 +13,24 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.graph.torch_capture.fake_model import FakeModel
-from loadmaster.graph.torch_capture.size_ranges import size_of
+from loadmaster.graph.torch_capture.size_ranges import find_size
 
 _SMALLEST = 2
 Fits = Callable[[int | None], bool]  # whether a graph for any batch holds for one of a size
 
 
-def batch_of(inputs: Any) -> int | None:
+def find_batch_size(inputs: Any) -> int | None:
     """The size that may be free; None where there is none."""
-    size = size_of(inputs, "batch")
+    size = find_size(inputs, "batch")
     return size if size is not None and size >= _SMALLEST else None
 
 
-def pattern_of(leaves: list[Any], batch: int | None) -> tuple[Any, ...]:
+def make_input_pattern(leaves: list[Any], batch: int | None) -> tuple[Any, ...]:
     """What of the arguments a graph with a free batch depends on."""
-    return tuple(_pattern(leaf, batch) for leaf in leaves)
+    return tuple(_make_leaf_pattern(leaf, batch) for leaf in leaves)
 
 
-def _pattern(leaf: Any, batch: int | None) -> Any:
+def _make_leaf_pattern(leaf: Any, batch: int | None) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
     shape = tuple(leaf.shape)
@@ -43,9 +43,9 @@ def _is_batched(leaf: Any, batch: int | None) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and batch is not None and leaf.shape[0] == batch
 
 
-def free_batch(fake: FakeModel) -> Any:
+def make_dynamic_shapes(fake: FakeModel) -> Any:
     """What torch.export is told: axis 0 of batched inputs is free."""
-    batch = batch_of((fake.args, fake.kwargs))
+    batch = find_batch_size((fake.args, fake.kwargs))
 
     def axes(leaf: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if _is_batched(leaf, batch) else None
@@ -57,13 +57,13 @@ def free_batch(fake: FakeModel) -> Any:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def fitting(exported: torch.export.ExportedProgram, fake: FakeModel) -> Fits | None:
+def make_size_check(exported: torch.export.ExportedProgram, fake: FakeModel) -> Fits | None:
     """Which sizes of the batch take the way the export took; None: the model knows its one size.
 
     A model may ask whether its batch is larger than some number, and go another way: export keeps the answer.
     """
     leaves = tree_leaves((fake.args, fake.kwargs))
-    batch = batch_of((fake.args, fake.kwargs))
+    batch = find_batch_size((fake.args, fake.kwargs))
     names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     batched = [name for name, leaf in zip(names, leaves, strict=True) if _is_batched(leaf, batch)]

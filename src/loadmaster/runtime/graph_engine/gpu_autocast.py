@@ -22,19 +22,19 @@ def is_casting() -> bool:
 
 
 @contextmanager
-def exporting(*, for_gpu: bool, casts: bool = True) -> Iterator[None]:
+def autocast_for_export(*, for_gpu: bool, casts: bool = True) -> Iterator[None]:
     """Autocast as it is, or without `casts` off; for a GPU the CPU does as that one would."""
     with ExitStack() as stack:
         if not casts:
-            stack.enter_context(region(_CPU, None, False, torch.is_autocast_cache_enabled()))
+            stack.enter_context(autocast_region(_CPU, None, False, torch.is_autocast_cache_enabled()))
         elif for_gpu:
-            stack.enter_context(_followed())
+            stack.enter_context(_mirror_gpu_autocast())
             stack.enter_context(Casts(_GPU))
         yield
 
 
 @contextmanager
-def _followed() -> Iterator[None]:
+def _mirror_gpu_autocast() -> Iterator[None]:
     """The CPU's autocast is the GPU's, now and wherever a model enters one for the GPU.
 
     A model may enter autocast anywhere, so its own way in and out is followed, for as long as this lasts.
@@ -45,7 +45,7 @@ def _followed() -> Iterator[None]:
 
     def follow() -> None:
         before.append((torch.is_autocast_enabled(_CPU), torch.get_autocast_dtype(_CPU)))
-        _set(_CPU, torch.is_autocast_enabled(_GPU), torch.get_autocast_dtype(_GPU))
+        _set_autocast(_CPU, torch.is_autocast_enabled(_GPU), torch.get_autocast_dtype(_GPU))
 
     def enter(self: Any) -> Any:
         found = into(self)
@@ -55,7 +55,7 @@ def _followed() -> Iterator[None]:
 
     def leave(self: Any, *problem: Any) -> Any:
         if self.device == _GPU:
-            _set(_CPU, *before.pop())
+            _set_autocast(_CPU, *before.pop())
         return out_of(self, *problem)
 
     if torch.is_autocast_enabled(_GPU):
@@ -66,22 +66,22 @@ def _followed() -> Iterator[None]:
     finally:
         kind.__enter__, kind.__exit__ = into, out_of
         if before:
-            _set(_CPU, *before[0])
+            _set_autocast(_CPU, *before[0])
 
 
-def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_enabled(kind, enabled)
     torch.set_autocast_dtype(kind, dtype)
 
 
 @contextmanager
-def region(device: str, dtype: torch.dtype | None, enabled: bool, cached: bool) -> Iterator[None]:
+def autocast_region(device: str, dtype: torch.dtype | None, enabled: bool, cached: bool) -> Iterator[None]:
     """Autocast as a region of a graph has it; what a model says of the CPU it says of a GPU, too."""
     before = torch.is_autocast_enabled(_GPU), torch.get_autocast_dtype(_GPU)
     with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached):
         try:
             if device == _CPU:
-                _set(_GPU, enabled, dtype or before[1])
+                _set_autocast(_GPU, enabled, dtype or before[1])
             yield
         finally:
-            _set(_GPU, *before)
+            _set_autocast(_GPU, *before)

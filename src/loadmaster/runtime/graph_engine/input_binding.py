@@ -7,12 +7,12 @@ import torch
 from torch import fx, nn
 
 from loadmaster.runtime.graph_engine.program import Program
-from loadmaster.runtime.transport.copies import landed
+from loadmaster.runtime.transport.copies import move_to_device
 
 Fill = Callable[[list[Any]], Any]
 
 
-def fills_of(
+def make_fills(
     model: nn.Module, program: Program, device: Mapping[fx.Node, int], where: Sequence[torch.device]
 ) -> tuple[Fill, ...]:
     """A value for every input, of the leaves of the arguments."""
@@ -20,15 +20,15 @@ def fills_of(
     for node in program.inputs:
         slot, there = node.meta["slot"], where[device[node]]
         if slot.kind == "weight":
-            made.append(_weight(model, slot.name))
+            made.append(_fill_weight(model, slot.name))
         elif slot.kind == "input":
-            made.append(_leaf(slot.place, there))
+            made.append(_fill_leaf(slot.place, there))
         else:
-            made.append(_constant(landed(slot.value, there)))
+            made.append(_fill_constant(move_to_device(slot.value, there)))
     return tuple(made)
 
 
-def _weight(model: nn.Module, name: str) -> Fill:
+def _fill_weight(model: nn.Module, name: str) -> Fill:
     """Looked up at each call: a weight may be exchanged for another."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
@@ -36,9 +36,9 @@ def _weight(model: nn.Module, name: str) -> Fill:
     return lambda _: table[own]
 
 
-def _leaf(place: int, where: torch.device) -> Fill:
-    return lambda leaves: landed(leaves[place], where)
+def _fill_leaf(place: int, where: torch.device) -> Fill:
+    return lambda leaves: move_to_device(leaves[place], where)
 
 
-def _constant(value: Any) -> Fill:
+def _fill_constant(value: Any) -> Fill:
     return lambda _: value

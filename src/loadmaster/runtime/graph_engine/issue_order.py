@@ -28,7 +28,7 @@ def issue_order(program: Program, facts: Facts, priority: Mapping[fx.Node, int])
         for source in node.all_input_nodes:
             if source in after:
                 after[source].add(node)
-    for chain in _chains(program, facts):
+    for chain in _find_chains(program, facts):
         for one, other in pairwise(chain):
             after[one].add(other)
     waiting = dict.fromkeys(ops, 0)
@@ -49,7 +49,7 @@ def issue_order(program: Program, facts: Facts, priority: Mapping[fx.Node, int])
     return order
 
 
-def _chains(program: Program, facts: Facts) -> list[list[fx.Node]]:
+def _find_chains(program: Program, facts: Facts) -> list[list[fx.Node]]:
     """Ops that keep the captured order among themselves."""
     ops = program.ops
     place = {node: at for at, node in enumerate(ops)}
@@ -64,13 +64,13 @@ def _chains(program: Program, facts: Facts) -> list[list[fx.Node]]:
     chains += touching.values()
     for node in (*program.inputs, *ops):
         readers = [user for user in node.users if user in place]
-        uses = sum(_times(user, node) for user in readers)
+        uses = sum(_count_reads(user, node) for user in readers)
         if node in facts.trained and uses >= _SUM_HAS_AN_ORDER:
             chains.append(sorted(readers, key=place.__getitem__))
     return chains
 
 
-def _times(reader: fx.Node, node: fx.Node) -> int:
+def _count_reads(reader: fx.Node, node: fx.Node) -> int:
     """How often an op reads a node."""
     found = []
     fx.map_arg((reader.args, reader.kwargs), lambda one: found.append(one is node))

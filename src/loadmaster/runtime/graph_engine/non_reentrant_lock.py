@@ -6,7 +6,7 @@ from typing import Any
 from loadmaster.core.errors import RunError
 
 
-class Alone:
+class NonReentrantLock:
     """For what one thread does at a time, and never inside of itself."""
 
     def __init__(self) -> None:

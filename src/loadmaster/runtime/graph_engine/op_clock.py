@@ -26,7 +26,7 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MeasuredSpan:
     """Something that ran: what, where, from when to when."""
 
     what: str  # 'forward', 'backward', 'transfer' or 'update'
@@ -81,7 +81,7 @@ class Clock:
         done = self.mark(place) if end is None else end
         self._spans.append((what, name, kind, at, source, place, begin, done, share))
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[MeasuredSpan]:
         """All that ran, in seconds of the host's clock."""
         for where in self._zero:
             torch.cuda.synchronize(where)
@@ -89,7 +89,7 @@ class Clock:
         for what, name, kind, at, source, where, begin, end, share in self._spans:
             first, last = self._seconds(begin, where), self._seconds(end, where)
             issue_s = 0.0 if isinstance(begin, float) else end[1] - begin[1]
-            found.append(Seen(what, name, kind, at, source, first, max(first, last), issue_s, share))
+            found.append(MeasuredSpan(what, name, kind, at, source, first, max(first, last), issue_s, share))
         return found
 
     def _seconds(self, mark: Mark, where: torch.device) -> float:
@@ -105,7 +105,7 @@ class Clock:
     @contextmanager
     def loss(self) -> Iterator[None]:
         """What runs is the loss."""
-        with _Ops(self, "forward", LOSS, -1, None):
+        with _OpTimer(self, "forward", LOSS, -1, None):
             yield
 
     def watch_backward(self, tree: Any, at: int, name: str, *, far: int = -1) -> None:
@@ -125,7 +125,7 @@ class Clock:
                 self._hook(node, name, at)
 
     def _hook(self, node: Any, name: str, at: int) -> None:
-        ops = _Ops(self, "backward", name, at, self._where[at] if at >= 0 else None)
+        ops = _OpTimer(self, "backward", name, at, self._where[at] if at >= 0 else None)
 
         def before(grads: Any) -> None:
             _push_mode(ops)
@@ -150,7 +150,7 @@ class Clock:
         node.register_hook(after)
 
 
-class _Ops(TorchDispatchMode):
+class _OpTimer(TorchDispatchMode):
     """Notes every op but views, one by one."""
 
     def __init__(self, clock: Clock, what: str, name: str, at: int, where: torch.device | None) -> None:
@@ -164,7 +164,7 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op between two marks."""
-        where = self._where if self._where is not None else _place(args)
+        where = self._where if self._where is not None else _first_device(args)
         begin = self._clock.mark(where)
         out = func(*args, **(kwargs or {}))
         if not getattr(func, "is_view", False):
@@ -173,12 +173,12 @@ class _Ops(TorchDispatchMode):
         return out
 
 
-def _place(args: Any) -> torch.device:
+def _first_device(args: Any) -> torch.device:
     tensors = (leaf.device for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
     return next(tensors, torch.device("cpu"))
 
 
-class Updates(TorchDispatchMode):
+class UpdateTimer(TorchDispatchMode):
     """Notes what an optimizer does, weight by weight; lists of weights share the time of one op."""
 
     def __init__(self, clock: Clock, model: torch.nn.Module, optimizer: Any) -> None:
@@ -230,7 +230,7 @@ class Updates(TorchDispatchMode):
         return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
-class Timed(fx.Interpreter):
+class TimedInterpreter(fx.Interpreter):
     """Runs a placed graph node by node under a clock; bytes are not counted meanwhile."""
 
     def __init__(self, module: fx.GraphModule, clock: Clock, device: Mapping[fx.Node, int]) -> None:

@@ -13,8 +13,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.capture import quiet
-from loadmaster.graph.torch_capture.op_signature import written_by
+from loadmaster.graph.capture import silence_torch
+from loadmaster.graph.torch_capture.op_signature import find_written
 from loadmaster.runtime.graph_engine import gpu_autocast
 from loadmaster.runtime.graph_engine.program import Program
 
@@ -35,7 +35,7 @@ class Facts:
         return {storage for found in self.written.values() for storage in found}
 
 
-def facts_of(program: Program) -> Facts:
+def collect_facts(program: Program) -> Facts:
     """Run the program on its own fake tensors."""
     fake, names = program.fake, program.fake.names()
     leaves = tree_leaves((fake.args, fake.kwargs))
@@ -44,9 +44,9 @@ def facts_of(program: Program) -> Facts:
         slot = node.meta["slot"]
         value = names[slot.name] if slot.kind == "weight" else slot.value
         flat.append(leaves[slot.place] if slot.kind == "input" else value)
-    watch = _Watch()
-    run = _Run(fx.GraphModule(program.root, program.graph), watch)
-    with quiet(), fake.mode, torch.enable_grad(), watch:
+    watch = _StorageTracker()
+    run = _FactsInterpreter(fx.GraphModule(program.root, program.graph), watch)
+    with silence_torch(), fake.mode, torch.enable_grad(), watch:
         run.run(*flat, enable_io_processing=False)
     return run.facts
 
@@ -60,7 +60,7 @@ def is_random(node: fx.Node) -> bool:
     return any(word in str(node.target) for word in _WORDS_OF_CHANCE)
 
 
-class _Watch(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Numbers storages and notes writes."""
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and note what it writes."""
         kwargs = kwargs or {}
-        self.written.update(self.numbers(written_by(func, args, kwargs)))
+        self.written.update(self.numbers(find_written(func, args, kwargs)))
         return func(*args, **kwargs)
 
 
-class _Run(fx.Interpreter):
+class _FactsInterpreter(fx.Interpreter):
     """Notes the facts of each node."""
 
-    def __init__(self, module: fx.GraphModule, watch: _Watch) -> None:
+    def __init__(self, module: fx.GraphModule, watch: _StorageTracker) -> None:
         super().__init__(module)
         self.facts, self._watch = Facts(), watch
         self._seen: set[int] = set()
@@ -95,7 +95,7 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One node."""
         self._watch.written.clear()
-        region = [entered(context) for context in n.meta.get("region", ())]
+        region = [enter_context(context) for context in n.meta.get("region", ())]
         out = super().run_node(n)
         for context in reversed(region):
             context.__exit__(None, None, None)
@@ -115,9 +115,9 @@ def _has_gradient(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
 
 
-def entered(context: tuple[Any, ...]) -> Any:
+def enter_context(context: tuple[Any, ...]) -> Any:
     """A region's context, entered."""
     is_grad = context[0] == "grad"
-    made: Any = torch.set_grad_enabled(context[1]) if is_grad else gpu_autocast.region(*context[1:])
+    made: Any = torch.set_grad_enabled(context[1]) if is_grad else gpu_autocast.autocast_region(*context[1:])
     made.__enter__()
     return made

@@ -16,28 +16,28 @@ from loadmaster.core.errors import GraphError
 
 
 @contextmanager
-def packing_refused(model: nn.Module) -> Iterator[None]:
+def refuse_packing(model: nn.Module) -> Iterator[None]:
     """No graph is made of a call that may pack: whether it does depends on the values of the mask."""
 
     def refuse(encoder: Any, args: Any, kwargs: Any) -> None:
-        if _padding(encoder, args, kwargs) is not None:
+        if _find_padding(encoder, args, kwargs) is not None:
             raise GraphError("nn.TransformerEncoder packs padded batches where no gradient is taken")
 
     with ExitStack() as stack:
-        for encoder in _encoders(model):
+        for encoder in _find_packing_encoders(model):
             stack.callback(encoder.register_forward_pre_hook(refuse, with_kwargs=True).remove)
         yield
 
 
 @contextmanager
-def padding_zeroed(model: nn.Module) -> Iterator[None]:
+def zero_padding(model: nn.Module) -> Iterator[None]:
     """The last layer of each encoder gives zeros where torch would."""
     with ExitStack() as stack:
-        for encoder in _encoders(model):
+        for encoder in _find_packing_encoders(model):
             paddings: list[Any] = []
 
             def begin(encoder: Any, args: Any, kwargs: Any, paddings: list[Any] = paddings) -> None:
-                padding = _padding(encoder, args, kwargs)
+                padding = _find_padding(encoder, args, kwargs)
                 paddings[:] = [padding] if padding is not None and _is_packed(encoder, padding) else []
 
             def end(layer: Any, args: Any, out: Any, paddings: list[Any] = paddings) -> Any:
@@ -48,13 +48,13 @@ def padding_zeroed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _encoders(model: nn.Module) -> list[Any]:
+def _find_packing_encoders(model: nn.Module) -> list[Any]:
     """Those that torch allows to pack, as they were built."""
     encoders = [one for one in model.modules() if isinstance(one, nn.TransformerEncoder)]
     return [one for one in encoders if getattr(one, "use_nested_tensor", False)]
 
 
-def _padding(encoder: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _find_padding(encoder: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """True where the batch is padded; None where torch does not pack, whatever the values are."""
     given = inspect.signature(encoder.forward).bind(*args, **kwargs).arguments
     source, padding = given["src"], given.get("src_key_padding_mask")

@@ -19,14 +19,14 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.capture import quiet
+from loadmaster.graph.capture import silence_torch
 from loadmaster.graph.torch_capture.export_path import export, module_of
-from loadmaster.graph.torch_capture.fake_model import FakeModel, faked
-from loadmaster.graph.torch_capture.ledger import unique
+from loadmaster.graph.torch_capture.fake_model import FakeModel, make_fake_model
+from loadmaster.graph.torch_capture.ledger import make_unique
 from loadmaster.graph.torch_capture.op_signature import kind_of
-from loadmaster.runtime.graph_engine.free_batch import Fits, fitting, free_batch
-from loadmaster.runtime.graph_engine.padded_encoder import packing_refused
-from loadmaster.runtime.graph_engine.python_attributes import unchanged, without_hooks
+from loadmaster.runtime.graph_engine.free_batch import Fits, make_dynamic_shapes, make_size_check
+from loadmaster.runtime.graph_engine.padded_encoder import refuse_packing
+from loadmaster.runtime.graph_engine.python_attributes import refuse_attribute_changes, remove_hooks
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
@@ -64,13 +64,13 @@ class Program:
         """Every input, each with its slot."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
-    def handed(self, flat: Any) -> Any:
+    def unflatten_outputs(self, flat: Any) -> Any:
         """What the model would give, of what the graph gives."""
         found = list(flat)[self.num_hidden :]
         return tree_unflatten(found, self.out_spec) if self.out_spec is not None else tuple(found)
 
 
-def program_of(
+def export_program(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -83,24 +83,29 @@ def program_of(
 
     `grad` is whether gradients are taken when it runs: a forward may ask.
     """
-    fake = faked(model, args, kwargs)
+    fake = make_fake_model(model, args, kwargs)
     fake.model.training = training
-    without_hooks(fake.model)
-    with quiet(), torch.set_grad_enabled(grad), unchanged(fake.model), packing_refused(fake.model):
-        exported = export(fake, dynamic_shapes=free_batch(fake) if any_batch else None)
-    fits = fitting(exported, fake) if any_batch else None
+    remove_hooks(fake.model)
+    with (
+        silence_torch(),
+        torch.set_grad_enabled(grad),
+        refuse_attribute_changes(fake.model),
+        refuse_packing(fake.model),
+    ):
+        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake) if any_batch else None)
+    fits = make_size_check(exported, fake) if any_batch else None
     if any_batch and fits is None:
         raise GraphError("the model depends on the size of its batch")
     spec = exported.graph_signature
-    flat = _Flat(exported.graph_module)
-    flat.inputs(_slots(exported, fake, model))
+    flat = _Flattener(exported.graph_module)
+    flat.inputs(_make_slots(exported, fake, model))
     flat.nodes(exported.graph_module, "", ())
-    _rename(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
+    _rename_clashing_ops(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
     num_hidden = len(spec.output_specs) - len(spec.user_outputs)
     return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits)
 
 
-class _Flat:
+class _Flattener:
     """Writes a graph and the graphs inside of it into one."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -129,13 +134,13 @@ class _Flat:
                 if not prefix:
                     self.graph.output(given)
                 return given
-            self._env[node] = self._one(module, node, prefix, region)
+            self._env[node] = self._make_one(module, node, prefix, region)
         raise AssertionError("a graph ends with its output")
 
-    def _one(self, module: fx.GraphModule, node: fx.Node, prefix: str, region: Region) -> Any:
+    def _make_one(self, module: fx.GraphModule, node: fx.Node, prefix: str, region: Region) -> Any:
         if node.op == "get_attr":
-            return _attribute(module, str(node.target))
-        inner = _region(node, self._env)
+            return _get_attribute(module, str(node.target))
+        inner = _unpack_region(node, self._env)
         if inner is not None:
             graph, context, rest = inner
             firsts = [one for one in graph.graph.nodes if one.op == "placeholder"]
@@ -145,12 +150,12 @@ class _Flat:
         if node.target is operator.getitem and isinstance(source, list | tuple):
             return source[node.args[1]]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._env.__getitem__)
-        args, kwargs = self._attached((args, kwargs))
+        args, kwargs = self._attach_graphs((args, kwargs))
         made = self.graph.call_function(node.target, args, kwargs)
         made.meta = {"op": f"{prefix}{node.name}", "module": module_of(node), "region": region}
         return made
 
-    def _attached(self, tree: Any) -> Any:
+    def _attach_graphs(self, tree: Any) -> Any:
         """Graphs among the arguments of an op that is not laid flat (a loop, a branch) stay attributes."""
 
         def attach(leaf: Any) -> Any:
@@ -163,30 +168,32 @@ class _Flat:
         return fx.node.map_aggregate(tree, attach)
 
 
-def _rename(graph: fx.Graph, taken: Iterable[str]) -> None:
+def _rename_clashing_ops(graph: fx.Graph, taken: Iterable[str]) -> None:
     """An op called as a weight is (a buffer 'mean' and `x.mean()`) has the name that capture gives it."""
     counts = dict.fromkeys(taken, 1)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        node.meta["op"] = unique(node.meta["op"], counts)
+        node.meta["op"] = make_unique(node.meta["op"], counts)
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
+def _get_attribute(module: nn.Module, path: str) -> Any:
     found: Any = module
     for part in path.split("."):
         found = getattr(found, part)
-    return _real(found)
+    return _require_real(found)
 
 
-def _real(value: Any) -> Any:
+def _require_real(value: Any) -> Any:
     """Refuse a constant that is no value: what export itself computed (a gradient taken in forward)."""
     if isinstance(value, FakeTensor):
         raise GraphError("its forward computes what torch.export does not follow (a gradient of its own?)")
     return value
 
 
-def _region(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
+def _unpack_region(
+    node: fx.Node, env: dict[fx.Node, Any]
+) -> tuple[fx.GraphModule, Region, tuple[Any, ...]] | None:
     """A graph inside a node, the contexts it runs in, and what it is given."""
     name = getattr(node.target, "__name__", "")
     if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast", "wrap", "invoke_subgraph"):
@@ -200,7 +207,7 @@ def _region(node: fx.Node, env: dict[fx.Node, Any]) -> tuple[fx.GraphModule, Reg
     return (args[0], (), rest) if isinstance(args[0], fx.GraphModule) else None
 
 
-def _slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Module) -> list[Slot]:
+def _make_slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Module) -> list[Slot]:
     """What fills each input of the exported graph, in order."""
     first: dict[int, str] = {}
     names = fake.names()
@@ -208,7 +215,7 @@ def _slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Mo
         first.setdefault(id(tensor), name)
     titles = {id(tensor): name for name, tensor in fake.inputs()}
     leaves, at, slots = tree_leaves((fake.args, fake.kwargs)), 0, []
-    real = _held(fake.model, model)
+    real = _map_attribute_tensors(fake.model, model)
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
             slots.append(Slot("input", titles.get(id(leaves[at]), spec.arg.name), at))
@@ -218,12 +225,12 @@ def _slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Mo
         else:
             value = exported.constants[str(spec.target)]
             if isinstance(value, torch.Tensor):
-                value = _real(real.get(value.untyped_storage()._cdata, value))
+                value = _require_real(real.get(value.untyped_storage()._cdata, value))
             slots.append(Slot("constant", str(spec.target), -1, value))
     return slots
 
 
-def _held(fake: nn.Module, model: nn.Module) -> dict[int, torch.Tensor]:
+def _map_attribute_tensors(fake: nn.Module, model: nn.Module) -> dict[int, torch.Tensor]:
     """The real tensor of every storage that modules of the fake model hold as plain attributes."""
     found = {}
     for copied, module in zip(fake.modules(), model.modules(), strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.torch_capture.python_rng import chance_kept
+from loadmaster.graph.torch_capture.python_rng import preserve_rng
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
@@ -29,7 +29,7 @@ _SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are 
 _PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
 
 
-def modules_of(root: nn.Module) -> list[nn.Module]:
+def list_modules(root: nn.Module) -> list[nn.Module]:
     """The model and every module in it, once each: what `root.modules()` gives, in another order, sooner."""
     found = [root]
     known = {id(root)}
@@ -41,12 +41,12 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return found
 
 
-def inside(module: nn.Module) -> tuple[Any, ...]:
+def child_identity(module: nn.Module) -> tuple[Any, ...]:
     """Names and modules right inside of one: two models may have the same modules, in other places."""
     return (*module._modules, *map(id, module._modules.values()))
 
 
-def state_of(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+def snapshot_state(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
     """Every module and the values of its attributes; `ours` are no attributes of the model."""
     found: list[Any] = []
     kinds: dict[type, bool] = {}  # whether it is one of torch's own
@@ -55,42 +55,42 @@ def state_of(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -
     for module in modules:
         kind = type(module)
         if kind not in kinds:
-            kinds[kind] = _knows_its_own(kind)
+            kinds[kind] = _is_torch_module(kind)
         found.append(id(module))
         if module._modules:
-            found.append(inside(module))
+            found.append(child_identity(module))
         for name, value in module.__dict__.items():
             if name in passed:
                 continue
             if type(value) in _PLAIN:
                 found.append(value)
                 continue
-            found.append(None if kinds[kind] else _seen(value))
+            found.append(None if kinds[kind] else _fingerprint(value))
             if type(value) not in _BUILT_IN:
                 held.setdefault(id(value), value)
-    found.extend(value for _, value in _of_classes(kinds))
-    found.extend(value for _, value in _of_settings([("", value) for value in held.values()]))
+    found.extend(value for _, value in _iterate_class_values(kinds))
+    found.extend(value for _, value in _iterate_settings_values([("", value) for value in held.values()]))
     return tuple(found)
 
 
-def named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
+def snapshot_named_state(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The same by name."""
     found: dict[str, Any] = {path or "the model": id(module) for path, module in root.named_modules()}
-    for name, module, value in _attributes(root, ours):
-        plain, own = type(value) in _PLAIN, _knows_its_own(type(module))
-        found[name] = value if plain else None if own else _seen(value)
-    found |= dict(_of_classes(dict.fromkeys(map(type, root.modules()))))
-    return found | settings_of(root, ours)
+    for name, module, value in _iterate_attributes(root, ours):
+        plain, own = type(value) in _PLAIN, _is_torch_module(type(module))
+        found[name] = value if plain else None if own else _fingerprint(value)
+    found |= dict(_iterate_class_values(dict.fromkeys(map(type, root.modules()))))
+    return found | collect_settings(root, ours)
 
 
-def _attributes(root: nn.Module, ours: frozenset[str]) -> Iterator[tuple[str, nn.Module, Any]]:
+def _iterate_attributes(root: nn.Module, ours: frozenset[str]) -> Iterator[tuple[str, nn.Module, Any]]:
     for path, module in root.named_modules():
         for name, value in module.__dict__.items():
             if name not in _OWN and name not in ours:
                 yield f"{path}.{name}" if path else name, module, value
 
 
-def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
+def _iterate_class_values(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
     """Plain values that classes of the user's own hold, by name."""
     for kind in dict.fromkeys(behind for one in kinds for behind in one.__mro__):
         if not kind.__module__.startswith(_NOT_THE_USERS):
@@ -99,13 +99,13 @@ def _of_classes(kinds: Iterable[type]) -> Iterator[tuple[str, Any]]:
                     yield f"{kind.__name__}.{name}", value
 
 
-def settings_of(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
+def collect_settings(root: nn.Module, ours: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Plain values in the settings that modules hold, by name: a graph was made with them."""
-    held = [(name, value) for name, _, value in _attributes(root, ours) if type(value) not in _PLAIN]
-    return dict(_of_settings(held))
+    held = [(name, value) for name, _, value in _iterate_attributes(root, ours) if type(value) not in _PLAIN]
+    return dict(_iterate_settings_values(held))
 
 
-def _of_settings(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _iterate_settings_values(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Each of the settings once, also those within settings; named by who holds them first."""
     waiting: list[tuple[str, Any]] = []
     known: set[int] = set()
@@ -135,26 +135,26 @@ def _is_settings(value: Any) -> bool:
     return type(value).__name__.endswith(_SETTINGS)
 
 
-def _knows_its_own(kind: type) -> bool:
+def _is_torch_module(kind: type) -> bool:
     """Modules of torch keep their objects to themselves."""
     return kind.__module__.startswith("torch.nn.")
 
 
-def _seen(value: Any) -> Any:
+def _fingerprint(value: Any) -> Any:
     """What is known of an object: which it is, and how much is in it."""
     return (id(value), len(value)) if type(value) in _SIZED else id(value)
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def find_changed_names(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names that are new, gone, or have another value."""
     names = {**before, **after}
     nothing = object()
     return [name for name in names if before.get(name, nothing) != after.get(name, nothing)]
 
 
-def hooked_module(root: nn.Module) -> str:
+def find_hooked_module(root: nn.Module) -> str:
     """The path of a module inside that has hooks of the user's own, '' = none has."""
-    for module in modules_of(root)[1:]:
+    for module in list_modules(root)[1:]:
         if any(map(module.__dict__.get, _HOOKS)) and _has_own_hooks(module):
             return next(path for path, one in root.named_modules() if one is module)
     return ""
@@ -165,14 +165,14 @@ def _has_own_hooks(module: nn.Module) -> bool:
     return any(not (getattr(type(hook), "__module__", "") or "").startswith(_PURE) for hook in hooks)
 
 
-def without_hooks(root: nn.Module) -> None:
+def remove_hooks(root: nn.Module) -> None:
     """Whoever calls the placed model runs the hooks of the model itself; its graph must not."""
     for name in _HOOKS:
         root.__dict__[name] = type(root.__dict__[name])()
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def refuse_attribute_changes(model: nn.Module) -> Iterator[None]:
     """Refuse a `forward` that changes attributes of the model, or draws random numbers but torch's."""
     seen: list[str] = []
     chance: list[str] = []
@@ -181,12 +181,16 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(right)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before, settings = named_state(model, ours), settings_of(model, ours)
-        with chance_kept() as drawn:
+        before, settings = snapshot_named_state(model, ours), collect_settings(model, ours)
+        with preserve_rng() as drawn:
             out = right(*args, **kwargs)
             chance.append(drawn())
         unset = {name for name, value in settings.items() if value is None}  # filled in once: not for a graph
-        seen.extend(name for name in changed(before, named_state(model, ours)) if name not in unset)
+        seen.extend(
+            name
+            for name in find_changed_names(before, snapshot_named_state(model, ours))
+            if name not in unset
+        )
         return out
 
     model.__dict__["forward"] = forward

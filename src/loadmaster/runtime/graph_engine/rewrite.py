@@ -17,16 +17,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from loadmaster.runtime.graph_engine.op_facts import Facts, entered
+from loadmaster.runtime.graph_engine.op_facts import Facts, enter_context
 from loadmaster.runtime.graph_engine.program import Program, Region
-from loadmaster.runtime.spill.weight_loads import Pass, Reading, anchored, dropped, fetched, joined_load
-from loadmaster.runtime.transport.copies import carried, joined, landed
+from loadmaster.runtime.spill.weight_loads import (
+    Reading,
+    WeightLoads,
+    anchor_gradient,
+    drop_load,
+    fetch_load,
+    link_load_gradient,
+)
+from loadmaster.runtime.transport.copies import copy_to_device, link_gradient, move_to_device
 
 COPY, EDGE = "copy", "edge"
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class RewrittenGraph:
     """A graph to run; `original` maps each of its ops to the program's."""
 
     module: fx.GraphModule
@@ -35,7 +42,7 @@ class Rewritten:
     readings: tuple[Reading, ...] = ()  # of weights that stay at home
 
 
-def rewritten(
+def rewrite_program(
     program: Program,
     facts: Facts,
     device: Mapping[fx.Node, int],
@@ -45,18 +52,18 @@ def rewritten(
     presum: bool = False,
     output_device: torch.device | None = None,
     spilled: frozenset[str] = frozenset(),
-) -> Rewritten:
+) -> RewrittenGraph:
     """The graph of a program on devices; its first input is the stack of regions."""
     writer = _Writer(program, facts, device, where, presum=presum)
-    writer.drops = _drops(program, facts, order, spilled)
+    writer.drops = _find_last_uses(program, facts, order, spilled)
     for node in order:
         writer.op(node)
     writer.output(output_device)
     module = fx.GraphModule(program.root, writer.graph)
-    return Rewritten(module, writer.original, writer.num_copies, tuple(writer.readings))
+    return RewrittenGraph(module, writer.original, writer.num_copies, tuple(writer.readings))
 
 
-def _drops(
+def _find_last_uses(
     program: Program, facts: Facts, order: Sequence[fx.Node], spilled: frozenset[str]
 ) -> dict[tuple[fx.Node, fx.Node], fx.Node]:
     """For each (weight that stays at home, reader): the last op that needs the copy.
@@ -82,10 +89,10 @@ def _drops(
     return found
 
 
-class Regions:
+class RegionStack:
     """The contexts that are entered while a graph runs; left when it ends, however it ends."""
 
-    def __init__(self, loads: Pass | None = None) -> None:
+    def __init__(self, loads: WeightLoads | None = None) -> None:
         self._stack = ExitStack()
         self.loads = loads
 
@@ -93,14 +100,14 @@ class Regions:
         """Leave what is entered, and enter these."""
         self._stack.close()
         for context in region:
-            self._stack.push(entered(context).__exit__)
+            self._stack.push(enter_context(context).__exit__)
 
     def close(self) -> None:
         """Leave all."""
         self._stack.close()
 
 
-def change_region(regions: Regions, region: Region) -> None:
+def change_region(regions: RegionStack, region: Region) -> None:
     """A node of the graph that changes its region."""
     regions.change(region)
 
@@ -133,10 +140,10 @@ class _Writer:
         self._region: Region = ()
         self._regions = self.graph.placeholder("regions")
         for node in program.inputs:
-            self._input(node)
+            self._add_input(node)
         self._top = list(self.graph.nodes)[-1]  # anchors follow: autograd comes to them last
 
-    def _input(self, node: fx.Node) -> None:
+    def _add_input(self, node: fx.Node) -> None:
         at = self._device[node]
         made = self._new[node] = self.graph.placeholder(node.name)
         given = node.meta["slot"].kind == "input"
@@ -152,7 +159,7 @@ class _Writer:
         here = self._facts.storages[node] or node in self._facts.written  # a size is read anywhere
         ready = iter(self._at(node, readings, at) if here else [self._new[one] for one in readings])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
-        args, kwargs = self._placed(node.target, args, kwargs, at=at, readings=readings)
+        args, kwargs = self._set_devices(node.target, args, kwargs, at=at, readings=readings)
         made = self.graph.call_function(node.target, args, kwargs)
         made.meta = {"op": node.meta["op"], "device": at, "back": at}
         self._new[node] = made
@@ -160,7 +167,7 @@ class _Writer:
         for storage in self._facts.written.get(node, ()):
             self._version[storage] = self._version.get(storage, 0) + 1
         for load in self._to_drop.pop(node, ()):
-            self.graph.call_function(dropped, (self._regions, load))
+            self.graph.call_function(drop_load, (self._regions, load))
 
     def output(self, where: torch.device | None) -> None:
         """What the graph gives."""
@@ -171,7 +178,7 @@ class _Writer:
 
     def _given(self, node: fx.Node, where: torch.device | None) -> fx.Node:
         made = self._new[node]
-        return made if where is None else self._call(landed, (made, where), made.meta)
+        return made if where is None else self._call(move_to_device, (made, where), made.meta)
 
     def _at(self, reader: fx.Node, readings: list[fx.Node], at: int) -> list[fx.Node]:
         """Each reading on a device: copies first, then the edges, the last reading's first.
@@ -192,9 +199,9 @@ class _Writer:
         for place in reversed(far):
             node = readings[place]
             if place in loads:
-                found[place] = self._load_edge(node, *loads[place])
+                found[place] = self._add_load_edge(node, *loads[place])
             else:
-                found[place] = self._edge(node, self._copy(node, at))
+                found[place] = self._add_edge(node, self._copy(node, at))
         return [found.get(place, self._new[node]) for place, node in enumerate(readings)]
 
     def _load(self, key: tuple[fx.Node, fx.Node], at: int) -> tuple[int, fx.Node]:
@@ -203,16 +210,16 @@ class _Writer:
         place = self._program.inputs.index(weight)
         self.readings.append(Reading(weight.meta["op"], place, self._device[weight], at))
         self._to_drop.setdefault(self.drops[key], []).append(load)
-        return load, self._call(fetched, (self._regions, load), {"op": weight.meta["op"]})
+        return load, self._call(fetch_load, (self._regions, load), {"op": weight.meta["op"]})
 
-    def _load_edge(self, weight: fx.Node, load: int, copy: fx.Node) -> fx.Node:
+    def _add_load_edge(self, weight: fx.Node, load: int, copy: fx.Node) -> fx.Node:
         if weight not in self._facts.trained:
             return copy
         edge, meta = self._num_edges, {"op": weight.meta["op"]}
         self._num_edges += 1
         with self.graph.inserting_after(self._top):
-            self._top = anchor = self._call(anchored, (self._regions, edge, self._new[weight]), meta)
-        return self._call(joined_load, (self._regions, load, edge, anchor, copy), meta)
+            self._top = anchor = self._call(anchor_gradient, (self._regions, edge, self._new[weight]), meta)
+        return self._call(link_load_gradient, (self._regions, load, edge, anchor, copy), meta)
 
     def _is_far(self, node: fx.Node, at: int) -> bool:
         return self._device[node] != at and bool(self._facts.storages[node])
@@ -222,17 +229,17 @@ class _Writer:
         key = (node, version, at)
         if key not in self._copies:
             meta = {"op": node.meta["op"], "device": at, "back": at, "role": COPY, "source": node}
-            self._copies[key] = self._call(carried, (self._new[node], self._where[at]), meta)
+            self._copies[key] = self._call(copy_to_device, (self._new[node], self._where[at]), meta)
             self.num_copies += 1
         return self._copies[key]
 
-    def _edge(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+    def _add_edge(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         if node not in self._facts.trained:
             return copy
         key = (copy, any(context == ("grad", False) for context in self._region))
         if not self._presum or key not in self._edges:
             meta = {**copy.meta, "back": self._device[node], "role": EDGE}
-            self._edges[key] = self._call(joined, (self._new[node], copy, self._device[node]), meta)
+            self._edges[key] = self._call(link_gradient, (self._new[node], copy, self._device[node]), meta)
         return self._edges[key]
 
     def _call(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
@@ -245,7 +252,7 @@ class _Writer:
             self._region = region
             self.graph.call_function(change_region, (self._regions, region))
 
-    def _placed(
+    def _set_devices(
         self, target: Any, args: Any, kwargs: Any, *, at: int, readings: list[fx.Node]
     ) -> tuple[Any, dict[str, Any]]:
         """Devices among the arguments are the op's own."""

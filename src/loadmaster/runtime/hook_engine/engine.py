@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from loadmaster.runtime.graph_engine.assignment import Known
-from loadmaster.runtime.graph_engine.padded_encoder import padding_zeroed
+from loadmaster.runtime.graph_engine.assignment import PlanIndex
+from loadmaster.runtime.graph_engine.padded_encoder import zero_padding
 from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
-from loadmaster.runtime.transport.copies import carried, joined, landed
+from loadmaster.runtime.transport.copies import copy_to_device, link_gradient, move_to_device
 from loadmaster.runtime.transport.devices import RunDevice
 
 _LOOKS = {
@@ -41,7 +41,7 @@ class HookEngine:
 
     model: nn.Module
     root: nn.Module
-    known: Known
+    known: PlanIndex
     devices: Sequence[RunDevice]
     homes: dict[str, int]
     accounts: Accounts | None
@@ -77,15 +77,15 @@ class HookEngine:
         """What the model gives."""
         self.settle()
         forward = type(self.model).forward
-        mode = _Follow(self)
-        with padding_zeroed(self.model), self._following(mode), mode:
+        mode = _FollowMode(self)
+        with zero_padding(self.model), self._track_modules(mode), mode:
             out = forward(self.root, *args, **dict(kwargs))
         if self.output_device is None:
             return out
-        return tree_map_only(torch.Tensor, lambda tensor: landed(tensor, self.output_device), out)
+        return tree_map_only(torch.Tensor, lambda tensor: move_to_device(tensor, self.output_device), out)
 
     @contextmanager
-    def _following(self, mode: "_Follow") -> Iterator[None]:
+    def _track_modules(self, mode: "_FollowMode") -> Iterator[None]:
         """Modules tell the mode when they begin and end; nothing is left on them."""
         with ExitStack() as stack:
             for path, module in self.model.named_modules():
@@ -98,7 +98,7 @@ class HookEngine:
                 stack.callback(end.remove)
             yield
 
-    def location(self, tensor: torch.Tensor, here: int) -> int:
+    def locate_tensor(self, tensor: torch.Tensor, here: int) -> int:
         """The device a tensor is on; one that nobody knows is on this one from now on."""
         if self.accounts is not None:
             owner = self.accounts.owner(tensor)
@@ -111,7 +111,7 @@ class HookEngine:
         return next((at for at, one in enumerate(self.devices) if one.where == tensor.device), NO_DEVICE)
 
 
-class _Follow(TorchFunctionMode):
+class _FollowMode(TorchFunctionMode):
     """Brings what a function reads to the device of the module that calls it."""
 
     def __init__(self, engine: HookEngine) -> None:
@@ -140,9 +140,9 @@ class _Follow(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         at = self._stack[-1]
-        if tensors and _stays(func, kwargs):
-            at = self._engine.location(leaves[tensors[0]], at)
-        far = [place for place in tensors if self._engine.location(leaves[place], at) != at]
+        if tensors and _stays_on_device(func, kwargs):
+            at = self._engine.locate_tensor(leaves[tensors[0]], at)
+        far = [place for place in tensors if self._engine.locate_tensor(leaves[place], at) != at]
         for place in far:
             if not leaves[place].is_inference():
                 self._copy(leaves[place], at)
@@ -151,7 +151,7 @@ class _Follow(TorchFunctionMode):
             source = leaves[place]
             key = id(source) if getattr(func, "__name__", "") in _COMPARES else place
             if key not in made:
-                made[key] = joined(source, self._copy(source, at))
+                made[key] = link_gradient(source, self._copy(source, at))
             leaves[place] = made[key]
             original[id(leaves[place])] = source
         args, kwargs = tree_unflatten(leaves, spec)
@@ -171,29 +171,29 @@ class _Follow(TorchFunctionMode):
     def _copy(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         """One copy per version of a tensor and device, as long as the tensor is there."""
         if tensor.is_inference():  # has no versions
-            return self._carried(tensor, at)
+            return self._copy_tensor(tensor, at)
         key = id(tensor)
         if key not in self._alive:
             self._alive[key] = weakref.ref(tensor, lambda _: self._forget(key))
         version = (tensor._version, at)
         made = self._copies.setdefault(key, {})
         if version not in made:
-            made[version] = self._carried(tensor, at)
+            made[version] = self._copy_tensor(tensor, at)
         return made[version]
 
-    def _carried(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         where, accounts = self._engine.devices[at].where, self._engine.accounts
         if accounts is None:
-            return carried(tensor, where)
+            return copy_to_device(tensor, where)
         with accounts.running(at, "a copy"):
-            return carried(tensor, where)
+            return copy_to_device(tensor, where)
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
         self._copies.pop(key, None)
 
 
-def _stays(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def _stays_on_device(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function looks at its first tensor, or writes into it."""
     name = getattr(func, "__name__", "")
     writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"

@@ -10,19 +10,19 @@ import torch
 from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
-from loadmaster.core.plan import Plan, in_order
+from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Objective, Origin, Problem
-from loadmaster.core.run import silent
+from loadmaster.core.run import ignore_progress
 from loadmaster.core.run_report import Ran
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database
-from loadmaster.graph.differences import differences
-from loadmaster.graph.models import Asked, model_graph, model_parts
+from loadmaster.graph.differences import list_differences
+from loadmaster.graph.models import CaptureOptions, capture_model, load_model_parts
 from loadmaster.graph.origin import origin_of
-from loadmaster.runtime.place_request import on_devices, placement_of, require_plan
-from loadmaster.runtime.run.running import Running, Tell, silent_tell
-from loadmaster.runtime.run.training import Training, task_of
+from loadmaster.runtime.place_request import place_with_plan, require_plan, resolve_placement
+from loadmaster.runtime.run.running import PlanRun, Tell, silent_tell
+from loadmaster.runtime.run.training import Training, make_task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class Outcome:
     measured: Timeline | None
 
 
-def launched(
+def run_plan(
     given: Any,
     simulate: Callable[[Problem, Plan], Timeline],
     *,
@@ -45,24 +45,24 @@ def launched(
     database: str | os.PathLike[str] | None,
     seed: int = 0,
     tell: Tell = silent_tell,
-    progress: Callable[[str, float], None] = silent,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> Outcome:
     """Run a plan; `simulate` predicts it."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; give a whole number >= 1")
-    placement = placement_of(given)
+    placement = resolve_placement(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
     require_plan(placement)
-    source, asked = _source(placement, model)
+    source, asked = _find_source(placement, model)
     progress(f"building {source}", 0.0)
-    _require_same(placement, source, asked)
-    parts = _built(source, asked, seed)
-    made = on_devices(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
+    _require_same_graph(placement, source, asked)
+    parts = _build_model(source, asked, seed)
+    made = place_with_plan(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
     plan = placement.plan
     assert plan is not None, "it was placed"
-    predicted = simulate(placement.problem, _as_run(placement.problem, plan))
-    running = Running(made, placement, task_of(parts, asked), predicted, seed)
+    predicted = simulate(placement.problem, _order_as_run(placement.problem, plan))
+    running = PlanRun(made, placement, make_task(parts, asked), predicted, seed)
     running.run(steps, tell)
     rows, path = (running.cost_rows() if calibrate else []), None
     if rows:
@@ -70,18 +70,18 @@ def launched(
             known.put(rows)
             path = str(known.path)
     report = running.report(source, steps, num_calibrated=len(rows), database=path)
-    report = replace(report, notes=(*_notes(placement, predicted), *report.notes))
+    report = replace(report, notes=(*_collect_notes(placement, predicted), *report.notes))
     return Outcome(report, placement, running.predicted, running.timeline)
 
 
-def _as_run(problem: Problem, plan: Plan) -> Plan:
+def _order_as_run(problem: Problem, plan: Plan) -> Plan:
     """The plan in the order in which torch runs it: a backward pass has the captured order."""
-    return in_order(plan) if why_not_runnable(problem, plan) else plan
+    return in_graph_order(plan) if why_not_runnable(problem, plan) else plan
 
 
-def _notes(placement: Placement, predicted: Timeline) -> list[str]:
+def _collect_notes(placement: Placement, predicted: Timeline) -> list[str]:
     """What to know of the prediction: another order than the plan's, and costs that nobody measured."""
-    notes, other = [], _otherwise(placement, predicted)
+    notes, other = [], _list_deviations(placement, predicted)
     if other:
         notes.append(
             "predicted is the plan as torch runs it, its backward pass in the captured order, not in the"
@@ -96,7 +96,7 @@ def _notes(placement: Placement, predicted: Timeline) -> list[str]:
     return notes
 
 
-def _otherwise(placement: Placement, predicted: Timeline) -> list[str]:
+def _list_deviations(placement: Placement, predicted: Timeline) -> list[str]:
     """What is predicted of the run and was not of the plan: the step, and the peak of devices."""
     problem, found = placement.problem, []
     now, then = format_seconds(predicted.step_s), format_seconds(placement.score_s or 0.0)
@@ -110,27 +110,27 @@ def _otherwise(placement: Placement, predicted: Timeline) -> list[str]:
     return found
 
 
-def plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
+def compute_plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
     """The losses of the same steps without any plan: the model itself on the CPU."""
-    placement = placement_of(given)
+    placement = resolve_placement(given)
     if placement is None:
         raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
-    source, asked = _source(placement, model)
-    parts = _built(source, asked, seed)
-    training = Training(parts["model"], task_of(parts, asked), seed)
+    source, asked = _find_source(placement, model)
+    parts = _build_model(source, asked, seed)
+    training = Training(parts["model"], make_task(parts, asked), seed)
     return [training.step()[1] for _ in range(steps)]
 
 
-def _built(source: str, asked: Asked, seed: int) -> dict[str, Any]:
+def _build_model(source: str, asked: CaptureOptions, seed: int) -> dict[str, Any]:
     """The model with weights that a seed gives, in training mode."""
     torch.manual_seed(seed)
-    parts = model_parts(source, asked, device="cpu")
+    parts = load_model_parts(source, asked, device="cpu")
     parts["model"].train()
     torch.manual_seed(seed)  # of dropout
     return parts
 
 
-def _source(placement: Placement, model: str | None) -> tuple[str, Asked]:
+def _find_source(placement: Placement, model: str | None) -> tuple[str, CaptureOptions]:
     """The model's source, and what was asked of it when it was captured."""
     graph = placement.problem.graph
     found = origin_of(graph)
@@ -140,12 +140,12 @@ def _source(placement: Placement, model: str | None) -> tuple[str, Asked]:
             " (hf:NAME, zoo:NAME or file.py:function), or use lm.place on your own model"
         )
     source, fields = found if found is not None else ("", {})
-    return model or source, Asked(**fields)
+    return model or source, CaptureOptions(**fields)
 
 
-def _require_same(placement: Placement, source: str, asked: Asked) -> None:
+def _require_same_graph(placement: Placement, source: str, asked: CaptureOptions) -> None:
     """The source must still give the graph of the plan; what changed is said."""
-    changed = differences(placement.problem.graph, model_graph(source, asked))
+    changed = list_differences(placement.problem.graph, capture_model(source, asked))
     if changed:
         raise PlanError(
             f"the plan is for another model than {source} gives now: {'; '.join(changed)}; plan it anew"

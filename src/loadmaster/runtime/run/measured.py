@@ -16,9 +16,9 @@ from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.cost.database import CostRow, today
-from loadmaster.cost.keys import keys_of
+from loadmaster.cost.keys import collect_keys
 from loadmaster.runtime.graph_engine.assignment import LOSS
-from loadmaster.runtime.graph_engine.op_clock import Seen
+from loadmaster.runtime.graph_engine.op_clock import MeasuredSpan
 
 _WHOLE = 0.999  # an update that was timed on its own
 _UPDATE = ".update"
@@ -36,7 +36,7 @@ class Spans:
     issue_s: list[float] = field(default_factory=list)
     alone: list[bool] = field(default_factory=list)  # timed on its own
 
-    def add(self, kind: SpanKind, resource: int, item: int, seen: Seen, alone: bool = True) -> None:
+    def add(self, kind: SpanKind, resource: int, item: int, seen: MeasuredSpan, alone: bool = True) -> None:
         """One more."""
         self.kind.append(kind)
         self.resource.append(resource)
@@ -47,13 +47,13 @@ class Spans:
         self.alone.append(alone)
 
 
-def spans_of(seen: Iterable[Seen], graph: Graph, plan: Plan, num_devices: int) -> Spans:
+def match_spans(seen: Iterable[MeasuredSpan], graph: Graph, plan: Plan, num_devices: int) -> Spans:
     """What was seen, each under the op or tensor of the graph that it is."""
     op_at = {name: op for op, name in enumerate(graph.op_name)}
     tensor_at: dict[int, int] = {}
     for tensor, op in enumerate(graph.tensor_op.tolist()):
         tensor_at.setdefault(op, tensor)
-    waiting = _waiting(graph)
+    waiting = _index_waiting_ops(graph)
     spans, shared = Spans(), defaultdict[tuple[float, float], float](float)
     for one in seen:
         if one.what == "transfer":
@@ -65,16 +65,18 @@ def spans_of(seen: Iterable[Seen], graph: Graph, plan: Plan, num_devices: int) -
         elif one.what == "update":
             op = op_at.get(one.name + _UPDATE)
             if op is not None:
-                _update(spans, one, op, int(plan.device[op]), shared)
+                _add_update_span(spans, one, op, int(plan.device[op]), shared)
         else:
-            op = _found(one, op_at, waiting)
+            op = _match_op(one, op_at, waiting)
             if op is not None:
                 at = one.device if one.device >= 0 else int(plan.device[op])
                 spans.add(SpanKind.COMPUTE, at, op, one)
     return spans
 
 
-def _update(spans: Spans, one: Seen, op: int, device: int, shared: dict[tuple[float, float], float]) -> None:
+def _add_update_span(
+    spans: Spans, one: MeasuredSpan, op: int, device: int, shared: dict[tuple[float, float], float]
+) -> None:
     """Weights that one op updates together have its time one after the other, by their bytes."""
     if one.share >= _WHOLE:
         spans.add(SpanKind.COMPUTE, device, op, one)
@@ -83,11 +85,11 @@ def _update(spans: Spans, one: Seen, op: int, device: int, shared: dict[tuple[fl
     begin = one.start_s + shared[key] * (one.end_s - one.start_s)
     shared[key] += one.share
     end = one.start_s + min(1.0, shared[key]) * (one.end_s - one.start_s)
-    part = Seen(one.what, one.name, one.kind, device, -1, begin, max(begin, end))
+    part = MeasuredSpan(one.what, one.name, one.kind, device, -1, begin, max(begin, end))
     spans.add(SpanKind.COMPUTE, device, op, part, alone=False)
 
 
-def _waiting(graph: Graph) -> dict[tuple[str, str, str], deque[int]]:
+def _index_waiting_ops(graph: Graph) -> dict[tuple[str, str, str], deque[int]]:
     """Ops that are found by their mirror and kind, in order."""
     found: dict[tuple[str, str, str], deque[int]] = defaultdict(deque)
     for op, (kind, phase) in enumerate(zip(graph.op_kind, graph.phase.tolist(), strict=True)):
@@ -100,14 +102,16 @@ def _waiting(graph: Graph) -> dict[tuple[str, str, str], deque[int]]:
     return found
 
 
-def _found(one: Seen, op_at: dict[str, int], waiting: dict[tuple[str, str, str], deque[int]]) -> int | None:
+def _match_op(
+    one: MeasuredSpan, op_at: dict[str, int], waiting: dict[tuple[str, str, str], deque[int]]
+) -> int | None:
     if one.what == "forward" and not one.kind:
         return op_at.get(one.name)
     left = waiting.get((one.what, one.name, one.kind))
     return left.popleft() if left else None
 
 
-def timeline_of(spans: Spans, cluster: Cluster, peak_bytes: list[int]) -> Timeline:
+def build_timeline(spans: Spans, cluster: Cluster, peak_bytes: list[int]) -> Timeline:
     """The measured timeline, from 0 s on."""
     start = np.array(spans.start_s)
     first = float(start.min()) if len(start) else 0.0
@@ -124,9 +128,9 @@ def timeline_of(spans: Spans, cluster: Cluster, peak_bytes: list[int]) -> Timeli
     )
 
 
-def cost_rows(steps: list[Spans], graph: Graph, chips: list[str], torch_version: str) -> list[CostRow]:
+def make_cost_rows(steps: list[Spans], graph: Graph, chips: list[str], torch_version: str) -> list[CostRow]:
     """The median seconds of every key that was timed, for each chip; `chips` [D] names the devices."""
-    keys = keys_of(graph)
+    keys = collect_keys(graph)
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for spans in steps:
         for index, (kind, at, op) in enumerate(zip(spans.kind, spans.resource, spans.item, strict=True)):
@@ -136,13 +140,13 @@ def cost_rows(steps: list[Spans], graph: Graph, chips: list[str], torch_version:
     rows, date = [], today()
     for (key, chip), pairs in found.items():
         seconds_of, issued = zip(*pairs, strict=True)
-        middle, spread = _summary(list(seconds_of))
-        issue_s = _summary(list(issued))[0]
+        middle, spread = _summarise_seconds(list(seconds_of))
+        issue_s = _summarise_seconds(list(issued))[0]
         rows.append(CostRow(key, chip, torch_version, date, middle, spread, len(pairs), issue_s))
     return rows
 
 
-def _summary(seconds: list[float]) -> tuple[float, float]:
+def _summarise_seconds(seconds: list[float]) -> tuple[float, float]:
     """Median, and half the distance between the quartiles relative to it."""
     low, middle, high = np.quantile(np.array(seconds), (0.25, 0.5, 0.75)).tolist()
     return middle, (high - low) / 2 / middle if middle > 0 else 0.0

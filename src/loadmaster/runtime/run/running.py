@@ -16,7 +16,7 @@ from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.database import CostRow
 from loadmaster.runtime.graph_engine.op_clock import Clock
 from loadmaster.runtime.placed import HOOKS, Placed
-from loadmaster.runtime.run.measured import Spans, cost_rows, spans_of, timeline_of
+from loadmaster.runtime.run.measured import Spans, build_timeline, make_cost_rows, match_spans
 from loadmaster.runtime.run.training import Task, Training
 from loadmaster.simulator.compare import compare
 
@@ -26,7 +26,7 @@ Tell = Callable[[int, float, float, dict[str, int]], None]  # step, seconds, los
 
 
 @dataclass(slots=True)
-class Running:
+class PlanRun:
     """One run of a plan; ends early at an interrupt and where the loss is no number."""
 
     model: Placed
@@ -43,7 +43,9 @@ class Running:
     def run(self, steps: int, tell: Tell) -> None:
         """Train; what was measured so far stays, however it ends."""
         try:
-            training = Training(self.model, self.task, self.seed, inputs_on(self.placement, self.model))
+            training = Training(
+                self.model, self.task, self.seed, find_input_device(self.placement, self.model)
+            )
             for number in range(1, steps + 1):
                 took_s, loss = training.step()
                 self.seconds.append(took_s)
@@ -52,13 +54,13 @@ class Running:
                 if not math.isfinite(loss):
                     self.ended = f"loss is {loss}"
                     return
-            self._clocked_steps(training)
+            self._run_clocked_steps(training)
         except KeyboardInterrupt:
             self.ended = INTERRUPTED
         except torch.OutOfMemoryError as problem:  # in the backward pass or the update
             raise self.model.full(problem) from problem
 
-    def _clocked_steps(self, training: Training) -> None:
+    def _run_clocked_steps(self, training: Training) -> None:
         """A few steps more, op by op; hooks have no ops."""
         engine = self.model._engine
         if not engine.graphs:
@@ -70,7 +72,7 @@ class Running:
             engine.clock = Clock(engine.devices)
             try:
                 took_s, _ = training.step(engine.clock)
-                spans = spans_of(engine.clock.seen(), graph, plan, len(engine.devices))
+                spans = match_spans(engine.clock.seen(), graph, plan, len(engine.devices))
             finally:
                 engine.clock = None
             self._uncounted_s.append(took_s)
@@ -84,13 +86,13 @@ class Running:
         order = sorted(range(len(self.clocked)), key=self._uncounted_s.__getitem__)
         chosen = self.clocked[order[len(order) // 2]]
         peaks = [peak or 0 for peak in peak_bytes(self.model)]
-        return timeline_of(chosen, self.placement.problem.cluster, peaks)
+        return build_timeline(chosen, self.placement.problem.cluster, peaks)
 
     def cost_rows(self) -> list[CostRow]:
         """What the clock says of every op, for the cost database."""
         chips = {device.torch_name: device.chip for device in local_devices()}
         of_device = [chips.get(str(device.where), "") for device in self.model._engine.devices]
-        rows = cost_rows(self.clocked, self.placement.problem.graph, of_device, str(torch.__version__))
+        rows = make_cost_rows(self.clocked, self.placement.problem.graph, of_device, str(torch.__version__))
         return [row for row in rows if row.device]
 
     def report(self, source: str, asked: int, *, num_calibrated: int = 0, database: str | None = None) -> Ran:
@@ -113,8 +115,10 @@ class Running:
             step_times_s=tuple(self.seconds),
             step_s=Pair(self.predicted.step_s, median(usual) if usual else None),
             uncounted_step_s=median(self._uncounted_s) if counted else None,
-            num_transfers=Pair(_num_moved(self.predicted), _num_moved(measured) if measured else None),
-            transfer_s=Pair(_moved_s(self.predicted), _moved_s(measured) if measured else None),
+            num_transfers=Pair(
+                _num_transfers(self.predicted), _num_transfers(measured) if measured else None
+            ),
+            transfer_s=Pair(_transfer_s(self.predicted), _transfer_s(measured) if measured else None),
             devices=self._devices(measured),
             median_op_error=found.median_op_error if found is not None else None,
             num_ops_measured=len(found.common_ops) if found is not None else 0,
@@ -165,11 +169,11 @@ def peak_bytes(model: Placed) -> list[int | None]:
     return found
 
 
-def _num_moved(timeline: Timeline) -> int:
+def _num_transfers(timeline: Timeline) -> int:
     return int((timeline.kind != SpanKind.COMPUTE).sum())
 
 
-def _moved_s(timeline: Timeline) -> float:
+def _transfer_s(timeline: Timeline) -> float:
     moved = timeline.kind != SpanKind.COMPUTE
     return float(np.sum((timeline.end_s - timeline.start_s)[moved]))
 
@@ -178,7 +182,7 @@ def silent_tell(number: int, seconds: float, loss: float, live: dict[str, Any]) 
     """Tell nobody."""
 
 
-def inputs_on(placement: Placement, model: Placed) -> torch.device:
+def find_input_device(placement: Placement, model: Placed) -> torch.device:
     """Where a plan has its inputs, if that is one device: a prediction begins when they are there."""
     graph, plan = placement.problem.graph, placement.plan
     assert plan is not None, "it runs"

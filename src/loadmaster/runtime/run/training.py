@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.models import Asked
-from loadmaster.graph.torch_capture.accumulation import marked
-from loadmaster.graph.torch_capture.optimizer_update import optimizer_on
-from loadmaster.graph.torch_capture.training_step import loss_of
-from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, Updates
+from loadmaster.graph.models import CaptureOptions
+from loadmaster.graph.torch_capture.accumulation import micro_step_suffix
+from loadmaster.graph.torch_capture.optimizer_update import make_optimizer
+from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, UpdateTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Task:
     grad_scaler: bool = False
 
 
-def task_of(parts: Mapping[str, Any], asked: Asked) -> Task:
+def make_task(parts: Mapping[str, Any], asked: CaptureOptions) -> Task:
     """The task of a model's parts (`graph.models`), as it was captured."""
     options, args = asked.options, parts.get("args", ())
     return Task(
@@ -62,19 +62,19 @@ class Training:
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         if not weights:
             raise InputError("no weight of the model is trained, so there is no step to run")
-        self.optimizer = optimizer_on(self.task.optimizer, weights)
+        self.optimizer = make_optimizer(self.task.optimizer, weights)
         kinds = {weight.device.type for weight in weights}
         self._scaler = torch.amp.GradScaler(max(kinds), enabled=self.task.grad_scaler)
         self._chance = torch.Generator().manual_seed(self.seed)
 
     def step(self, clock: Clock | None = None) -> tuple[float, float]:
         """One step; gives its seconds and its loss."""
-        batches = [self._batch() for _ in range(self.task.accumulation)]
+        batches = [self._make_batch() for _ in range(self.task.accumulation)]
         self._synchronize()
         began, losses = time.perf_counter(), []
         for number, (args, kwargs) in enumerate(batches, 1):
             if clock is not None:
-                clock.suffix = marked(number)
+                clock.suffix = micro_step_suffix(number)
             losses.append(self._pass(args, kwargs, clock))
         self._update(clock)
         self.optimizer.zero_grad(set_to_none=True)
@@ -83,10 +83,10 @@ class Training:
         return seconds, float(sum(loss.item() for loss in losses))
 
     def _pass(self, args: Any, kwargs: Any, clock: Clock | None) -> torch.Tensor:
-        with self._casting():
+        with self._enter_autocast():
             out = self.model(*args, **kwargs)
             with nullcontext() if clock is None else clock.loss():
-                loss = loss_of(out, self.task.loss) / (self.task.accumulation if self._splits else 1)
+                loss = compute_loss(out, self.task.loss) / (self.task.accumulation if self._splits else 1)
         scaled = self._scaler.scale(loss) if self.task.grad_scaler else loss
         if clock is not None:
             clock.watch_backward(scaled, -1, LOSS)
@@ -101,24 +101,24 @@ class Training:
         if clock is None:
             self._scaler.step(self.optimizer)
         else:
-            updates = Updates(clock, self.model, self.optimizer)
+            updates = UpdateTimer(clock, self.model, self.optimizer)
             with updates:
                 self._scaler.step(self.optimizer)
             updates.close()
         self._scaler.update()
 
-    def _casting(self) -> ExitStack:
+    def _enter_autocast(self) -> ExitStack:
         stack = ExitStack()
         if self.task.autocast is not None:
             for kind in sorted({weight.device.type for weight in self.model.parameters()}):
                 stack.enter_context(torch.autocast(kind, dtype=self.task.autocast))
         return stack
 
-    def _batch(self) -> Any:
+    def _make_batch(self) -> Any:
         """Inputs of the example's shapes: whole numbers are the example's own, shuffled."""
-        return tree_map_only(torch.Tensor, self._like, (self.task.args, dict(self.task.kwargs)))
+        return tree_map_only(torch.Tensor, self._random_like, (self.task.args, dict(self.task.kwargs)))
 
-    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _random_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             made = torch.randn(tensor.shape, generator=self._chance).to(self.loaded, tensor.dtype)
             return made.requires_grad_(tensor.requires_grad)

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from loadmaster.runtime.transport.copies import carried, room
+from loadmaster.runtime.transport.copies import allocate_like, copy_to_device
 
 _HOST = torch.device("cpu")
 
 
-class Sent(NamedTuple):
+class PendingCopy(NamedTuple):
     """A copy on its way; `done` is an event, or None where it is there."""
 
     tensor: torch.Tensor
@@ -33,47 +33,47 @@ class Sent(NamedTuple):
 class Carrier(Protocol):
     """Carries weights to one device, and gradients from it."""
 
-    def up(self, weight: torch.Tensor) -> Sent:
+    def up(self, weight: torch.Tensor) -> PendingCopy:
         """A weight's copy on the device, on its way."""
 
-    def use(self, sent: Sent) -> None:
+    def use(self, sent: PendingCopy) -> None:
         """What is issued from now on may read the copy."""
 
-    def free(self, sent: Sent) -> None:
+    def free(self, sent: PendingCopy) -> None:
         """Nothing that is issued from now on reads the copy: its memory may be taken."""
 
-    def down(self, grad: torch.Tensor) -> Sent:
+    def down(self, grad: torch.Tensor) -> PendingCopy:
         """A gradient's copy at home, on its way."""
 
     def settle(self) -> None:
         """Wait until no weight is read any more by a copy on its way: the host may write them."""
 
 
-class Direct:
+class DirectCarrier:
     """Copies that are there at once, or that wait for themselves."""
 
     def __init__(self, where: torch.device, home: torch.device) -> None:
         self._where, self._home = where, home
 
-    def up(self, weight: torch.Tensor) -> Sent:
+    def up(self, weight: torch.Tensor) -> PendingCopy:
         """A copy."""
-        return Sent(carried(weight, self._where), None)
+        return PendingCopy(copy_to_device(weight, self._where), None)
 
-    def use(self, sent: Sent) -> None:
+    def use(self, sent: PendingCopy) -> None:
         """It is there."""
 
-    def free(self, sent: Sent) -> None:
+    def free(self, sent: PendingCopy) -> None:
         """Torch frees it in the order of the one stream."""
 
-    def down(self, grad: torch.Tensor) -> Sent:
+    def down(self, grad: torch.Tensor) -> PendingCopy:
         """A copy."""
-        return Sent(carried(grad, self._home), None)
+        return PendingCopy(copy_to_device(grad, self._home), None)
 
     def settle(self) -> None:
         """Nothing is on its way."""
 
 
-class Going:
+class PendingGradients:
     """Gradients on their way down, oldest first: how many may be kept on the device."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -85,7 +85,7 @@ class Going:
         return len(self._kept)
 
     @property
-    def too_much(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether the oldest must be let go of; the newest never is."""
         return len(self._kept) > 1 and sum(grad.nbytes for grad, _ in self._kept) > self._limit_bytes
 
@@ -103,7 +103,7 @@ class Going:
         self._kept.popleft()
 
 
-class Streams:
+class StreamCarrier:
     """Copies between the host and one GPU, on two streams beside its ops."""
 
     def __init__(self, where: torch.device, going_bytes: int) -> None:
@@ -111,46 +111,46 @@ class Streams:
         self._up, self._down = torch.cuda.Stream(where), torch.cuda.Stream(where)
         self._reader = torch.cuda.current_stream(where)
         self._last: torch.cuda.Event | None = None
-        self._going = Going(going_bytes)
+        self._going = PendingGradients(going_bytes)
 
-    def up(self, weight: torch.Tensor) -> Sent:
+    def up(self, weight: torch.Tensor) -> PendingCopy:
         """Pinned weights are read where they are, others through pinned memory."""
         source = weight.detach()
         if not source.is_pinned():
-            source = room(weight, _HOST, True)
+            source = allocate_like(weight, _HOST, True)
             source.copy_(weight.detach())
         with torch.cuda.stream(self._up):
-            made = room(source, self._where)
+            made = allocate_like(source, self._where)
             made.copy_(source, non_blocking=True)
             self._last = torch.cuda.Event()
             self._last.record(self._up)
-        return Sent(made, self._last)
+        return PendingCopy(made, self._last)
 
-    def use(self, sent: Sent) -> None:
+    def use(self, sent: PendingCopy) -> None:
         """The reader's stream waits for the copy."""
         self._reader = torch.cuda.current_stream(self._where)
         self._reader.wait_event(sent.done)
 
-    def free(self, sent: Sent) -> None:
+    def free(self, sent: PendingCopy) -> None:
         """The next upload waits for the reader."""
         self._up.wait_stream(self._reader)
 
-    def down(self, grad: torch.Tensor) -> Sent:
+    def down(self, grad: torch.Tensor) -> PendingCopy:
         """The gradient is kept until it is there, or the reader's stream has waited for it."""
         if grad.layout != torch.strided:
-            return Sent(grad.detach().to(_HOST), None)
+            return PendingCopy(grad.detach().to(_HOST), None)
         now = torch.cuda.current_stream(self._where)
-        made = room(grad, _HOST, True)
+        made = allocate_like(grad, _HOST, True)
         self._down.wait_stream(now)
         with torch.cuda.stream(self._down):
             made.copy_(grad.detach(), non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._down)
         self._going.add(grad.detach(), done)
-        while self._going.too_much:
+        while self._going.is_over_limit:
             now.wait_event(self._going.oldest)
             self._going.pop()
-        return Sent(made, done)
+        return PendingCopy(made, done)
 
     def settle(self) -> None:
         """The host waits for the last upload, and lets go of gradients that are down."""
@@ -161,8 +161,8 @@ class Streams:
             self._going.pop()
 
 
-def carrier(where: torch.device, home: torch.device, going_bytes: int) -> Carrier:
+def make_carrier(where: torch.device, home: torch.device, going_bytes: int) -> Carrier:
     """What carries between a device and the home of weights."""
     if where.type == "cuda" and home.type == "cpu":
-        return Streams(where, going_bytes)
-    return Direct(where, home)
+        return StreamCarrier(where, going_bytes)
+    return DirectCarrier(where, home)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import RunError
-from loadmaster.graph.spill import going_bytes
-from loadmaster.runtime.spill.weight_carriers import Carrier, Sent, carrier
+from loadmaster.graph.spill import max_outgoing_bytes
+from loadmaster.runtime.spill.weight_carriers import Carrier, PendingCopy, make_carrier
 from loadmaster.runtime.transport.byte_accounts import Accounts
 from loadmaster.runtime.transport.devices import RunDevice
 
@@ -58,11 +58,11 @@ class Spill:
         key = (device, home)
         if key not in self._carriers:
             there, here = self._devices[device].where, self._devices[home].where
-            self._carriers[key] = carrier(there, here, going_bytes(self._largest_bytes))
+            self._carriers[key] = make_carrier(there, here, max_outgoing_bytes(self._largest_bytes))
         return self._carriers[key]
 
 
-class _Note(NamedTuple):
+class _SavedCopy(NamedTuple):
     """What is saved of a copy: which reading, of which version, and how it was looked at."""
 
     at: int
@@ -72,21 +72,21 @@ class _Note(NamedTuple):
     offset: int
 
 
-def _nobody() -> None:
+def _no_current_node() -> None:
     """Where torch does not tell who asks, copies without an edge stay to the end of the backward pass."""
 
 
 class _Queue:
     """Copies on one device: some are held, the next ones are sent as there is room."""
 
-    def __init__(self, loads: "Pass", order: list[int]) -> None:
+    def __init__(self, loads: "WeightLoads", order: list[int]) -> None:
         self._loads, self._order = loads, order
         self._place = {at: place for place, at in enumerate(order)}
         self._next = 0
-        self.held: dict[int, Sent] = {}
+        self.held: dict[int, PendingCopy] = {}
         self._user: dict[int, Any] = {}  # who asked for a copy
 
-    def ahead(self) -> None:
+    def send_ahead(self) -> None:
         """Send what fits in the window."""
         while self._next < len(self._order):
             at = self._order[self._next]
@@ -94,7 +94,7 @@ class _Queue:
                 held_bytes = sum(sent.tensor.nbytes for sent in self.held.values())
                 if self.held and held_bytes + self._loads.nbytes(at) > self._loads.spill.window_bytes:
                     return
-                self.held[at] = self._loads.sent_up(at)
+                self.held[at] = self._loads.send_weight(at)
             self._next += 1
 
     def fetch(self, at: int, user: Any = None) -> torch.Tensor:
@@ -103,11 +103,11 @@ class _Queue:
             self.drop(other)
         if at not in self.held:
             self._next = self._place.get(at, len(self._order))
-            self.held[at] = self._loads.sent_up(at)
+            self.held[at] = self._loads.send_weight(at)
         self._user[at] = user
         sent = self.held[at]
         self._loads.carrier(at).use(sent)
-        self.ahead()
+        self.send_ahead()
         return sent.tensor
 
     def drop(self, at: int) -> None:
@@ -117,7 +117,7 @@ class _Queue:
         if sent is not None:
             self._loads.carrier(at).free(sent)
             del sent
-            self.ahead()
+            self.send_ahead()
 
     def close(self) -> None:
         """Drop all, and send nothing more."""
@@ -126,7 +126,7 @@ class _Queue:
             self.drop(at)
 
 
-class Pass:
+class WeightLoads:
     """The loads of one run of a graph and of its backward."""
 
     def __init__(self, spill: Spill, readings: Sequence[Reading], flat: Sequence[Any]) -> None:
@@ -158,7 +158,7 @@ class Pass:
         """The forward pass: copies come ahead, what is saved of them is noted; none is left behind."""
         try:
             for queue in self._forward.values():
-                queue.ahead()
+                queue.send_ahead()
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
@@ -184,7 +184,7 @@ class Pass:
             self._copies.pop(queue.held[at].tensor.untyped_storage()._cdata, None)
         queue.drop(at)
 
-    def sent_up(self, at: int) -> Sent:
+    def send_weight(self, at: int) -> PendingCopy:
         """A copy on its way, counted where it will be."""
         reading, accounts = self.readings[at], self.spill.accounts
         with _disable_current_modes(), torch.no_grad():
@@ -200,10 +200,10 @@ class Pass:
         if at not in self._noted:
             self._noted.append(at)
         look = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
-        return _Note(at, self._weights[at]._version, *look)
+        return _SavedCopy(at, self._weights[at]._version, *look)
 
     def _unpack(self, saved: Any) -> Any:
-        if not isinstance(saved, _Note):
+        if not isinstance(saved, _SavedCopy):
             return saved
         weight, reading = self._weights[saved.at], self.readings[saved.at]
         if weight._version != saved.version:
@@ -213,7 +213,7 @@ class Pass:
                 " after backward()"
             )
         self.begin_backward()
-        node = getattr(torch._C, "_current_autograd_node", _nobody)()
+        node = getattr(torch._C, "_current_autograd_node", _no_current_node)()
         copy = self._backward[reading.device].fetch(saved.at, user=node)
         return copy.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -235,14 +235,14 @@ class Pass:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
         for queue in self._backward.values():
-            queue.ahead()
+            queue.send_ahead()
 
     def _end_backward(self) -> None:
         self._task = -1
         self._close(self._backward)
         self._landing.clear()
 
-    def sent_down(self, at: int, edge: int, grad: torch.Tensor) -> torch.Tensor:
+    def send_gradient(self, at: int, edge: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient on its way home; its reader is done, so its copy is dropped."""
         reading, accounts = self.readings[at], self.spill.accounts
         with _disable_current_modes(), torch.no_grad():
@@ -265,7 +265,7 @@ class _Anchor(torch.autograd.Function):
     """Forward: the weight. Backward: its gradient, once it is home."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, loads: Pass, edge: int) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, loads: WeightLoads, edge: int) -> torch.Tensor:
         """The weight under a name of its own."""
         ctx.loads, ctx.edge = loads, edge
         return weight.view_as(weight)
@@ -283,7 +283,7 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, copy: torch.Tensor, loads: Pass, at: int, edge: int
+        ctx: Any, anchor: torch.Tensor, copy: torch.Tensor, loads: WeightLoads, at: int, edge: int
     ) -> torch.Tensor:
         """The copy's memory under a name of its own."""
         ctx.loads, ctx.at, ctx.edge = loads, at, edge
@@ -293,10 +293,10 @@ class _Edge(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradient of one reader, not there yet."""
-        return ctx.loads.sent_down(ctx.at, ctx.edge, grads[0]), None, None, None, None
+        return ctx.loads.send_gradient(ctx.at, ctx.edge, grads[0]), None, None, None, None
 
 
-def anchored(regions: Any, edge: int, weight: torch.Tensor) -> torch.Tensor:
+def anchor_gradient(regions: Any, edge: int, weight: torch.Tensor) -> torch.Tensor:
     """A node of the graph: where the gradient of one reading will come home."""
     if torch.is_grad_enabled() and weight.requires_grad:
         made: torch.Tensor = _Anchor.apply(weight, regions.loads, edge)
@@ -304,13 +304,15 @@ def anchored(regions: Any, edge: int, weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def fetched(regions: Any, at: int) -> torch.Tensor:
+def fetch_load(regions: Any, at: int) -> torch.Tensor:
     """A node of the graph: the copy of a reading."""
     copy: torch.Tensor = regions.loads.fetch(at)
     return copy
 
 
-def joined_load(regions: Any, at: int, edge: int, anchor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def link_load_gradient(
+    regions: Any, at: int, edge: int, anchor: torch.Tensor, copy: torch.Tensor
+) -> torch.Tensor:
     """A node of the graph: the copy, its gradient going home."""
     if torch.is_grad_enabled() and anchor.requires_grad:
         made: torch.Tensor = _Edge.apply(anchor, copy, regions.loads, at, edge)
@@ -318,6 +320,6 @@ def joined_load(regions: Any, at: int, edge: int, anchor: torch.Tensor, copy: to
     return copy
 
 
-def dropped(regions: Any, at: int) -> None:
+def drop_load(regions: Any, at: int) -> None:
     """A node of the graph: the copy of a reading is not needed any more."""
     regions.loads.drop(at)

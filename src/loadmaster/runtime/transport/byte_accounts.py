@@ -116,7 +116,7 @@ class Accounts:
         self._owner[address] = _Stored(device, size, what, gone)
         self.live_bytes[device] += size
         if self.live_bytes[device] > self.devices[device].limit_bytes:
-            raise self._too_much(device, size, what)
+            raise self._memory_error(device, size, what)
         self.peak_bytes[device] = max(self.peak_bytes[device], self.live_bytes[device])
 
     def _gone(self, address: int) -> None:
@@ -124,7 +124,7 @@ class Accounts:
         if stored is not None:
             self.live_bytes[stored.device] -= stored.num_bytes
 
-    def _too_much(self, device: int, size: int, what: str) -> DeviceMemoryError:
+    def _memory_error(self, device: int, size: int, what: str) -> DeviceMemoryError:
         at, live = self.devices[device], self.live_bytes[device]
         known = self.most_needed_bytes or [0] * len(self.devices)
         self.most_needed_bytes = [max(one, self.peak_bytes[d]) for d, one in enumerate(known)]
@@ -135,11 +135,12 @@ class Accounts:
         needed, there = format_apart(live, at.limit_bytes)
         return DeviceMemoryError(
             f"{at.name} needs {needed} of {there}{predicted}: {what} takes"
-            f" {format_bytes(size)}, beside {self._largest(device, what)}; give it more memory, a device"
-            " beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
+            f" {format_bytes(size)}, beside {self._describe_largest(device, what)};"
+            " give it more memory, a device beside it, or a smaller batch"
+            " (placed.plan_that_fits() is the nearest plan that leaves room)"
         )
 
-    def _largest(self, device: int, what: str) -> str:
+    def _describe_largest(self, device: int, what: str) -> str:
         """What else takes most there."""
         others = [(name, num_bytes) for name, num_bytes in self.standing(device) if name != what]
         words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in others[:_FEW]]
@@ -165,7 +166,7 @@ class _Counter(TorchDispatchMode):
         return out
 
 
-def storages_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of distinct storages."""
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(found.values())

@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from loadmaster.runtime.transport.cuda_copies import Lanes
+from loadmaster.runtime.transport.cuda_copies import CopyStreams
 
 NOWHERE = -1
 _MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
 
 
-def carried(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+def copy_to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """The same values in new memory on a device, without a gradient."""
     with torch.no_grad():
-        return _copied(tensor.detach(), where)
+        return _copy_with_strides(tensor.detach(), where)
 
 
-def joined(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> torch.Tensor:
+def link_gradient(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> torch.Tensor:
     """The copy for one reader, its gradient going to the original, which is on device `home`."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         if tensor.is_leaf and tensor.is_cuda and not copy.is_cuda:
@@ -36,23 +36,23 @@ def joined(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE) -> tor
     return copy
 
 
-def _sent_home(grad: torch.Tensor, where: torch.device, home: int) -> torch.Tensor:
+def _send_home(grad: torch.Tensor, where: torch.device, home: int) -> torch.Tensor:
     """A gradient at home; one that two readers hand on as it is (of a sum) is sent there once.
 
     Whoever takes it reads it only, or autograd sees that it is shared.
     """
     if home == NOWHERE:
-        return carried(grad, where)
+        return copy_to_device(grad, where)
     sent: dict[int, tuple[int, Any]] = grad.__dict__.setdefault("_loadmaster_sent", {})
     version, made = sent.get(home, (-1, lambda: None))
     known: torch.Tensor | None = made() if version == grad._version else None
     if known is None:
-        known = carried(grad, where)
+        known = copy_to_device(grad, where)
         sent[home] = (grad._version, weakref.ref(known))
     return known
 
 
-def landed(tensor: Any, where: torch.device) -> Any:
+def move_to_device(tensor: Any, where: torch.device) -> Any:
     """A tensor on a device, itself if it is there; what is no tensor stays itself."""
     if not isinstance(tensor, torch.Tensor) or tensor.device == where:
         return tensor
@@ -74,28 +74,28 @@ class _Edge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradient of one reader, at home; one that has a gradient of its own keeps it."""
         if torch.is_grad_enabled() and grads[0].requires_grad:
-            return _Twice.apply(grads[0], ctx.where), None, None
-        return _sent_home(grads[0], ctx.where, ctx.home), None, None
+            return _DifferentiableCopy.apply(grads[0], ctx.where), None, None
+        return _send_home(grads[0], ctx.where, ctx.home), None, None
 
 
-class _Twice(torch.autograd.Function):
+class _DifferentiableCopy(torch.autograd.Function):
     """A gradient at home, in a backward pass that will itself be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, where: torch.device) -> torch.Tensor:
         """A copy."""
         ctx.where = grad.device
-        return carried(grad, where)
+        return copy_to_device(grad, where)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Its gradient goes back."""
         if torch.is_grad_enabled() and grads[0].requires_grad:
-            return _Twice.apply(grads[0], ctx.where), None
-        return carried(grads[0], ctx.where), None
+            return _DifferentiableCopy.apply(grads[0], ctx.where), None
+        return copy_to_device(grads[0], ctx.where), None
 
 
-def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+def _copy_with_strides(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """New memory with the same strides, or denser ones in the same order; an expanded axis is copied once."""
     if tensor.layout != torch.strided:
         return tensor.to(where, copy=True)
@@ -104,20 +104,20 @@ def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
         if stride == 0 and size > 1:
             narrow = narrow.narrow(axis, 0, 1)
     if narrow.is_cuda or where.type == "cuda":
-        made = _lanes().copied(narrow, where, room)
+        made = _get_copy_streams().make_copy(narrow, where, allocate_like)
     else:
-        made = room(narrow, where)
+        made = allocate_like(narrow, where)
         made.copy_(narrow)
     return made if narrow is tensor else made.expand(tensor.shape)
 
 
 @functools.cache
-def _lanes() -> Lanes:
+def _get_copy_streams() -> CopyStreams:
     """Streams belong to the process, as devices do."""
-    return Lanes()
+    return CopyStreams()
 
 
-def room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
+def allocate_like(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
     """Empty memory for a tensor's values, with its strides; without gaps where they are many.
 
     The order of the axes stays: some kernels add in another order when they read a matrix the other way.
@@ -125,11 +125,11 @@ def room(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> tor
     sizes = tuple(tensor.shape)
     if tensor.is_contiguous():
         return torch.empty(sizes, dtype=tensor.dtype, device=where, pin_memory=pinned)
-    strides = tensor.stride() if _worth_it(tensor) else _dense(tensor)
+    strides = tensor.stride() if _keeps_strides(tensor) else _dense_strides(tensor)
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=where, pin_memory=pinned)
 
 
-def _dense(tensor: torch.Tensor) -> list[int]:
+def _dense_strides(tensor: torch.Tensor) -> list[int]:
     """Strides without gaps, the axes in the order they have in memory."""
     found, span = [0] * tensor.ndim, 1
     for axis in sorted(range(tensor.ndim), key=lambda axis: (tensor.stride(axis), -axis)):
@@ -138,7 +138,7 @@ def _dense(tensor: torch.Tensor) -> list[int]:
     return found
 
 
-def _worth_it(tensor: torch.Tensor) -> bool:
+def _keeps_strides(tensor: torch.Tensor) -> bool:
     """Whether the strides leave few gaps and no two elements share memory."""
     span = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

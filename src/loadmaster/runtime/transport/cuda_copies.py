@@ -17,13 +17,13 @@ import torch
 Room = Callable[[torch.Tensor, torch.device, bool], torch.Tensor]  # empty memory, pinned or not
 
 
-class Lanes:
+class CopyStreams:
     """One stream for each pair of devices, made when it is first used."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
-    def copied(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
+    def make_copy(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
         """The tensor's values in new memory; at least one side is a GPU."""
         if tensor.device == where:
             made = room(tensor, where, False)
@@ -31,16 +31,18 @@ class Lanes:
             return made
         if tensor.is_cuda and where.type == "cuda":
             return self._between(tensor, where, room)
-        return self._to_host(tensor, room) if tensor.is_cuda else self._to_device(tensor, where, room)
+        return (
+            self._copy_to_host(tensor, room) if tensor.is_cuda else self._copy_to_device(tensor, where, room)
+        )
 
-    def _lane(self, source: torch.device, target: torch.device) -> torch.cuda.Stream:
+    def _stream_between(self, source: torch.device, target: torch.device) -> torch.cuda.Stream:
         key = (source, target)
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(source if source.type == "cuda" else target)
         return self._streams[key]
 
     def _between(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
-        lane, reader = self._lane(tensor.device, where), torch.cuda.current_stream(where)
+        lane, reader = self._stream_between(tensor.device, where), torch.cuda.current_stream(where)
         made = room(tensor, where, False)
         lane.wait_stream(torch.cuda.current_stream(tensor.device))
         lane.wait_stream(reader)  # whoever had this memory before is done with it
@@ -51,8 +53,8 @@ class Lanes:
         reader.wait_stream(lane)
         return made
 
-    def _to_device(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
-        lane, reader = self._lane(tensor.device, where), torch.cuda.current_stream(where)
+    def _copy_to_device(self, tensor: torch.Tensor, where: torch.device, room: Room) -> torch.Tensor:
+        lane, reader = self._stream_between(tensor.device, where), torch.cuda.current_stream(where)
         staged = room(tensor, tensor.device, True)  # torch keeps pinned memory until its copy is done
         staged.copy_(tensor)
         with torch.cuda.stream(lane):
@@ -62,14 +64,14 @@ class Lanes:
         reader.wait_stream(lane)
         return made
 
-    def _to_host(self, tensor: torch.Tensor, room: Room) -> torch.Tensor:
+    def _copy_to_host(self, tensor: torch.Tensor, room: Room) -> torch.Tensor:
         """The reader runs on the host: it waits for this copy, and for nothing else."""
         host = torch.device("cpu")
-        lane = self._lane(tensor.device, host)
+        lane = self._stream_between(tensor.device, host)
         made = room(tensor, host, True)
         lane.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(lane):
-            made.copy_(_strided_as(tensor, made), non_blocking=True)
+            made.copy_(_match_strides(tensor, made), non_blocking=True)
             done = torch.cuda.Event()
             done.record(lane)
         tensor.record_stream(lane)
@@ -77,7 +79,7 @@ class Lanes:
         return made
 
 
-def _strided_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _match_strides(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """With the strides of another, so that a copy into that one is a single piece."""
     if tensor.stride() == other.stride():
         return tensor

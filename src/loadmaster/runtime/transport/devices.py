@@ -26,7 +26,9 @@ class RunDevice:
     logical: bool  # a part of a device, its bytes are counted
 
 
-def run_devices(cluster: Cluster, *, present: tuple[LocalDevice, ...] | None = None) -> tuple[RunDevice, ...]:
+def locate_devices(
+    cluster: Cluster, *, present: tuple[LocalDevice, ...] | None = None
+) -> tuple[RunDevice, ...]:
     """[D] where each device of a cluster is on this machine; `present` is what the machine has."""
     if len(set(cluster.host.tolist())) > 1:
         raise ClusterError("the plan is for several hosts; one process runs on the devices of one")
@@ -35,12 +37,12 @@ def run_devices(cluster: Cluster, *, present: tuple[LocalDevice, ...] | None = N
     for index, name in enumerate(cluster.device_name):
         kind = cluster.kind_name[cluster.kind[index]]
         on_host = bool(cluster.on_host[cluster.kind[index]])
-        where = _where(name, kind, on_host=on_host, here=here)
+        where = _locate_device(name, kind, on_host=on_host, here=here)
         found.append(RunDevice(name, where, int(cluster.usable_bytes[index]), "#" in name))
     return tuple(found)
 
 
-def _where(name: str, kind: str, *, on_host: bool, here: tuple[LocalDevice, ...]) -> torch.device:
+def _locate_device(name: str, kind: str, *, on_host: bool, here: tuple[LocalDevice, ...]) -> torch.device:
     if on_host:
         return torch.device("cpu")
     head = name.split("/")[-1].partition("#")[0]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.runtime.hook_engine.engine import HookEngine
-from loadmaster.runtime.verify.rounding import distance, same
-from loadmaster.runtime.verify.unplaced import called, copies, on_host, restored
+from loadmaster.runtime.verify.rounding import is_close, max_difference
+from loadmaster.runtime.verify.unplaced import call_model, copy_weights, seed_and_restore, to_cpu
 
 Seen = Callable[[str, list[torch.Tensor]], None]
 
@@ -23,14 +23,14 @@ class ModuleComparison:
         self._noted: dict[str, list[list[torch.Tensor]]] = {}  # of a module's calls
         self._calls: dict[str, int] = {}
         self._finding = ""
-        given = tree_map_only(torch.Tensor, on_host, (args, dict(kwargs)))
-        _, tensors = copies(engine)
-        with restored(engine, seed), torch.enable_grad(), _watched(engine.model, self._note):
-            called(engine, tensors, given)
+        given = tree_map_only(torch.Tensor, to_cpu, (args, dict(kwargs)))
+        _, tensors = copy_weights(engine)
+        with seed_and_restore(engine, seed), torch.enable_grad(), _watch_outputs(engine.model, self._note):
+            call_model(engine, tensors, given)
 
     def run(self) -> Any:
         """What the placed model gives."""
-        with _watched(self._engine.model, self._compare):
+        with _watch_outputs(self._engine.model, self._compare):
             return self._engine(self._args, self._kwargs)
 
     def finding(self) -> str:
@@ -46,15 +46,15 @@ class ModuleComparison:
         if self._finding or call >= len(calls):
             return
         for wanted, value in zip(calls[call], values, strict=False):
-            if not same(wanted, value.detach()):
+            if not is_close(wanted, value.detach()):
                 where = self._engine.devices[self._engine.places[path]].name
-                off = distance(wanted, value)
+                off = max_difference(wanted, value)
                 self._finding = f"module {path!r} on {where} gives other values, off by {off:.3g}"
                 return
 
 
 @contextmanager
-def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
+def _watch_outputs(model: nn.Module, seen: Seen) -> Iterator[None]:
     """What every module gives is seen when it ends."""
     handles = []
     for path, module in model.named_modules():

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.torch_capture.training_step import loss_of
-from loadmaster.runtime.graph_engine.engine import Engine, Ready
-from loadmaster.runtime.graph_engine.op_facts import entered
+from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.runtime.graph_engine.engine import Engine, ReadyGraph
+from loadmaster.runtime.graph_engine.op_facts import enter_context
 from loadmaster.runtime.graph_engine.program import Program
 from loadmaster.runtime.graph_engine.rewrite import COPY
-from loadmaster.runtime.verify.rounding import distance, same
-from loadmaster.runtime.verify.unplaced import Loss, copies, on_host, restored
+from loadmaster.runtime.verify.rounding import is_close, max_difference
+from loadmaster.runtime.verify.unplaced import Loss, copy_weights, seed_and_restore, to_cpu
 
 
 class OpComparison:
@@ -27,7 +27,7 @@ class OpComparison:
     def __init__(self, engine: Engine, args: Any, kwargs: Any, *, loss: Loss | None, seed: int) -> None:
         self._engine = engine
         self._ready, self._leaves = engine.ready(args, kwargs)
-        noted = _noted(engine, self._ready, self._leaves, loss, seed)
+        noted = _run_reference(engine, self._ready, self._leaves, loss, seed)
         self._watcher = _Watcher(engine, self._ready, noted)
 
     def run(self) -> Any:
@@ -39,25 +39,27 @@ class OpComparison:
         return self._watcher.finding()
 
 
-def _noted(engine: Engine, ready: Ready, leaves: list[Any], loss: Loss | None, seed: int) -> "_Notes":
+def _run_reference(
+    engine: Engine, ready: ReadyGraph, leaves: list[Any], loss: Loss | None, seed: int
+) -> "_ReferenceInterpreter":
     """Every op's value and gradient, of the graph as it was exported."""
-    _, tensors = copies(engine)
+    _, tensors = copy_weights(engine)
     flat = []
     for node in ready.program.inputs:
         slot = node.meta["slot"]
         value = slot.value if slot.kind == "constant" else None
         value = tensors[slot.name] if slot.kind == "weight" else value
-        flat.append(on_host(leaves[slot.place]) if slot.kind == "input" else on_host(value))
-    notes = _Notes(ready.program, ready.facts.changing, ready.facts.storages)
-    with restored(engine, seed), torch.enable_grad():
+        flat.append(to_cpu(leaves[slot.place]) if slot.kind == "input" else to_cpu(value))
+    notes = _ReferenceInterpreter(ready.program, ready.facts.changing, ready.facts.storages)
+    with seed_and_restore(engine, seed), torch.enable_grad():
         out = notes.run(*flat, enable_io_processing=False)
-        found = loss_of(ready.program.handed(out), loss)
+        found = compute_loss(ready.program.unflatten_outputs(out), loss)
         weights = [tensor for tensor in flat if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
         torch.autograd.grad(found, weights, allow_unused=True)
     return notes
 
 
-class _Notes(fx.Interpreter):
+class _ReferenceInterpreter(fx.Interpreter):
     """Runs a program unplaced and keeps what each op gave, and the gradient of it."""
 
     def __init__(self, program: Program, changing: set[int], storages: Mapping[fx.Node, Any]) -> None:
@@ -70,7 +72,7 @@ class _Notes(fx.Interpreter):
         """One op."""
         if n.op != "call_function":
             return super().run_node(n)
-        region = [entered(context) for context in n.meta["region"]]
+        region = [enter_context(context) for context in n.meta["region"]]
         out = super().run_node(n)
         for context in reversed(region):
             context.__exit__(None, None, None)
@@ -90,8 +92,8 @@ class _Watcher:
     """Compares each op of the placed graph as it runs."""
 
     engine: Engine
-    ready: Ready
-    noted: _Notes
+    ready: ReadyGraph
+    noted: _ReferenceInterpreter
     place: dict[fx.Node, int] = field(init=False)  # in captured order
     forward: dict[int, str] = field(default_factory=dict)  # findings
     backward: dict[int, str] = field(default_factory=dict)
@@ -114,8 +116,8 @@ class _Watcher:
         source = self.ready.rewritten.original.get(node)
         if source is None or node.op != "call_function":
             return
-        for tensor, reading in zip(_tensors(given), _read(node), strict=False):
-            here = self._name_of(tensor)
+        for tensor, reading in zip(_list_tensors(given), _list_inputs(node), strict=False):
+            here = self._find_device_name(tensor)
             wanted = self.engine.devices[node.meta["device"]]
             if here not in ("", wanted.name):
                 self.forward.setdefault(
@@ -144,9 +146,11 @@ class _Watcher:
     def _compare(self, source: fx.Node, node: fx.Node, out: Any) -> None:
         at, name = self.place[source], node.meta["op"]
         where = self.engine.devices[node.meta["device"]].name
-        for given, wanted in zip(_tensors(out), self.noted.values[source], strict=True):
-            if not same(wanted, given.detach()):
-                text = f"op {name!r} on {where} gives other values, off by {distance(wanted, given):.3g}"
+        for given, wanted in zip(_list_tensors(out), self.noted.values[source], strict=True):
+            if not is_close(wanted, given.detach()):
+                text = (
+                    f"op {name!r} on {where} gives other values, off by {max_difference(wanted, given):.3g}"
+                )
                 self.forward.setdefault(at, text)
                 return
         if self.noted.has_gradient(source, out):
@@ -154,11 +158,13 @@ class _Watcher:
 
     def _compare_gradient(self, source: fx.Node, name: str, where: str, grad: torch.Tensor) -> None:
         wanted = self.noted.grads.get(source)
-        if wanted is not None and not same(wanted, grad):
-            text = f"the gradient of op {name!r} on {where} differs, off by {distance(wanted, grad):.3g}"
+        if wanted is not None and not is_close(wanted, grad):
+            text = (
+                f"the gradient of op {name!r} on {where} differs, off by {max_difference(wanted, grad):.3g}"
+            )
             self.backward.setdefault(self.place[source], text)
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
+    def _find_device_name(self, tensor: torch.Tensor) -> str:
         """The device a tensor is on, '' = nobody knows."""
         accounts = self.engine.accounts
         if accounts is not None:
@@ -167,11 +173,11 @@ class _Watcher:
         return next((d.name for d in self.engine.devices if d.where == tensor.device), str(tensor.device))
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
+def _list_inputs(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -8,7 +8,7 @@ RELATIVE = 1e-5
 _OF_LARGEST = 1e-7  # a difference this small beside the largest element is rounding
 
 
-def same(wanted: Any, given: Any) -> bool:
+def is_close(wanted: Any, given: Any) -> bool:
     """Equal up to rounding; what is not a number is equal to itself."""
     if wanted is None or given is None:
         return wanted is given
@@ -22,7 +22,7 @@ def same(wanted: Any, given: Any) -> bool:
     return bool(close.all())
 
 
-def distance(wanted: Any, given: Any) -> float:
+def max_difference(wanted: Any, given: Any) -> float:
     """The largest difference; infinite where only one is there."""
     if wanted is None or given is None:
         return 0.0 if wanted is given else float("inf")

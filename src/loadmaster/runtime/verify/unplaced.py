@@ -8,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.capture import uncompiled
-from loadmaster.graph.torch_capture.python_rng import chance_kept, seed_chance
-from loadmaster.graph.torch_capture.request import shortened
-from loadmaster.graph.torch_capture.training_step import loss_of
-from loadmaster.runtime.graph_engine.engine import Engine, in_words
+from loadmaster.graph.capture import force_eager
+from loadmaster.graph.torch_capture.python_rng import preserve_rng, seed_rng
+from loadmaster.graph.torch_capture.request import shorten_error
+from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.runtime.graph_engine.engine import Engine, describe_inputs
 from loadmaster.runtime.hook_engine.engine import HookEngine
 
 Loss = Callable[[Any], torch.Tensor]
@@ -23,34 +23,34 @@ class BatchError(InputError):
     """The model itself cannot run a batch; its own error is the cause."""
 
 
-def unplaced(
+def run_unplaced(
     engine: Runs, args: Any, kwargs: Mapping[str, Any], loss: Loss | None, seed: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Loss and gradients of the model itself, on copies of its weights on the CPU."""
-    weights, tensors = copies(engine)
-    given = tree_map_only(torch.Tensor, on_host, (args, dict(kwargs)))
-    with restored(engine, seed), torch.enable_grad():
-        found = loss_of(called(engine, tensors, given), loss)
+    weights, tensors = copy_weights(engine)
+    given = tree_map_only(torch.Tensor, to_cpu, (args, dict(kwargs)))
+    with seed_and_restore(engine, seed), torch.enable_grad():
+        found = compute_loss(call_model(engine, tensors, given), loss)
         grads = torch.autograd.grad(found, list(weights.values()), allow_unused=True)
     return found, dict(zip(weights, grads, strict=True))
 
 
-def called(engine: Runs, tensors: dict[str, torch.Tensor], given: tuple[Any, Any]) -> Any:
+def call_model(engine: Runs, tensors: dict[str, torch.Tensor], given: tuple[Any, Any]) -> Any:
     """What the model itself gives on other weights, in the placed model's mode."""
     before, engine.model.training = engine.model.training, engine.root.training
     try:
-        with uncompiled(torch):  # as a graph has it: which of several numbers is the loss depends on it
+        with force_eager(torch):  # as a graph has it: which of several numbers is the loss depends on it
             return torch.func.functional_call(engine.model, tensors, given[0], given[1])
     except Exception as problem:  # the user's model may raise anything
         raise BatchError(
-            f"the model itself, unplaced, fails on {in_words(tree_leaves(given))}: {shortened(problem)};"
-            " verify with a batch that it can run"
+            f"the model itself, unplaced, fails on {describe_inputs(tree_leaves(given))}:"
+            f" {shorten_error(problem)}; verify with a batch that it can run"
         ) from problem
     finally:
         engine.model.training = before
 
 
-def copies(engine: Runs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def copy_weights(engine: Runs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights to be trained, and all weights and buffers, as copies on the CPU."""
     weights = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -63,7 +63,7 @@ def copies(engine: Runs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return weights, tensors
 
 
-def on_host(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     """A tensor on the CPU; anything else is itself."""
     if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return value
@@ -71,14 +71,14 @@ def on_host(value: Any) -> Any:
 
 
 @contextmanager
-def restored(engine: Runs, seed: int) -> Iterator[None]:
+def seed_and_restore(engine: Runs, seed: int) -> Iterator[None]:
     """Random numbers from a seed; afterwards they and the buffers are what they were."""
     kept = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
     devices = sorted({d.where.index or 0 for d in engine.devices if d.where.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices), chance_kept():
+        with torch.random.fork_rng(devices=devices), preserve_rng():
             torch.manual_seed(seed)
-            seed_chance(seed)
+            seed_rng(seed)
             yield
     finally:
         with torch.no_grad():

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.torch_capture.training_step import loss_of
+from loadmaster.graph.torch_capture.training_step import compute_loss
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.verify.compare_modules import ModuleComparison
 from loadmaster.runtime.verify.compare_ops import OpComparison
-from loadmaster.runtime.verify.rounding import distance, same
-from loadmaster.runtime.verify.unplaced import Loss, Runs, restored, unplaced
+from loadmaster.runtime.verify.rounding import is_close, max_difference
+from loadmaster.runtime.verify.unplaced import Loss, Runs, run_unplaced, seed_and_restore
 
 _SHOWN = 3
 
@@ -46,39 +46,39 @@ class Verification:
         )
 
 
-def verification(
+def compare_batch(
     engine: Runs, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None, seed: int = 0
 ) -> Verification:
     """Compare one batch."""
-    own, own_grads = unplaced(engine, args, kwargs, loss, seed)
+    own, own_grads = run_unplaced(engine, args, kwargs, loss, seed)
     comparison: OpComparison | ModuleComparison
     if isinstance(engine, HookEngine):
         comparison = ModuleComparison(engine, args, kwargs, seed=seed)
     else:
         comparison = OpComparison(engine, args, kwargs, loss=loss, seed=seed)
     weights = {name: weight for name, weight in engine.model.named_parameters() if weight.requires_grad}
-    with restored(engine, seed), torch.enable_grad():
-        placed = loss_of(comparison.run(), loss)
+    with seed_and_restore(engine, seed), torch.enable_grad():
+        placed = compute_loss(comparison.run(), loss)
         grads = torch.autograd.grad(placed, list(weights.values()), allow_unused=True)
     found = dict(zip(weights, grads, strict=True))
-    differences = {name: distance(own_grads[name], grad) for name, grad in found.items()}
-    finding = comparison.finding() or _left_over(own, placed, own_grads, found)
+    differences = {name: max_difference(own_grads[name], grad) for name, grad in found.items()}
+    finding = comparison.finding() or _unexplained_difference(own, placed, own_grads, found)
     return Verification(placed.item(), own.item(), differences, finding)
 
 
-def _left_over(
+def _unexplained_difference(
     own: torch.Tensor, placed: torch.Tensor, own_grads: Mapping[str, Any], grads: Mapping[str, Any]
 ) -> str:
     """A difference that no op or module explains."""
-    if not same(own.detach(), placed.detach()):
+    if not is_close(own.detach(), placed.detach()):
         return "the loss differs, but nothing it is made of: what was exported is not the model's own forward"
     for name, grad in grads.items():
-        if not same(own_grads[name], grad):
+        if not is_close(own_grads[name], grad):
             return f"the gradient of weight {name!r} differs, but no value does: its backward is another"
     return ""
 
 
-def require_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def parse_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a batch: a tensor, a tuple of arguments, or a dict of named ones."""
     if isinstance(batch, torch.Tensor):
         return (batch,), {}

@@ -17,7 +17,7 @@ from loadmaster.core.units import format_bytes
 ALIGN = 256
 
 
-def aligned(num_bytes: int) -> int:
+def align_bytes(num_bytes: int) -> int:
     """The next multiple of the alignment every tensor starts on."""
     return -(-num_bytes // ALIGN) * ALIGN
 
@@ -44,7 +44,7 @@ class Arena:
 
     def region(self, name: str, num_bytes: int) -> Region:
         """Take a region; it counts until it is given back."""
-        size = aligned(max(num_bytes, 1))
+        size = align_bytes(max(num_bytes, 1))
         self._book(name, size)
         try:
             region = Region(name, self.allocate(size))
@@ -105,7 +105,7 @@ class Arena:
             del self.held[name]
 
 
-class Booked:
+class BookingStack:
     """Bytes booked one after another and given back in the other order."""
 
     def __init__(self, arena: Arena, name: str) -> None:

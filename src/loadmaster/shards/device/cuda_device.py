@@ -51,9 +51,9 @@ class CudaDevice:
         index = self.torch_device.index or 0
         torch.cuda.set_device(index)
         total = torch.cuda.get_device_properties(index).total_memory
-        _forget_work_space()
+        _clear_workspaces()
         torch.cuda.empty_cache()
-        _expandable()
+        _use_expandable_segments()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), index)
         self.arena = Arena(name, cap_bytes, self._allocate)
         self._compute = torch.cuda.Stream(index)
@@ -63,7 +63,7 @@ class CudaDevice:
         self._latest: dict[str, list[Event]] = {"up": [], "down": []}  # of the first lane: two, newest first
         self._marks: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._gathered: list[tuple[str, str, float, float]] = []
-        self._began = self._timed(self._compute)
+        self._began = self._record_timed_event(self._compute)
         self._began_s = time.perf_counter()
         self._pinned: set[int] = set()
 
@@ -125,9 +125,9 @@ class CudaDevice:
         if not self.tracing:
             yield
             return
-        first = self._timed(self._compute)
+        first = self._record_timed_event(self._compute)
         yield
-        self._marks.append((kind, label, first, self._timed(self._compute)))
+        self._marks.append((kind, label, first, self._record_timed_event(self._compute)))
 
     def gather(self) -> None:
         """Read the clocks of what is done; what is still under way is read the next time."""
@@ -164,7 +164,7 @@ class CudaDevice:
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
-        _forget_work_space()
+        _clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
@@ -183,7 +183,7 @@ class CudaDevice:
     ) -> Event:
         stream = lanes[lane]
         self._wait(stream, after)
-        first = self._timed(stream) if self.tracing else None
+        first = self._record_timed_event(stream) if self.tracing else None
         with torch.cuda.stream(stream):
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
@@ -205,13 +205,13 @@ class CudaDevice:
                 event.wait()
 
     @staticmethod
-    def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _record_timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
 
-def _forget_work_space() -> None:
+def _clear_workspaces() -> None:
     """Libraries keep work space for every stream there was, those of devices that are closed too."""
     inner: Any = torch._C
     forget = getattr(inner, "_cuda_clearCublasWorkspaces", None)
@@ -219,7 +219,7 @@ def _forget_work_space() -> None:
         forget()
 
 
-def _expandable() -> None:
+def _use_expandable_segments() -> None:
     """Segments that grow, unless the user chose otherwise: what is freed can serve a larger request."""
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return

@@ -53,7 +53,7 @@ def table_of(
     return np.array(blocks, dtype=np.int64).reshape(-1, 8)
 
 
-class Launch:
+class AdamLaunch:
     """One table, to be stepped again and again: all that stays the same from step to step is made once.
 
     The thread that steps it is one of the workers, and keeps to their cores from then on. So the cores are
@@ -88,29 +88,30 @@ class Launch:
     ) -> None:
         """One step of everything in the table, in place; steps, options and the kind of decay by group."""
         scalars = np.array(
-            [_scalars(*each) for each in zip(options, steps, decoupled, strict=True)], dtype=np.float32
+            [_compute_scalars(*each) for each in zip(options, steps, decoupled, strict=True)],
+            dtype=np.float32,
         ).reshape(-1, 9)
         scale = np.array([*factors, 1.0, 1.0][:2], dtype=np.float32)
         self._taken[0] = 0
         self._numba.set_num_threads(self._num_threads)  # of this thread alone
-        _kernel()(*self._given, scalars, scale, self._taken, self._runs, self._lined, self._cores)
+        _compile_kernel()(*self._given, scalars, scale, self._taken, self._runs, self._lined, self._cores)
 
 
 def adam_step(slab: torch.Tensor, table: np.ndarray[Any, Any], *, num_threads: int, **how: Any) -> None:
     """One step of a table, by a thread that is afterwards as it was."""
     import numba
 
-    launch = Launch(slab, table, num_threads=num_threads, cores=cores_here())
+    launch = AdamLaunch(slab, table, num_threads=num_threads, cores=current_worker_cores())
     before = numba.get_num_threads()
     try:
-        with _caller_where_it_was():
+        with _restore_affinity():
             launch.step(**how)
     finally:
         numba.set_num_threads(before)
 
 
 @cache
-def prepare() -> None:
+def compile_kernels() -> None:
     """Compile, which takes seconds, before a step is timed; once in a process."""
     slab = torch.zeros(64, dtype=torch.uint8)
     weight = slab[:16].view(torch.float32)
@@ -120,7 +121,7 @@ def prepare() -> None:
 
 
 @contextmanager
-def _caller_where_it_was() -> Iterator[None]:
+def _restore_affinity() -> Iterator[None]:
     """The caller, one of the workers meanwhile, is let go afterwards."""
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     try:
@@ -130,7 +131,7 @@ def _caller_where_it_was() -> Iterator[None]:
             os.sched_setaffinity(0, allowed)
 
 
-def cores_here() -> np.ndarray[Any, Any]:
+def current_worker_cores() -> np.ndarray[Any, Any]:
     """The cores for workers of who asks, which must be none of them."""
     return worker_cores(os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
@@ -145,7 +146,7 @@ def worker_cores(allowed: set[int]) -> np.ndarray[Any, Any]:
     return np.packbits(mask, bitorder="little")
 
 
-def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]:
+def _compute_scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]:
     lr, decay = float(options["lr"]), float(options["weight_decay"])
     beta1, beta2 = (float(beta) for beta in options["betas"])
     return [
@@ -161,7 +162,7 @@ def _scalars(options: dict[str, Any], step: int, decoupled: bool) -> list[float]
     ]
 
 
-def _keep_to() -> Any:
+def _make_affinity_setter() -> Any:
     """Moves the thread that calls it to a set of cores; does nothing where there is no such thing."""
     if sys.platform != "linux":
         from numba import njit
@@ -173,7 +174,7 @@ def _keep_to() -> Any:
 
 
 @cache
-def _kernel() -> Any:
+def _compile_kernel() -> Any:
     """The compiled loop."""
     from llvmlite import ir  # type: ignore[import-untyped]
     from numba import njit, prange, types
@@ -201,17 +202,17 @@ def _kernel() -> Any:
         return types.uint32(types.float32), generate
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def rounded(number: Any) -> Any:
+    def round_to_bf16(number: Any) -> Any:
         bits = as_bits(number)
         up = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         return np.uint16(0x7FC0) if number != number else np.uint16(up)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def widened(value: Any) -> Any:
+    def widen_bf16(value: Any) -> Any:
         return as_float(np.uint32(value) << np.uint32(16))
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def stepped(p: Any, m: Any, v: Any, i: Any, slope: Any, s: Any) -> Any:
+    def step_element(p: Any, m: Any, v: Any, i: Any, slope: Any, s: Any) -> Any:
         if s[6] != np.float32(0):
             slope = fma(p[i], s[6], slope)
         mean = fma(s[0], slope - m[i], m[i])
@@ -223,7 +224,7 @@ def _kernel() -> Any:
         return value
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def next_of(_typing: Any, taken: Any) -> Any:
+    def take_next(_typing: Any, taken: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, args[0])
             return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -247,7 +248,7 @@ def _kernel() -> Any:
         return types.void(target, types.int64, source, types.int64), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def all_put(_typing: Any) -> Any:
+    def fence_stores(_typing: Any) -> Any:
         """Lines on their way are there for whoever reads next, a bus too."""
 
         def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
@@ -264,7 +265,7 @@ def _kernel() -> Any:
         for first in range(0, whole, _RUN):
             pp, mm, vv, gg = p[first:], m[first:], v[first:], g[first:]
             for i in range(_RUN):
-                run[i] = rounded(stepped(pp, mm, vv, i, widened(gg[i]) * one * two, s))
+                run[i] = round_to_bf16(step_element(pp, mm, vv, i, widen_bf16(gg[i]) * one * two, s))
             for i in range(0, _RUN, _LINE):
                 put_line(half, at + first + i, run, i)
         return whole
@@ -284,22 +285,22 @@ def _kernel() -> Any:
             if lined and row[_COPY] % _LINE == 0:
                 done = step_lines(p, m, v, g, half, row[_COPY], (one, two), s, run)
             for i in range(done, size):
-                c[i] = rounded(stepped(p, m, v, i, widened(g[i]) * one * two, s))
+                c[i] = round_to_bf16(step_element(p, m, v, i, widen_bf16(g[i]) * one * two, s))
         elif row[_NARROW]:
             g = half[row[_GRAD] : row[_GRAD] + size]
             for i in range(size):
-                stepped(p, m, v, i, widened(g[i]) * one * two, s)
+                step_element(p, m, v, i, widen_bf16(g[i]) * one * two, s)
         elif row[_COPY] >= 0:
             f = wide[row[_GRAD] : row[_GRAD] + size]
             c = half[row[_COPY] : row[_COPY] + size]
             for i in range(size):
-                c[i] = rounded(stepped(p, m, v, i, f[i] * one * two, s))
+                c[i] = round_to_bf16(step_element(p, m, v, i, f[i] * one * two, s))
         else:
             f = wide[row[_GRAD] : row[_GRAD] + size]
             for i in range(size):
-                stepped(p, m, v, i, f[i] * one * two, s)
+                step_element(p, m, v, i, f[i] * one * two, s)
 
-    keep_to = _keep_to()
+    keep_to = _make_affinity_setter()
 
     @njit(parallel=True, nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
     def loop(
@@ -316,11 +317,11 @@ def _kernel() -> Any:
         for thread in prange(runs.shape[0]):
             if cores.shape[0] > 0:
                 keep_to(0, cores.shape[0], cores.ctypes)
-            block = next_of(taken)
+            block = take_next(taken)
             while block < table.shape[0]:
                 row = table[block]
                 step_block(wide, half, row, scalars[row[_GROUP]], scale, runs[thread], lined)
-                block = next_of(taken)
-            all_put()
+                block = take_next(taken)
+            fence_stores()
 
     return loop

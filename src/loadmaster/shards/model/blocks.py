@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.model.fx_blocks import from_graph
+from loadmaster.shards.model.fx_blocks import cut_blocks_from_graph
 from loadmaster.shards.model.torch_containers import as_chain, has_hooks
 from loadmaster.shards.spec.trial import Trial
 
@@ -51,12 +51,12 @@ class Chain:
         )
 
 
-def chain_of(trial: Trial, model: nn.Module) -> Chain:
+def build_chain(trial: Trial, model: nn.Module) -> Chain:
     """The blocks of a built model; says what does not fit together."""
-    blocks = tuple(trial.blocks(model)) if trial.blocks is not None else from_tree(model)
+    blocks = tuple(trial.blocks(model)) if trial.blocks is not None else cut_blocks_from_tree(model)
     traced = not blocks and trial.blocks is None
     if traced:
-        blocks = from_graph(model)
+        blocks = cut_blocks_from_graph(model)
     if not blocks:
         raise InputError(f"trial {trial.name!r}: its model has no chain of blocks; give Trial(blocks=...)")
     for index, block in enumerate(blocks):
@@ -72,24 +72,24 @@ def chain_of(trial: Trial, model: nn.Module) -> Chain:
         names,
         tuple(parameters),
         tuple(parameters.values()),
-        _slots(blocks, list(parameters.values()), "_parameters"),
+        _find_slots(blocks, list(parameters.values()), "_parameters"),
         tuple(buffers),
         tuple(buffers.values()),
-        _slots(blocks, list(buffers.values()), "_buffers"),
+        _find_slots(blocks, list(buffers.values()), "_buffers"),
         traced,
     )
-    _check(trial, chain)
+    _check_chain(trial, chain)
     return chain
 
 
-def from_tree(model: nn.Module) -> tuple[Any, ...]:
+def cut_blocks_from_tree(model: nn.Module) -> tuple[Any, ...]:
     """The chain a module tree shows by itself; empty where it shows none."""
     if not is_chain(model):
         return ()
     flat: list[Any] = []
     for child in model._modules.values():
         assert child is not None, "a chain runs it"
-        flat.extend(from_tree(child) if is_chain(child) else as_chain(child) or (child,))
+        flat.extend(cut_blocks_from_tree(child) if is_chain(child) else as_chain(child) or (child,))
     return tuple(flat)
 
 
@@ -99,7 +99,7 @@ def is_chain(module: nn.Module) -> bool:
     return plain and not has_hooks(module)
 
 
-def call(block: Any, value: Any, *, first: bool) -> Any:
+def call_block(block: Any, value: Any, *, first: bool) -> Any:
     """One block on what came before it; the first one gets the batch's inputs."""
     if first and isinstance(value, Mapping):
         return block(**value)
@@ -108,7 +108,7 @@ def call(block: Any, value: Any, *, first: bool) -> Any:
     return block(value)
 
 
-def _slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[Slot, ...], ...]:
+def _find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[Slot, ...], ...]:
     index = {id(tensor): number for number, tensor in enumerate(tensors)}
     found = []
     for block in blocks:
@@ -121,7 +121,7 @@ def _slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple
     return tuple(found)
 
 
-def _check(trial: Trial, chain: Chain) -> None:
+def _check_chain(trial: Trial, chain: Chain) -> None:
     """Every trainable parameter belongs to a block; no module stands in two blocks with its own buffers."""
     if has_hooks(chain.model) and chain.model not in chain.blocks:
         raise InputError(

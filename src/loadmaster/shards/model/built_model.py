@@ -9,17 +9,22 @@ from torch import nn
 
 from loadmaster.core.errors import InputError
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.blocks import Chain, chain_of
-from loadmaster.shards.model.loaders import LoaderError, has_state, saved_state
-from loadmaster.shards.model.meta_build import hollow, on_meta
+from loadmaster.shards.model.blocks import Chain, build_chain
+from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state
+from loadmaster.shards.model.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.profile import Profile, profile
-from loadmaster.shards.model.refusals import check_dense, check_extra_state, check_plain, valueless
-from loadmaster.shards.model.shared_storage import check_memory
+from loadmaster.shards.model.refusals import (
+    check_dense_grads,
+    check_extra_state,
+    check_not_wrapped,
+    refuse_value_reads,
+)
+from loadmaster.shards.model.shared_storage import check_shared_memory
 from loadmaster.shards.spec.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Built:
+class BuiltModel:
     """A model with its blocks, looked at but not laid out yet."""
 
     trial: Trial
@@ -31,11 +36,11 @@ class Built:
     empty: bool = False  # its numbers are drawn when it is held
 
 
-def build(trial: Trial, *, device: torch.device) -> Built:
+def build_trial(trial: Trial, *, device: torch.device) -> BuiltModel:
     """Build the model as a plain script would after seeding, and profile it on a batch of its own."""
-    with randomness.kept(device):
+    with randomness.preserve_generators(device):
         randomness.seed_all(trial.seed, device)
-        empty = on_meta(trial.build)
+        empty = build_on_meta(trial.build)
         if empty is None:
             randomness.seed_all(trial.seed, device)
         model = trial.build() if empty is None else empty
@@ -43,23 +48,23 @@ def build(trial: Trial, *, device: torch.device) -> Built:
             raise InputError(
                 f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
             )
-        check_plain(trial, model)
-        check_dense(trial, model)
-        generators = randomness.current(device)
-        chain = chain_of(trial, model)
-        check_memory(trial.name, chain)
+        check_not_wrapped(trial, model)
+        check_dense_grads(trial, model)
+        generators = randomness.capture_generators(device)
+        chain = build_chain(trial, model)
+        check_shared_memory(trial.name, chain)
         check_extra_state(trial, model)
-        batch, num_batches = first_batch(trial)
+        batch, num_batches = take_first_batch(trial)
         model.train()
-        with valueless(trial):
+        with refuse_value_reads(trial):
             facts = profile(trial, chain, batch, device=device)
         if empty is not None:
-            hollow(model)
-            chain = chain_of(trial, model)
-    return Built(trial, chain, facts, generators, num_batches, device, empty is not None)
+            free_weights(model)
+            chain = build_chain(trial, model)
+    return BuiltModel(trial, chain, facts, generators, num_batches, device, empty is not None)
 
 
-def first_batch(trial: Trial) -> tuple[Any, int | None]:
+def take_first_batch(trial: Trial) -> tuple[Any, int | None]:
     """A batch from an iterator of its own, and how many an epoch has."""
     data = trial.data()
     for batch in data:
@@ -69,14 +74,14 @@ def first_batch(trial: Trial) -> tuple[Any, int | None]:
             )
         if has_state(data):
             try:
-                saved_state(data, trial=trial.name)  # refused now, not at the first checkpoint
+                encode_loader_state(data, trial=trial.name)  # refused now, not at the first checkpoint
             except LoaderError as problem:
                 raise InputError(str(problem)) from None
-        return tuple(batch), _length(data)
+        return tuple(batch), _count_batches(data)
     raise InputError(f"trial {trial.name!r}: data is empty")
 
 
-def _length(data: Any) -> int | None:
+def _count_batches(data: Any) -> int | None:
     """Batches of an epoch, where the source knows; a loader of a stream has a length that raises."""
     try:
         return len(data) if isinstance(data, Sized) else None

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.model.torch_containers import openable, run_open
+from loadmaster.shards.model.torch_containers import find_openable, trace_container
 
 _MOST_BLOCKS = 128
 _RANDOM = re.compile(r"rand|normal|bernoulli|multinomial|poisson|dropout|exponential|uniform")
@@ -36,12 +36,12 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, *, closed: bool, opened: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._closed, self._modes = closed, _modes()
+        self._closed, self._modes = closed, _get_modes()
         self._opened, self._depth = {id(module) for module in opened}, 0
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node; a graph does not know of a region around it."""
-        if _modes() != self._modes:
+        if _get_modes() != self._modes:
             raise _Untraceable("its forward runs a part without gradients or under autocast")
         return super().create_node(*args, **kwargs)
 
@@ -65,7 +65,7 @@ class _Tracer(fx.Tracer):
     def _open(self, container: nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         try:
-            return run_open(self, container, args, kwargs)
+            return trace_container(self, container, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -74,7 +74,7 @@ class _Untraceable(Exception):  # noqa: N818
     """What a forward does that a trace would not do again."""
 
 
-class _Once(TorchFunctionMode):
+class _SideEffectGuard(TorchFunctionMode):
     """Refuses what a forward does for real while it is traced: random numbers, and writes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ def _writes_in_place(name: str) -> bool:
     return plain or name == "__setitem__" or (name.startswith("__i") and name not in _LOOKS)
 
 
-def _modes() -> tuple[bool, ...]:
+def _get_modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
@@ -115,7 +115,7 @@ class Segment(nn.Module):
         return self.eval_graph(*args, **kwargs)
 
 
-class _Follower(nn.Module):
+class _TupleSegment(nn.Module):
     """A segment that takes what the one before gave, in one tuple."""
 
     def __init__(self, segment: Segment) -> None:
@@ -127,41 +127,41 @@ class _Follower(nn.Module):
         return self.segment(*value)
 
 
-def from_graph(model: nn.Module) -> tuple[Any, ...]:
+def cut_blocks_from_graph(model: nn.Module) -> tuple[Any, ...]:
     """Blocks cut out of the model's graph; says why where it has none."""
     was_training = model.training
     try:
-        opened = openable(model.train())
-        graph, closed = _traced(model, opened)
+        opened = find_openable(model.train())
+        graph, closed = _trace_model(model, opened)
         try:
-            other, _ = _traced(model.eval(), opened, closed=closed)
+            other, _ = _trace_model(model.eval(), opened, closed=closed)
         except InputError:
             other = None
     finally:
         model.train(was_training)
-    if other is not None and not _alike(graph, other):
+    if other is not None and not _has_same_nodes(graph, other):
         other = None
-    starts = _starts(model, graph)
-    train = _segments(model, graph, starts)
+    starts = _find_starts(model, graph)
+    train = _build_segments(model, graph, starts)
     evaluation: Sequence[fx.GraphModule | None] = (
-        [None] * len(train) if other is None else _segments(model, other, starts)
+        [None] * len(train) if other is None else _build_segments(model, other, starts)
     )
     found = [Segment(model, one, two) for one, two in zip(train, evaluation, strict=True)]
-    return (found[0], *(_Follower(segment) for segment in found[1:]))
+    return (found[0], *(_TupleSegment(segment) for segment in found[1:]))
 
 
-def _traced(
+def _trace_model(
     model: nn.Module, opened: Sequence[nn.Module], *, closed: bool | None = None
 ) -> tuple[fx.Graph, bool]:
     problem: Exception | None = None
     for shut in (False, True) if closed is None else (closed,):
         try:
-            with _Once():
+            with _SideEffectGuard():
                 graph = _Tracer(closed=shut, opened=opened).trace(model)
         except Exception as error:  # whatever the user's forward does with a stand-in
             problem = problem or error
             continue
-        graph.eliminate_dead_code(lambda node: node.op != "call_function" or _impure(node))
+        graph.eliminate_dead_code(lambda node: node.op != "call_function" or _is_impure(node))
         return graph, shut
     text = " ".join(str(problem).split())[:200]
     raise InputError(
@@ -170,15 +170,15 @@ def _traced(
     )
 
 
-def _impure(node: fx.Node) -> bool:
+def _is_impure(node: fx.Node) -> bool:
     return node.is_impure() or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
-def _alike(left: fx.Graph, right: fx.Graph) -> bool:
+def _has_same_nodes(left: fx.Graph, right: fx.Graph) -> bool:
     return [(n.op, str(n.target)) for n in left.nodes] == [(n.op, str(n.target)) for n in right.nodes]
 
 
-def _starts(model: nn.Module, graph: fx.Graph) -> list[int]:
+def _find_starts(model: nn.Module, graph: fx.Graph) -> list[int]:
     """Positions of the first node of each block."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -188,11 +188,11 @@ def _starts(model: nn.Module, graph: fx.Graph) -> list[int]:
         last = max((place[user] for user in node.users), default=place[node])
         for position in range(place[node] + 1, last + 1):
             live[position] += 1
-        if _writes(node):
+        if _writes_input(node):
             for made in node.all_input_nodes[:1]:
                 for position in range(place[made] + 1, place[node] + 1):
                     barred[position] = True
-    weights = [_numel(model, node) for node in nodes]
+    weights = [_count_elements(model, node) for node in nodes]
     least = sum(weights) / _MOST_BLOCKS
     first = next((n for n, node in enumerate(nodes) if node.op != "placeholder"), 0)
     starts, held, since = [0], 0, first
@@ -207,13 +207,13 @@ def _starts(model: nn.Module, graph: fx.Graph) -> list[int]:
     return starts
 
 
-def _writes(node: fx.Node) -> bool:
+def _writes_input(node: fx.Node) -> bool:
     """Whether a node changes what it is given: no cut may part it from who made that."""
     in_place = node.op == "call_method" and str(node.target).endswith("_") and "__" not in str(node.target)
     return in_place or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
-def _numel(model: nn.Module, node: fx.Node) -> int:
+def _count_elements(model: nn.Module, node: fx.Node) -> int:
     """Elements of the parameters a node brings in."""
     if node.op == "call_module":
         return sum(parameter.numel() for parameter in model.get_submodule(str(node.target)).parameters())
@@ -224,33 +224,33 @@ def _numel(model: nn.Module, node: fx.Node) -> int:
     return 0
 
 
-def _segments(model: nn.Module, graph: fx.Graph, starts: Sequence[int]) -> list[fx.GraphModule]:
+def _build_segments(model: nn.Module, graph: fx.Graph, starts: Sequence[int]) -> list[fx.GraphModule]:
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
-    sloped = _sloped(model, nodes)
+    sloped = _find_grad_nodes(model, nodes)
     found = []
     for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
         new = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node in _crossing(nodes, place, first):
+        for node in _find_crossing(nodes, place, first):
             copies[node] = new.placeholder(node.name)
         for node, given in list(copies.items()):
             if node not in sloped:
-                copies[node] = new.call_function(without_slope, (given,))
+                copies[node] = new.call_function(detach_tensors, (given,))
         for node in nodes[first:end]:
             copies[node] = new.node_copy(node, lambda given, known=copies: known[given])
         if end < len(nodes):
-            new.output(tuple(copies[node] for node in _crossing(nodes, place, end)))
+            new.output(tuple(copies[node] for node in _find_crossing(nodes, place, end)))
         found.append(fx.GraphModule(model, new))
     return found
 
 
-def without_slope(value: Any) -> Any:
+def detach_tensors(value: Any) -> Any:
     """A tensor, or several, as ones that want no gradient."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def _sloped(model: nn.Module, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _find_grad_nodes(model: nn.Module, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes that a parameter goes into, or may: whatever such a value is written into is one as well."""
     found: set[fx.Node] = set()
     size = -1
@@ -258,14 +258,14 @@ def _sloped(model: nn.Module, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         size = len(found)
         for node in nodes:
             cut = node.op == "call_method" and node.target == "detach"
-            if _numel(model, node) or (not cut and found.intersection(node.all_input_nodes)):
+            if _count_elements(model, node) or (not cut and found.intersection(node.all_input_nodes)):
                 found.add(node)
-                if _writes(node):
-                    found.update(_before(node))
+                if _writes_input(node):
+                    found.update(_find_ancestors(node))
     return found
 
 
-def _before(node: fx.Node) -> set[fx.Node]:
+def _find_ancestors(node: fx.Node) -> set[fx.Node]:
     """Whatever goes into a node."""
     found: set[fx.Node] = set()
     ahead = list(node.all_input_nodes)
@@ -277,7 +277,7 @@ def _before(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _crossing(nodes: Sequence[fx.Node], place: dict[fx.Node, int], position: int) -> list[fx.Node]:
+def _find_crossing(nodes: Sequence[fx.Node], place: dict[fx.Node, int], position: int) -> list[fx.Node]:
     """Values made before a position and used at or after it."""
     if position == 0:
         return []

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from loadmaster.shards.model.blocks import Chain, call
+from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 
@@ -26,9 +26,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, then count what it made."""
-        given = {s._cdata for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
+        given = {s._cdata for s in map(_get_storage, tree_leaves((args, kwargs))) if s is not None}
         out = func(*args, **(kwargs or {}))
-        for storage in map(_storage, tree_leaves(out)):
+        for storage in map(_get_storage, tree_leaves(out)):
             if storage is not None and storage._cdata not in given and storage._cdata not in self._seen:
                 self.note(storage)
         return out
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         self.now_bytes -= size
 
 
-def _storage(leaf: Any) -> Any:
+def _get_storage(leaf: Any) -> Any:
     return leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
 
 
@@ -59,7 +59,7 @@ class BlockPeaks:
     backward: tuple[int, ...]  # [block] at most over forward and backward, gradients of weights included
 
 
-def block_peaks(
+def measure_block_peaks(
     trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: Sequence[torch.Tensor]
 ) -> BlockPeaks:
     """Run every block forward, and forward and backward; the last one with the loss."""
@@ -69,29 +69,29 @@ def block_peaks(
     last = len(chain.blocks) - 1
     known: dict[object, tuple[tuple[int, int, int], Any]] = {}
     for index, block in enumerate(chain.blocks):
-        kind = None if index in (0, last) else (type_of(block), shape_of(value))
+        kind = None if index in (0, last) else (block_signature(block), tree_signature(value))
         if kind in known:  # each type of block once
             row, value = known[kind]
             rows.append(row)
             continue
         autocast = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
-        given = tree_map(_copied, value)
+        given = tree_map(_copy_tensor, value)
         with torch.no_grad(), autocast, LiveBytes() as live:
-            out = call(block, given, first=index == 0)
+            out = call_block(block, given, first=index == 0)
         forward = live.peak_bytes
         del out, given
-        given = tree_map(_leaf, value)
+        given = tree_map(_make_leaf, value)
         live = LiveBytes()
         with autocast, live:
-            out = call(block, given, first=index == 0)
+            out = call_block(block, given, first=index == 0)
             loss = trial.loss(out, targets) if index == last else None
         kept = live.now_bytes
-        value = tree_map(_detached, out)
+        value = tree_map(_detach_tensor, out)
         with live:
             if loss is not None:
                 loss.backward()
             else:
-                _backward(out)
+                _run_backward(out)
         rows.append((forward, kept, live.peak_bytes))
         known[kind or index] = rows[-1], value
         for parameter in parameters:
@@ -100,7 +100,7 @@ def block_peaks(
     return BlockPeaks(*zip(*rows, strict=True))
 
 
-def type_of(block: torch.nn.Module) -> object:
+def block_signature(block: torch.nn.Module) -> object:
     """Equal for blocks that compute the same of tensors alike: modules, shapes, plain attributes."""
     plain = (int, float, bool, str, bytes, tuple, type(None), torch.dtype)
     return repr(block), tuple(
@@ -114,7 +114,7 @@ def type_of(block: torch.nn.Module) -> object:
     )
 
 
-def shape_of(tree: Any) -> object:
+def tree_signature(tree: Any) -> object:
     """Equal for trees of tensors alike."""
     leaves, spec = tree_flatten(tree)
     return str(spec), tuple(
@@ -123,21 +123,21 @@ def shape_of(tree: Any) -> object:
     )
 
 
-def _backward(out: Any) -> None:
+def _run_backward(out: Any) -> None:
     wanted = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if wanted:
         torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensor(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _detached(value: Any) -> Any:
+def _detach_tensor(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _leaf(value: Any) -> Any:
+def _make_leaf(value: Any) -> Any:
     """A tensor that wants a gradient and may be written into."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().requires_grad_().clone()

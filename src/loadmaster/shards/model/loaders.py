@@ -49,7 +49,7 @@ class Feed:
             try:
                 batch = self._read()
             except StopIteration:
-                self._turn_epoch()
+                self._end_epoch()
                 return
             self.num_read += 1
             yield batch
@@ -59,7 +59,7 @@ class Feed:
         found: Position = {"epoch": self.epoch, "num_read": self.num_read}
         # Between epochs a loader has nothing to say yet.
         if self._batches is not None and self.num_read and has_state(self._source):
-            found["state"] = saved_state(self._source, trial=self._trial)
+            found["state"] = encode_loader_state(self._source, trial=self._trial)
             found["rng"] = base64.b64encode(self._rng.numpy().tobytes()).decode()
         return found
 
@@ -72,7 +72,7 @@ class Feed:
         state = position.get("state")
         if state is not None:
             self._make_source()
-            self._source.load_state_dict(loaded_state(state))
+            self._source.load_state_dict(decode_loader_state(state))
             self._begin()
             rng = bytearray(base64.b64decode(position["rng"]))
             self._rng = torch.frombuffer(rng, dtype=torch.uint8).clone()
@@ -97,7 +97,7 @@ class Feed:
             self._make_source()
             self._begin()
         assert self._batches is not None
-        with self._own_rng():
+        with self._use_own_rng():
             try:
                 return next(self._batches)
             except (StopIteration, LoaderError):
@@ -121,13 +121,13 @@ class Feed:
     def _begin(self) -> None:
         """Open the epoch."""
         self._rng = torch.Generator().manual_seed(epoch_seed(self._seed, self.epoch)).get_state()
-        with self._own_rng():
+        with self._use_own_rng():
             if hasattr(self._source, "set_epoch"):
                 self._source.set_epoch(self.epoch)
             self._batches = iter(self._source)
 
     @contextmanager
-    def _own_rng(self) -> Iterator[None]:
+    def _use_own_rng(self) -> Iterator[None]:
         before = torch.get_rng_state()
         torch.set_rng_state(self._rng)
         try:
@@ -136,7 +136,7 @@ class Feed:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(before)
 
-    def _turn_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         if self.num_read == 0:
             raise LoaderError(
                 f"the data of trial {self._trial!r} gave no batch in epoch {self.epoch}; if it is an iterator"
@@ -177,10 +177,10 @@ def has_state(source: Any) -> bool:
 _TENSOR = "loadmaster tensor"
 
 
-def saved_state(source: Any, *, trial: str) -> Any:
+def encode_loader_state(source: Any, *, trial: str) -> Any:
     """What a loader says of where it stands, as JSON (tensors as text); anything else is refused by name."""
     try:
-        state = _encoded(source.state_dict())
+        state = _encode_value(source.state_dict())
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as problem:
         raise LoaderError(
@@ -190,19 +190,19 @@ def saved_state(source: Any, *, trial: str) -> Any:
     return state
 
 
-def loaded_state(state: Any) -> Any:
+def decode_loader_state(state: Any) -> Any:
     """What a loader is to get back."""
     if isinstance(state, list):
-        return [loaded_state(each) for each in state]
+        return [decode_loader_state(each) for each in state]
     if not isinstance(state, dict):
         return state
     if _TENSOR in state:
         flat = torch.frombuffer(bytearray(base64.b64decode(state[_TENSOR])), dtype=torch.uint8).clone()
         return flat.view(getattr(torch, state["dtype"])).reshape(state["shape"])
-    return {key: loaded_state(each) for key, each in state.items()}
+    return {key: decode_loader_state(each) for key, each in state.items()}
 
 
-def _encoded(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel():
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         text = base64.b64encode(flat.numpy().tobytes()).decode()
@@ -211,8 +211,8 @@ def _encoded(value: Any) -> Any:
         odd = [key for key in value if not isinstance(key, str)]
         if odd:
             raise TypeError(f"the key {odd[0]!r} is not a text")
-        return {key: _encoded(each) for key, each in value.items()}
-    return [_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _encode_value(each) for key, each in value.items()}
+    return [_encode_value(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def with_timeout(
@@ -220,13 +220,13 @@ def with_timeout(
 ) -> Callable[[], Iterable[Batch]]:
     """The same data, read by a thread beside; a batch that takes too long is a `LoaderError`."""
 
-    def opened() -> Iterable[Batch]:
-        return _Timed(data(), timeout_s, trial)
+    def open_timed() -> Iterable[Batch]:
+        return _TimedSource(data(), timeout_s, trial)
 
-    return opened
+    return open_timed
 
 
-class _Timed:
+class _TimedSource:
     """A source whose batches are waited for at most so long."""
 
     def __init__(self, source: Iterable[Batch], timeout_s: float, trial: str) -> None:
@@ -242,7 +242,7 @@ class _Timed:
         asked: queue.Queue[bool] = queue.Queue()
         answers: queue.Queue[tuple[str, Any]] = queue.Queue()
         batches = iter(self._source)
-        threading.Thread(target=_serve, args=(batches, asked, answers), daemon=True).start()
+        threading.Thread(target=_serve_batches, args=(batches, asked, answers), daemon=True).start()
         try:
             while True:
                 asked.put(True)  # one batch at a time: reading ahead would move the loader's own state
@@ -261,7 +261,7 @@ class _Timed:
             asked.put(False)
 
 
-def _serve(
+def _serve_batches(
     batches: Iterator[Batch], asked: "queue.Queue[bool]", answers: "queue.Queue[tuple[str, Any]]"
 ) -> None:
     while asked.get():

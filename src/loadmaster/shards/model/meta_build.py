@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from loadmaster.shards.model.python_state import plain_tensors
 
 
-class _Writes(TorchDispatchMode):
+class _WriteRecorder(TorchDispatchMode):
     """Lists every op that writes into a tensor or draws random numbers."""
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class _Writes(TorchDispatchMode):
             leaves = tree_leaves((args, kwargs))
             target = args[0] if args and isinstance(args[0], torch.Tensor) else None
             # which tensor, too: a weight that was drawn and then replaced by a tied one is another
-            self.log.append((str(func), id(target), [_word(leaf) for leaf in leaves]))
+            self.log.append((str(func), id(target), [_describe_leaf(leaf) for leaf in leaves]))
             if target is not None:
                 self.written[id(target)] = target  # kept, so that no other gets its id
         return func(*args, **kwargs)
 
 
-class _Questions(TorchFunctionMode):
+class _DeviceQueryRecorder(TorchFunctionMode):
     """Lists, among the writes, every look at where a tensor is: code that asks may do otherwise on meta."""
 
     def __init__(self, log: list[Any]) -> None:
@@ -56,34 +56,34 @@ class _Questions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(build: Callable[[], Any]) -> nn.Module | None:
+def build_on_meta(build: Callable[[], Any]) -> nn.Module | None:
     """The model on `meta`, if `refill` can give it the numbers of a plain build; else None."""
-    built, again = _Writes(), _Writes()
+    built, again = _WriteRecorder(), _WriteRecorder()
     try:
-        with warnings.catch_warnings(), built, _Questions(built.log), torch.device("meta"):
+        with warnings.catch_warnings(), built, _DeviceQueryRecorder(built.log), torch.device("meta"):
             warnings.filterwarnings("ignore", message=".*to a meta parameter")  # a plain build will load it
             model = build()
     except Exception:  # it looks at values, or loads them: a plain build says what is wrong, if anything is
         return None
-    if not isinstance(model, nn.Module) or not _plain(model):
+    if not isinstance(model, nn.Module) or not _is_resettable(model):
         return None
     names = [id(parameter) for parameter in model.parameters()]
     own = {*names, *(id(buffer) for buffer in model.buffers())}
     if not all(name in built.written for name in names) or not built.written.keys() <= own:
         return None  # a weight that nobody fills, or one that was filled and then replaced, as ties do
-    with again, _Questions(again.log):
-        reset(model)
+    with again, _DeviceQueryRecorder(again.log):
+        reset_modules(model)
     same = built.log == again.log and all(name in again.written for name in names)
     return model if same else None
 
 
-def reset(model: nn.Module) -> None:
+def reset_modules(model: nn.Module) -> None:
     """Let every module that has parameters or buffers of its own reset itself, in the order of the tree."""
-    for module in _owners(model):
+    for module in _iter_owners(model):
         module.reset_parameters()
 
 
-def hollow(model: nn.Module) -> None:
+def free_weights(model: nn.Module) -> None:
     """Put host tensors of the same shape, which take no memory, in the place of those on `meta`."""
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -98,7 +98,7 @@ def hollow(model: nn.Module) -> None:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
-def _plain(model: nn.Module) -> bool:
+def _is_resettable(model: nn.Module) -> bool:
     """Everything on meta, every parameter with a module that resets it, no buffer but those of batch norm."""
     tensors = [*model.parameters(), *model.buffers()]
     if not tensors or any(tensor.device.type != "meta" for tensor in tensors):
@@ -109,16 +109,16 @@ def _plain(model: nn.Module) -> bool:
     return all(
         callable(getattr(module, "reset_parameters", None))
         and (not module._buffers or isinstance(module, nn.modules.batchnorm._NormBase))
-        for module in _owners(model)
+        for module in _iter_owners(model)
     )
 
 
-def _owners(model: nn.Module) -> Iterator[Any]:
+def _iter_owners(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None for tensor in own):
             yield module
 
 
-def _word(leaf: Any) -> Any:
+def _describe_leaf(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)

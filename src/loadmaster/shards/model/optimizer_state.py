@@ -34,7 +34,7 @@ class StateLayout:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class StepMember:
     """One parameter in a step: tensors wherever they stand, and its state, which the step changes."""
 
     group: int
@@ -46,7 +46,7 @@ class Member:
 Hyper = list[dict[str, Any]]  # the options of each param group at one step
 
 
-def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
+def copy_hyper(optimizer: torch.optim.Optimizer) -> Hyper:
     """The options of each group now: a step that runs later must not see a later learning rate."""
     return [
         {
@@ -58,7 +58,7 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
     ]
 
 
-def on_host(hyper: Hyper) -> Hyper:
+def adapt_hyper_to_host(hyper: Hyper) -> Hyper:
     """The same options for a step on the CPU: its fused kernel, where the user left the choice open."""
     return [
         {**group, "fused": True}
@@ -72,7 +72,7 @@ def on_host(hyper: Hyper) -> Hyper:
 
 
 def step_members(
-    template: torch.optim.Optimizer, members: Sequence[Member], hyper: Hyper
+    template: torch.optim.Optimizer, members: Sequence[StepMember], hyper: Hyper
 ) -> torch.optim.Optimizer:
     """One optimizer step of these parameters alone, in place; gives the part of it that stepped."""
     part = object.__new__(type(template))
@@ -88,7 +88,7 @@ def step_members(
                 leaf = torch.nn.Parameter(member.param)
                 leaf.grad = member.grad
                 if not member.state and template.state:
-                    member.state.update(_constructed(template, leaf, hyper[group]))
+                    member.state.update(_construct_state(template, leaf, hyper[group]))
                 part.state[leaf] = member.state
                 params.append(leaf)
         leaves.extend(params)
@@ -97,7 +97,7 @@ def step_members(
     return part
 
 
-def _constructed(template: torch.optim.Optimizer, leaf: torch.Tensor, options: dict[str, Any]) -> Any:
+def _construct_state(template: torch.optim.Optimizer, leaf: torch.Tensor, options: dict[str, Any]) -> Any:
     """State that is made where the optimizer is (Adagrad's): one that is stepped in part never was."""
     try:
         own = {key: options[key] for key in template.defaults}  # a constructor may look at either
@@ -107,7 +107,7 @@ def _constructed(template: torch.optim.Optimizer, leaf: torch.Tensor, options: d
     return made.state[leaf]
 
 
-def _kept_by_itself(part: Any, template: Any, given: dict[str, Any]) -> str:
+def _find_own_state(part: Any, template: Any, given: dict[str, Any]) -> str:
     """What a step has changed beside the state of its parameters, '' = nothing."""
     plain = (int, float, bool, str, type(None))
     before, after = vars(template), vars(part)
@@ -125,7 +125,7 @@ def starts_at_zero(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
 
 
-def beginning(
+def make_initial_state(
     options: dict[str, Any], views: dict[str, torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
     """The state Adam and AdamW begin with, in these views."""
@@ -155,7 +155,7 @@ def check_optimizer(optimizer: Any, *, name: str) -> None:
         )
 
 
-def discover(
+def discover_state_layouts(
     optimizer: torch.optim.Optimizer, ranks: Sequence[int], group: int, *, dtype: torch.dtype, device: Any
 ) -> dict[int, StateLayout]:
     """The state of parameters of each rank in one group, from a step of tiny ones."""
@@ -163,10 +163,10 @@ def discover(
     for rank in sorted(set(ranks)):
         size = _ODD_SIZES[:rank]
         param = torch.zeros(size, dtype=dtype, device=device)
-        member = Member(group, param, torch.ones_like(param))
+        member = StepMember(group, param, torch.ones_like(param))
         try:
-            hyper = hyper_of(optimizer)
-            own = _kept_by_itself(step_members(optimizer, [member], hyper), optimizer, hyper[group])
+            hyper = copy_hyper(optimizer)
+            own = _find_own_state(step_members(optimizer, [member], hyper), optimizer, hyper[group])
         except LoadmasterError:
             raise
         except Exception as error:

@@ -16,8 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.torch_capture.op_signature import ATTENTION_FLOPS
-from loadmaster.shards.model.blocks import Chain, call
-from loadmaster.shards.model.live_bytes import BlockPeaks, block_peaks, shape_of, type_of
+from loadmaster.shards.model.blocks import Chain, call_block
+from loadmaster.shards.model.live_bytes import (
+    BlockPeaks,
+    block_signature,
+    measure_block_peaks,
+    tree_signature,
+)
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 
@@ -39,7 +44,11 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inputs, targets = batch
-    with as_it_was(chain.model), _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with (
+        preserve_attributes(chain.model),
+        _mute_fake_tensor_log(),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
 
         def fake(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -49,8 +58,8 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
         parameters = [fake(p.detach()).requires_grad_(p.requires_grad) for p in chain.parameters]
         buffers = [fake(buffer) for buffer in chain.buffers]
         given, wanted = tree_map(fake, inputs), tree_map(fake, targets)
-        with _bound(chain, parameters, buffers):
-            found = _walk(trial, chain, given, wanted, parameters, mode)
+        with _bind_tensors(chain, parameters, buffers):
+            found = _profile_blocks(trial, chain, given, wanted, parameters, mode)
         dtype = COMPUTE_DTYPE[trial.precision]
         narrow = [
             p.detach().to(dtype).requires_grad_(p.requires_grad)
@@ -58,28 +67,28 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
             else p
             for p, castable in zip(parameters, found.castable, strict=True)
         ]
-        with _bound(chain, narrow, buffers):
+        with _bind_tensors(chain, narrow, buffers):
             sums = trial.accumulate > 1
-            return replace(found, sums_grads=sums, peaks=_peaks(trial, chain, given, wanted, narrow))
+            return replace(found, sums_grads=sums, peaks=_find_peaks(trial, chain, given, wanted, narrow))
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _mute_fake_tensor_log() -> Iterator[None]:
     """What does not fit is raised and said in our words; torch would print its own traceback before."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.addFilter(_never)
+    log.addFilter(_reject_record)
     try:
         yield
     finally:
-        log.removeFilter(_never)
+        log.removeFilter(_reject_record)
 
 
-def _never(_record: logging.LogRecord) -> bool:
+def _reject_record(_record: logging.LogRecord) -> bool:
     return False
 
 
 @contextmanager
-def _named(chain: Chain, index: int, value: Any) -> Iterator[None]:
+def _note_block_in_errors(chain: Chain, index: int, value: Any) -> Iterator[None]:
     """An exception of a block says which one it was, and what it was given."""
     try:
         yield
@@ -91,7 +100,7 @@ def _named(chain: Chain, index: int, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def as_it_was(model: torch.nn.Module) -> Iterator[None]:
+def preserve_attributes(model: torch.nn.Module) -> Iterator[None]:
     """Whatever a forward remembers of tensors without values (tables, counters) is forgotten."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
@@ -102,16 +111,18 @@ def as_it_was(model: torch.nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _peaks(trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: list[Any]) -> BlockPeaks | None:
+def _find_peaks(
+    trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: list[Any]
+) -> BlockPeaks | None:
     """Peaks of the blocks, or None for a model whose backward does not run on fake tensors."""
     try:
-        return block_peaks(trial, chain, inputs, targets, parameters)
+        return measure_block_peaks(trial, chain, inputs, targets, parameters)
     except Exception:
         return None
 
 
 @contextmanager
-def _bound(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
+def _bind_tensors(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
     tables = [("_parameters", chain.parameter_slots, parameters), ("_buffers", chain.buffer_slots, buffers)]
     before = []
     for table, of_block, tensors in tables:
@@ -127,21 +138,21 @@ def _bound(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[
             entries[attribute] = tensor
 
 
-def _walk(
+def _profile_blocks(
     trial: Trial, chain: Chain, inputs: Any, targets: Any, parameters: list[torch.Tensor], _mode: Any
 ) -> Profile:
     from torch.utils.flop_counter import FlopCounterMode
 
     dtype = COMPUTE_DTYPE[trial.precision]
     device = parameters[0].device.type
-    watch = _Casts(parameters, dtype)
+    watch = _CastWatcher(parameters, dtype)
     saved: list[int] = []
     outputs: list[int] = []
     flops: list[float] = []
     value = inputs
     known: dict[object, tuple[int, Any]] = {}
     for index, block in enumerate(chain.blocks):
-        kind = (type_of(block), shape_of(value), index == 0, index == len(chain.blocks) - 1)
+        kind = (block_signature(block), tree_signature(value), index == 0, index == len(chain.blocks) - 1)
         if kind in known:  # each type of block once
             like, value = known[kind]
             watch.copy_marks(chain.parameter_slots[like], chain.parameter_slots[index])
@@ -149,7 +160,7 @@ def _walk(
             outputs.append(outputs[like])
             flops.append(flops[like])
             continue
-        value = tree_map(_leaf, value)
+        value = tree_map(_as_grad_leaf, value)
         kept: dict[int, int] = {}
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -166,8 +177,8 @@ def _walk(
             counter,
             watch,
         ):
-            with _named(chain, index, value):
-                value = call(block, value, first=index == 0)
+            with _note_block_in_errors(chain, index, value):
+                value = call_block(block, value, first=index == 0)
             if index == len(chain.blocks) - 1:
                 loss = trial.loss(value, targets)
                 _check_loss(trial, loss)
@@ -189,7 +200,7 @@ def tree_bytes(tree: Any) -> int:
     )
 
 
-def _leaf(value: Any) -> Any:
+def _as_grad_leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().requires_grad_().clone()  # a clone, so that a block may write into it
     return value
@@ -209,7 +220,7 @@ def _check_loss(trial: Trial, loss: Any) -> None:
         raise InputError(f"trial {trial.name!r}: loss must give one number, not {shape}; take its mean")
 
 
-class _Casts(TorchDispatchMode):
+class _CastWatcher(TorchDispatchMode):
     """Which parameters are cast to the compute dtype, and which are used in any other way."""
 
     def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype | None) -> None:

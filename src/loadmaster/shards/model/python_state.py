@@ -24,9 +24,9 @@ _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str,
 
 
 @contextmanager
-def kept(modules: Iterable[Any]) -> Iterator[None]:
+def preserve_state(modules: Iterable[Any]) -> Iterator[None]:
     """Whatever happens inside, these modules' Python state comes out as it went in."""
-    undo = _noted(modules)
+    undo = _collect_undo(modules)
     try:
         yield
     finally:
@@ -41,7 +41,7 @@ def differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def standing_in(tables: list[Table]) -> Iterator[None]:
+def swap_attributes(tables: list[Table]) -> Iterator[None]:
     """Attributes as they were, for a while; afterwards as they are now."""
     now = [(table, dict(table)) for table, _ in tables]
     try:
@@ -57,25 +57,25 @@ def standing_in(tables: list[Table]) -> Iterator[None]:
 
 def plain_tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Tensors that modules hold beside parameters and buffers."""
-    return (each for each in _reached(modules) if isinstance(each, torch.Tensor))
+    return (each for each in _iter_reachable(modules) if isinstance(each, torch.Tensor))
 
 
-def _noted(roots: Iterable[Any]) -> list[Callable[[], None]]:
+def _collect_undo(roots: Iterable[Any]) -> list[Callable[[], None]]:
     """How to put back everything that can be reached."""
     undo: list[Callable[[], None]] = []
-    for each in _reached(roots):
+    for each in _iter_reachable(roots):
         if isinstance(each, torch.Tensor):
-            act = _tensor(each)
+            act = _make_tensor_undo(each)
             undo.extend([act] if act is not None else [])
         elif isinstance(each, list | deque | set | dict):
-            undo.append(_refill(each))
+            undo.append(_make_container_undo(each))
         elif isinstance(getattr(each, "__dict__", None), dict):
             tables = [vars(each)[name] for name in _TABLES if isinstance(each, nn.Module)]
-            undo.extend(_refill(table) for table in (vars(each), *tables))
+            undo.extend(_make_container_undo(table) for table in (vars(each), *tables))
     return undo
 
 
-def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+def _iter_reachable(roots: Iterable[Any]) -> Iterator[Any]:
     """All objects behind some, each once; no recursion."""
     waiting = list(roots)
     seen: dict[int, Any] = {}  # kept, so that no other gets its id
@@ -85,10 +85,10 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
             continue
         seen[id(each)] = each
         yield each
-        waiting.extend(_inside(each))
+        waiting.extend(_list_children(each))
 
 
-def _inside(each: Any) -> list[Any]:
+def _list_children(each: Any) -> list[Any]:
     if isinstance(each, torch.Tensor):
         return []
     if isinstance(each, list | deque | set | tuple | frozenset):
@@ -101,11 +101,11 @@ def _inside(each: Any) -> list[Any]:
     return [value for name, value in attributes.items() if name not in _TABLES]
 
 
-def _refill(container: Any) -> Callable[[], None]:
+def _make_container_undo(container: Any) -> Callable[[], None]:
     before = dict(container) if isinstance(container, dict) else list(container)
 
     def act() -> None:
-        if _same(container, before):
+        if _has_same_items(container, before):
             return
         container.clear()
         (container.extend if isinstance(container, list | deque) else container.update)(before)
@@ -113,7 +113,7 @@ def _refill(container: Any) -> Callable[[], None]:
     return act
 
 
-def _same(container: Any, before: Any) -> bool:
+def _has_same_items(container: Any, before: Any) -> bool:
     if isinstance(container, dict):
         return not differs(container, before) and list(container) == list(before)
     if isinstance(container, set):
@@ -129,7 +129,7 @@ def _is_opaque(each: Any) -> bool:
     return home.partition(".")[0] in _OF_OTHERS or home.startswith(("torch.utils.data", "torch.distributed"))
 
 
-def _tensor(tensor: torch.Tensor) -> Callable[[], None] | None:
+def _make_tensor_undo(tensor: torch.Tensor) -> Callable[[], None] | None:
     """A plain tensor (no parameter, nothing of a graph): its value."""
     if tensor.requires_grad or tensor.numel() > _LARGEST or tensor.device.type == "meta":
         return None

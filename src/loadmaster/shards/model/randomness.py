@@ -27,37 +27,37 @@ class Generators:
     others: tuple[Any, Any] | None = None  # of Python and NumPy; None: left as they are
 
 
-def current(device: torch.device, *, others: bool = True) -> Generators:
+def capture_generators(device: torch.device, *, others: bool = True) -> Generators:
     """The generators as they are; `others`: Python's and NumPy's, too."""
     other = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return Generators(torch.get_rng_state(), other, of_others() if others else None)
+    return Generators(torch.get_rng_state(), other, capture_others() if others else None)
 
 
-def of_others() -> tuple[Any, Any]:
+def capture_others() -> tuple[Any, Any]:
     """The states of Python's generator and NumPy's."""
     return random.getstate(), np.random.get_state()
 
 
-def same_others(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+def is_same_others(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     """Whether nobody has drawn in between."""
     one, two = left[1], right[1]
     return bool(left[0] == right[0] and one[2:] == two[2:] and np.array_equal(one[1], two[1]))
 
 
-def packed(others: tuple[Any, Any]) -> torch.Tensor:
+def pack_others(others: tuple[Any, Any]) -> torch.Tensor:
     """Both states as bytes (JSON) in a tensor."""
     python, (kind, keys, *rest) = others
     text = json.dumps([python, [kind, keys.tolist(), *rest]]).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def unpacked(tensor: torch.Tensor) -> tuple[Any, Any]:
+def unpack_others(tensor: torch.Tensor) -> tuple[Any, Any]:
     """What was packed."""
     (version, words, gauss), (kind, keys, *rest) = json.loads(tensor.numpy().tobytes())
     return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
 
 
-def install(state: Generators, device: torch.device) -> None:
+def restore_generators(state: Generators, device: torch.device) -> None:
     """Go on from a state."""
     torch.set_rng_state(state.host)
     if state.device is not None and device.type == "cuda":
@@ -77,7 +77,7 @@ def seed_all(seed: int, device: torch.device, *, others: bool = True) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def mark(device: torch.device) -> tuple[object, ...]:
+def fingerprint_generators(device: torch.device) -> tuple[object, ...]:
     """Something that is another as soon as anyone has drawn: from torch, Python or NumPy."""
     numpy_state: Any = np.random.get_state()
     own = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
@@ -89,17 +89,17 @@ def mark(device: torch.device) -> tuple[object, ...]:
     )
 
 
-def counted_seed(seed: int, *, step: int, micro_batch: int, block: int) -> int:
+def derive_seed(seed: int, *, step: int, micro_batch: int, block: int) -> int:
     """A seed of its own for each block of each micro-batch of each step."""
     text = f"{seed}/{step}/{micro_batch}/{block}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
 @contextmanager
-def kept(device: torch.device) -> Iterator[None]:
+def preserve_generators(device: torch.device) -> Iterator[None]:
     """Whatever happens inside, the generators come out as they went in."""
-    before = current(device)
+    before = capture_generators(device)
     try:
         yield
     finally:
-        install(before, device)
+        restore_generators(before, device)

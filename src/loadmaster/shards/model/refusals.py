@@ -23,7 +23,7 @@ _WRAPPERS = {
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def check_plain(trial: Trial, model: nn.Module) -> None:
+def check_not_wrapped(trial: Trial, model: nn.Module) -> None:
     """A wrapper decides itself how its module runs; shards are run one by one."""
     for name, module in model.named_modules():
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), "")
@@ -34,7 +34,7 @@ def check_plain(trial: Trial, model: nn.Module) -> None:
             )
 
 
-def check_dense(trial: Trial, model: nn.Module) -> None:
+def check_dense_grads(trial: Trial, model: nn.Module) -> None:
     """Gradients travel as they lie in memory."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -72,31 +72,31 @@ def check_schedule(trial: Trial, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def options_of(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def describe_options(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Optimizer and schedule by kind and options, as facts: a trial that has begun goes on with them."""
     groups = optimizer.param_groups
     found: dict[str, Any] = {"optim": type(optimizer).__name__, "optim.num_groups": len(groups)}
     for at, group in enumerate(groups):
         begins = "optim" if len(groups) == 1 else f"optim[{at}]"
-        found |= _plain_of(group, begins)
+        found |= _select_plain_options(group, begins)
     if trial.lr_schedule is None:
         return found | {"lr_schedule": None}
-    return found | _schedule_of(trial.lr_schedule(optimizer), "lr_schedule")
+    return found | _describe_schedule(trial.lr_schedule(optimizer), "lr_schedule")
 
 
-def _schedule_of(schedule: Any, begins: str) -> dict[str, Any]:
+def _describe_schedule(schedule: Any, begins: str) -> dict[str, Any]:
     """A schedule by kind and options, and those that it is made of."""
     moves = ("_", "last_epoch")  # where it stands
     options = {k: v for k, v in schedule.state_dict().items() if not k.startswith(moves)}
     if hasattr(schedule, "_milestones"):  # of SequentialLR
         options["milestones"] = schedule._milestones
-    found = {begins: type(schedule).__name__, **_plain_of(options, begins)}
+    found = {begins: type(schedule).__name__, **_select_plain_options(options, begins)}
     for at, part in enumerate(getattr(schedule, "_schedulers", ())):
-        found |= _schedule_of(part, f"{begins}[{at}]")
+        found |= _describe_schedule(part, f"{begins}[{at}]")
     return found
 
 
-def _plain_of(options: Mapping[str, Any], begins: str) -> dict[str, Any]:
+def _select_plain_options(options: Mapping[str, Any], begins: str) -> dict[str, Any]:
     """Those options that are numbers and texts, or lists of them."""
     found = {}
     for key, value in options.items():
@@ -111,7 +111,7 @@ def _plain_of(options: Mapping[str, Any], begins: str) -> dict[str, Any]:
 
 
 @contextmanager
-def valueless(trial: Trial) -> Iterator[None]:
+def refuse_value_reads(trial: Trial) -> Iterator[None]:
     """While a model runs on tensors without values: one that looks at them is told why it cannot."""
     try:
         yield

@@ -15,7 +15,7 @@ from loadmaster.core.errors import InputError
 from loadmaster.shards.model.blocks import Chain
 
 
-def check_memory(trial: str, chain: Chain) -> None:
+def check_shared_memory(trial: str, chain: Chain) -> None:
     """Refuse parameters and buffers of one model that share memory without being one tensor.
 
     Parameters that are all frozen may: nothing parts them.
@@ -46,7 +46,7 @@ def _would_part(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of one storage have a byte in common."""
-    (a, b), (c, d) = _range(left), _range(right)
+    (a, b), (c, d) = _byte_range(left), _byte_range(right)
     if a >= d or c >= b:
         return False
     if left.is_contiguous() or right.is_contiguous() or left.dtype != right.dtype:
@@ -56,7 +56,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(marks.as_strided(right.shape, right.stride(), right.storage_offset()).any())
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor in its storage."""
     width, start = tensor.element_size(), tensor.storage_offset()
     last = start + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -64,7 +64,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @dataclass
-class Owners:
+class ParameterOwners:
     """Which trial a model and its trained parameters belong to."""
 
     _of: dict[int, tuple[Any, str]] = field(default_factory=dict)  # [id] (a weak reference, its trial)

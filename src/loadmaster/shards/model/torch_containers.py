@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 KINDS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 
 
-def openable(model: nn.Module) -> tuple[nn.Module, ...]:
+def find_openable(model: nn.Module) -> tuple[nn.Module, ...]:
     """The containers in a model that do what their class does, in the mode the model is in."""
     return tuple(module for module in model.modules() if _is_plain(module, training=model.training))
 
@@ -47,19 +47,21 @@ def as_chain(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(found) if usual and len(set(found)) == len(found) else ()
 
 
-def kept_whole(blocks: Iterable[Any]) -> nn.Module | None:
+def find_unopened(blocks: Iterable[Any]) -> nn.Module | None:
     """The first container that stands unopened in some blocks."""
     modules = (each for block in blocks if isinstance(block, nn.Module) for each in block.modules())
     return next((each for each in modules if isinstance(each, KINDS)), None)
 
 
-def run_open(tracer: fx.Tracer, module: Any, args: Any, kwargs: Any) -> Any:
+def trace_container(tracer: fx.Tracer, module: Any, args: Any, kwargs: Any) -> Any:
     """Trace a container as the run of its layers."""
-    runs: dict[Any, Callable[..., Any]] = dict(zip(KINDS, (_encoder, _decoder, _both), strict=True))
+    runs: dict[Any, Callable[..., Any]] = dict(
+        zip(KINDS, (_trace_encoder, _trace_decoder, _trace_transformer), strict=True)
+    )
     return runs[type(module)](tracer, module, *args, **kwargs)
 
 
-def _encoder(
+def _trace_encoder(
     tracer: fx.Tracer,
     module: Any,
     src: Any,
@@ -75,23 +77,23 @@ def _encoder(
         check = bool(getattr(module, "mask_check", True))
         bare = tracer.create_proxy("call_method", "detach", (src,), {})
         given = (bare, mask, padding, is_causal, first.self_attn.batch_first, nested, check)
-        found = tracer.create_proxy("call_function", encoder_gives, given, {})
+        found = tracer.create_proxy("call_function", find_layer_inputs, given, {})
         mask = None if mask is None else found[0]
         causal = found[1] if causal is None else causal
     if found is not None and padding is not None:
         padding = found[2]
-        out = tracer.create_proxy("call_function", packed, (src, found[3]), {})
+        out = tracer.create_proxy("call_function", choose_packed, (src, found[3]), {})
     for layer in module.layers:
         rows = padding
         if padding is not None:
-            rows = tracer.create_proxy("call_function", padding_of, (out, padding), {})
+            rows = tracer.create_proxy("call_function", padding_for_layer, (out, padding), {})
         out = layer(out, src_mask=mask, is_causal=causal, src_key_padding_mask=rows)
     if padding is not None:
-        out = tracer.create_proxy("call_function", unpacked, (out, padding), {})
+        out = tracer.create_proxy("call_function", unpack_rows, (out, padding), {})
     return out if module.norm is None else module.norm(out)
 
 
-def _decoder(
+def _trace_decoder(
     tracer: fx.Tracer,
     module: Any,
     tgt: Any,
@@ -123,7 +125,7 @@ def _decoder(
     return out if module.norm is None else module.norm(out)
 
 
-def _both(
+def _trace_transformer(
     tracer: fx.Tracer,
     module: Any,
     src: Any,
@@ -139,7 +141,7 @@ def _both(
     memory_is_causal: Any = False,
 ) -> Any:
     given = (src, tgt, module.batch_first, module.d_model)
-    src = tracer.create_proxy("call_function", checked, given, {})
+    src = tracer.create_proxy("call_function", check_transformer_inputs, given, {})
     memory = module.encoder(
         src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
     )
@@ -162,11 +164,11 @@ def _known_causal(mask: Any, is_causal: Any) -> bool | None:
     return False if mask is None and is_causal is None else None
 
 
-def encoder_gives(
+def find_layer_inputs(
     src: Any, mask: Any, padding: Any, is_causal: Any, batch_first: bool, nested: bool, mask_check: bool
 ) -> tuple[Any, Any, Any, Any]:
     """What an encoder gives to its layers: mask, whether it is causal, padding; and rows that are packed."""
-    layer = _Layer(batch_first, training=not nested, weight=src.new_empty(0).requires_grad_())
+    layer = _RecordingLayer(batch_first, training=not nested, weight=src.new_empty(0).requires_grad_())
     stand_in = SimpleNamespace(layers=[layer], norm=None, use_nested_tensor=nested, mask_check=mask_check)
     forward = nn.TransformerEncoder.forward
     try:
@@ -179,17 +181,17 @@ def encoder_gives(
     return got["src_mask"], got["is_causal"], rows, value if is_packed else None
 
 
-def packed(src: Any, rows: Any) -> Any:
+def choose_packed(src: Any, rows: Any) -> Any:
     """What the first layer gets: in eval mode rows without their padding, where the encoder packs them."""
     return src if rows is None else rows
 
 
-def padding_of(value: Any, padding: Any) -> Any:
+def padding_for_layer(value: Any, padding: Any) -> Any:
     """The padding that a layer is told of: none of packed rows."""
     return None if value.is_nested else padding
 
 
-def unpacked(value: Any, padding: Any) -> Any:
+def unpack_rows(value: Any, padding: Any) -> Any:
     """What the last layer gave, with its padding."""
     if padding is None or not value.is_nested:
         return value
@@ -198,7 +200,7 @@ def unpacked(value: Any, padding: Any) -> Any:
 
 def decoder_is_causal(tgt: Any, mask: Any, is_causal: Any, batch_first: bool) -> Any:
     """What a decoder tells its layers of its mask."""
-    layer = _Layer(batch_first)
+    layer = _RecordingLayer(batch_first)
     stand_in = SimpleNamespace(layers=[layer], norm=None)
     forward = nn.TransformerDecoder.forward
     try:
@@ -208,7 +210,7 @@ def decoder_is_causal(tgt: Any, mask: Any, is_causal: Any, batch_first: bool) ->
     return layer.kwargs["tgt_is_causal"]
 
 
-def checked(src: Any, tgt: Any, batch_first: bool, d_model: int) -> Any:
+def check_transformer_inputs(src: Any, tgt: Any, batch_first: bool, d_model: int) -> Any:
     """The source, if it goes with the target."""
     stand_in = SimpleNamespace(
         batch_first=batch_first,
@@ -219,7 +221,7 @@ def checked(src: Any, tgt: Any, batch_first: bool, d_model: int) -> Any:
     return nn.Transformer.forward(stand_in, src, tgt)
 
 
-class _Layer:
+class _RecordingLayer:
     """Stands in for the first layer, and notes what it is given."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.nn import functional
 
-from loadmaster.shards.plan.host_store import host_memory
+from loadmaster.shards.plan.host_store import allocate_host_memory
 
 _BATCH, _LENGTH, _WIDTH, _HEADS = 8, 1024, 1600, 25
 _NUM_BOXES = 4
@@ -18,7 +18,7 @@ _QUEUED = 3  # copies each way, and layers, that are issued ahead
 _NAP_S = 5e-4
 
 
-def recomputed_layer(where: torch.device) -> Callable[[], None]:
+def make_recomputed_layer(where: torch.device) -> Callable[[], None]:
     """A transformer layer over 8 x 1024 tokens as a step runs it: forward, forward, backward."""
     shapes = [(3 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH)]
     weights = [torch.randn(s, device=where, dtype=torch.bfloat16).mul_(0.02).requires_grad_() for s in shapes]
@@ -43,7 +43,7 @@ def recomputed_layer(where: torch.device) -> Callable[[], None]:
     return run
 
 
-def layer_flops_per_s(where: torch.device, layer: Callable[[], None]) -> float:
+def measure_layer_flops_per_s(where: torch.device, layer: Callable[[], None]) -> float:
     """What the layer sustains by itself."""
     times = []
     for _ in range(12):
@@ -63,7 +63,7 @@ class Traffic:
     def __init__(self, where: torch.device, *, box_bytes: int) -> None:
         self.layer: Callable[[], None] | None = None
         self._where, self._box_bytes = where, box_bytes
-        self._boxes = [host_memory(box_bytes, for_gpu=True) for _ in range(_NUM_BOXES)]
+        self._boxes = [allocate_host_memory(box_bytes, for_gpu=True) for _ in range(_NUM_BOXES)]
         self._near = [torch.empty(box_bytes, dtype=torch.uint8, device=where) for _ in range(2)]
         self._lanes = [torch.cuda.Stream(where) for _ in range(2)]
         self._compute = torch.cuda.Stream(where)
@@ -114,7 +114,7 @@ class Traffic:
                 self._refill(lane)
             time.sleep(_NAP_S)
 
-    def alone_bytes_per_s(self, seconds: float) -> tuple[float, float]:
+    def measure_bytes_per_s(self, seconds: float) -> tuple[float, float]:
         """Bytes per second up and down, both at once, with nothing beside them."""
         self.start()
         while time.perf_counter() - self._began_s < seconds:
@@ -140,7 +140,7 @@ class Traffic:
             waiting.append(stream.record_event())
 
 
-def release() -> None:
+def release_gpu_memory() -> None:
     """Give back what measuring took of a GPU, workspaces of libraries too: a cap may come after."""
     gc.collect()
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

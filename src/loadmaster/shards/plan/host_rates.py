@@ -16,7 +16,7 @@ import torch
 
 from loadmaster.shards.device.host_kernels import adam_step, table_of
 from loadmaster.shards.device.update_thread import HostUpdater
-from loadmaster.shards.plan.host_store import host_memory
+from loadmaster.shards.plan.host_store import allocate_host_memory
 
 _PARAM_BYTES = 16  # master, two moments, gradient and compute copy
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -48,7 +48,7 @@ def make_pieces(num_pieces: int, num_params: int) -> HostPieces:
     """Pieces of zeros with their memory taken."""
     slabs, tables = [], []
     for _ in range(num_pieces):
-        slab = host_memory(num_params * _PARAM_BYTES, for_gpu=True)
+        slab = allocate_host_memory(num_params * _PARAM_BYTES, for_gpu=True)
         slab.zero_()
         wide = slab[: num_params * 12].view(torch.float32).view(3, num_params)
         half = slab[num_params * 12 :].view(torch.bfloat16).view(2, num_params)
@@ -57,7 +57,7 @@ def make_pieces(num_pieces: int, num_params: int) -> HostPieces:
     return HostPieces(num_params, tuple(slabs), tuple(tables))
 
 
-def rates_beside(
+def measure_rates_beside(
     pieces: HostPieces, issue: Callable[[], None], *, num_threads: int, num_updates: int = 10
 ) -> list[float]:
     """Parameters per second of each update but the first ones, while this thread issues."""

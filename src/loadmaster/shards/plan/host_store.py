@@ -11,7 +11,7 @@ from loadmaster.shards.model.optimizer_state import StateLayout
 from loadmaster.shards.plan.layout import Layout, Packer, Piece, Place
 
 
-def host_memory(num_bytes: int, *, for_gpu: bool = False) -> torch.Tensor:
+def allocate_host_memory(num_bytes: int, *, for_gpu: bool = False) -> torch.Tensor:
     """Anonymous pages: zero, and taken when first touched.
 
     For a GPU they are private, since most systems make only such pages huge, and huge ones are what a bus
@@ -55,7 +55,7 @@ class HostPiece:
         return self._grads
 
 
-def host_piece(
+def make_host_piece(
     piece: Piece,
     layout: Layout,
     parameters: Sequence[torch.Tensor],
@@ -90,7 +90,9 @@ def host_piece(
         land.place(parameters[n].shape, grad_dtype[n]) if wanted else None
         for n, wanted in zip(order, trainable, strict=True)
     ]
-    slab = host_memory(up.end_bytes + rest.end_bytes + (land.end_bytes if landing else 0), for_gpu=for_gpu)
+    slab = allocate_host_memory(
+        up.end_bytes + rest.end_bytes + (land.end_bytes if landing else 0), for_gpu=for_gpu
+    )
     low, high = slab[: up.end_bytes], slab[up.end_bytes : up.end_bytes + rest.end_bytes]
     compute = [place.view(low) for place in up_places]
     master = [c if p is None else p.view(high) for c, p in zip(compute, master_places, strict=True)]

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.device.arena import aligned
+from loadmaster.shards.device.arena import align_bytes
 from loadmaster.shards.model.blocks import Chain
 
 Placement = Literal["device", "host", "pinned"]
@@ -117,5 +117,5 @@ class Packer:
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> Place:
         """The next place; every tensor starts on an aligned byte."""
         place = Place(self.end_bytes, tuple(shape), dtype)
-        self.end_bytes = aligned(self.end_bytes + place.num_bytes)
+        self.end_bytes = align_bytes(self.end_bytes + place.num_bytes)
         return place

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
-from loadmaster.shards.model.built_model import Built
-from loadmaster.shards.model.torch_containers import kept_whole
+from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.torch_containers import find_unopened
 from loadmaster.shards.plan.layout import Layout, Placement, lay_out
 from loadmaster.shards.plan.rates import Rates
-from loadmaster.shards.plan.shard_plan import IN_FLIGHT, ShardPlan, measured, ring_bytes_of
-from loadmaster.shards.plan.sizes import Sizes, sizes_of
+from loadmaster.shards.plan.shard_plan import IN_FLIGHT, ShardPlan, measure_plan, ring_bytes_of
+from loadmaster.shards.plan.sizes import Sizes, measure_sizes
 from loadmaster.shards.plan.step_forecast import forecast_step_s
-from loadmaster.shards.plan.step_limits import Limit, Work, limit
+from loadmaster.shards.plan.step_limits import Limit, Work, find_step_limit
 from loadmaster.shards.plan.unit_order import least_slots
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE
 
@@ -34,7 +34,7 @@ _MOST_TRIED = 6  # cuts, those with the least peaks first
 
 
 def make_plan(
-    built: Built,
+    built: BuiltModel,
     *,
     cap_bytes: int,
     rates: Rates,
@@ -45,9 +45,9 @@ def make_plan(
     more_reserve_bytes: int = 0,
 ) -> ShardPlan:
     """The plan of one trial; `share` trials like it are to stand on the device at once, and take turns."""
-    sizes = sizes_of(built)
+    sizes = measure_sizes(built)
     room = cap_bytes - reserve_bytes(built, cap_bytes) - more_reserve_bytes
-    candidates = [list(cuts)] if cuts is not None else _candidates(built, sizes)
+    candidates = [list(cuts)] if cuts is not None else _list_cuts(built, sizes)
     layouts = [
         lay_out(
             built.chain,
@@ -60,30 +60,30 @@ def make_plan(
     # Rings for state take room that updates on the host do not: where there is none, the host takes all.
     wishes = ("auto", "host") if optimizer_placement == "auto" else (optimizer_placement,)
     for wish in wishes:
-        bases = [_base(built, layout, sizes, wish, num_slots, room, share) for layout in layouts]
+        bases = [_plan_base(built, layout, sizes, wish, num_slots, room, share) for layout in layouts]
         fitting = sorted(
             (base for base in bases if base.peak_bytes <= room), key=lambda base: base.peak_bytes
         )
         if fitting:
             break
     if not fitting:
-        _refuse(built, sizes, room, min(base.peak_bytes for base in bases))
+        _refuse_trial(built, sizes, room, min(base.peak_bytes for base in bases))
     plans = []
     for base in fitting[:_MOST_TRIED]:
-        pinned = _pin(built, base, sizes, room, share)
-        plans.append(_place(built, pinned, sizes, rates, optimizer_placement, share))
+        pinned = _pin_pieces(built, base, sizes, room, share)
+        plans.append(_place_updates(built, pinned, sizes, rates, optimizer_placement, share))
     found = min(plans, key=lambda plan: (plan.limit.predicted_s, plan.peak_bytes))
-    clock = _Clock(built, sizes, rates, share)
+    clock = _Forecaster(built, sizes, rates, share)
     if optimizer_placement != "auto":
         return clock.told(found)
-    return _exchanged(_refined(found, clock, room), clock, room)
+    return _exchange_placements(_refine_split(found, clock, room), clock, room)
 
 
 @dataclass
-class _Clock:
+class _Forecaster:
     """Forecasts of one trial's plans."""
 
-    built: Built
+    built: BuiltModel
     sizes: Sizes
     rates: Rates
     share: int
@@ -95,7 +95,7 @@ class _Clock:
 
     def split(self, plan: ShardPlan, count: int, num_rings: int) -> ShardPlan:
         """So many of what is not pinned stepped on the device, spread evenly."""
-        large = _too_large(plan.layout, self.sizes)
+        large = _find_too_large(plan.layout, self.sizes)
         free = [p.index for p in plan.layout.pieces if plan.placement[p.index] != "pinned"]
         free = [index for index in free if index not in large]
         placement = list(plan.placement)
@@ -108,17 +108,17 @@ class _Clock:
         """The plan with another placement."""
         ring = ring_bytes_of(plan.layout, self.sizes, placement)
         tried = replace(plan, placement=tuple(placement), ring_bytes=ring)
-        tried = measured(self.built, tried, self.sizes, self.share)
-        return self.told(replace(tried, limit=limit(tried.work, self.rates)))
+        tried = measure_plan(self.built, tried, self.sizes, self.share)
+        return self.told(replace(tried, limit=find_step_limit(tried.work, self.rates)))
 
 
-def _refined(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
+def _refine_split(plan: ShardPlan, clock: _Forecaster, room: int) -> ShardPlan:
     """Of even splits, with as many slots and rings or one more of each, the one with the least forecast.
 
     One more slot lets weights come before state that would hold them up on the bus.
     """
     best = clock.told(plan)
-    large = _too_large(plan.layout, clock.sizes)
+    large = _find_too_large(plan.layout, clock.sizes)
     free = [p.index for p in plan.layout.pieces if plan.placement[p.index] != "pinned"]
     most = len([index for index in free if index not in large])
     more = (0, 1) if clock.share == 1 else (0,)  # trials in turn fill each other's gaps
@@ -139,12 +139,12 @@ def _refined(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
     return best
 
 
-def _exchanged(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
+def _exchange_placements(plan: ShardPlan, clock: _Forecaster, room: int) -> ShardPlan:
     """The plan after some exchanges of host and device that shorten its forecast; the same every time.
 
     An even split keeps bus and host alike busy; where weights come late for all that, the forecast knows.
     """
-    kept = _too_large(plan.layout, clock.sizes)
+    kept = _find_too_large(plan.layout, clock.sizes)
     at = {
         where: [p for p, w in enumerate(plan.placement) if w == where and p not in kept] for where in _STEPPED
     }
@@ -164,7 +164,7 @@ def _exchanged(plan: ShardPlan, clock: _Clock, room: int) -> ShardPlan:
     return plan
 
 
-def _candidates(built: Built, sizes: Sizes) -> list[list[int]]:
+def _list_cuts(built: BuiltModel, sizes: Sizes) -> list[list[int]]:
     """For each number of shards, starts of runs of blocks whose largest is least."""
     facts = built.facts
     weight = [
@@ -189,16 +189,16 @@ def _candidates(built: Built, sizes: Sizes) -> list[list[int]]:
     return found
 
 
-def reserve_bytes(built: Built, cap_bytes: int) -> int:
+def reserve_bytes(built: BuiltModel, cap_bytes: int) -> int:
     """What is kept free on a GPU: workspaces of its libraries, and what its allocator scatters."""
     return 0 if built.device.type == "cpu" else int(_LIBRARIES_BYTES + _SCATTERED * cap_bytes)
 
 
-def _base(
-    built: Built, layout: Layout, sizes: Sizes, wish: str, num_slots: int, room: int, share: int
+def _plan_base(
+    built: BuiltModel, layout: Layout, sizes: Sizes, wish: str, num_slots: int, room: int, share: int
 ) -> ShardPlan:
     """Nothing pinned; as many slots as fit, up to the number asked for."""
-    large = _too_large(layout, sizes) if wish in ("auto", "hybrid") else frozenset()
+    large = _find_too_large(layout, sizes) if wish in ("auto", "hybrid") else frozenset()
     everything: tuple[Placement, ...] = tuple(
         "host" if wish == "host" or piece.index in large else "device" for piece in layout.pieces
     )
@@ -212,7 +212,7 @@ def _base(
         depth = max(0, slots - fewest)
         bare = ShardPlan(layout, everything, slots, depth, ring, 0, 0, _NO_WORK, _NO_LIMIT, 0)
         bare = replace(bare, num_rings=num_rings, num_in_flight=num_in_flight)
-        plan = measured(built, bare, sizes, share)
+        plan = measure_plan(built, bare, sizes, share)
         if plan.peak_bytes <= room:
             break
     assert plan is not None
@@ -223,25 +223,27 @@ _NO_WORK = Work(flops=0, up_bytes=0, down_bytes=0, host_stepped=0, host_bytes=0)
 _NO_LIMIT = Limit(0.0, "", {})
 
 
-def _too_large(layout: Layout, sizes: Sizes) -> frozenset[int]:
+def _find_too_large(layout: Layout, sizes: Sizes) -> frozenset[int]:
     """Pieces with one parameter so large that a ring for it would take the room of several others."""
     largest = [max((sizes.update_bytes[n] for n in piece.parameters), default=0) for piece in layout.pieces]
     usual = sorted(largest)[len(largest) // 2] if largest else 0
     return frozenset(piece.index for piece in layout.pieces if largest[piece.index] > 2 * usual)
 
 
-def _pin(built: Built, plan: ShardPlan, sizes: Sizes, room: int, share: int) -> ShardPlan:
+def _pin_pieces(built: BuiltModel, plan: ShardPlan, sizes: Sizes, room: int, share: int) -> ShardPlan:
     """Pin pieces from the first shard on, those that fit."""
     for piece in sorted(plan.layout.pieces, key=lambda each: each.shards[0]):
         placement = list(plan.placement)
         placement[piece.index] = "pinned"
-        tried = measured(built, replace(plan, placement=tuple(placement)), sizes, share)
+        tried = measure_plan(built, replace(plan, placement=tuple(placement)), sizes, share)
         if tried.peak_bytes <= room:
             plan = tried
     return plan
 
 
-def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str, share: int) -> ShardPlan:
+def _place_updates(
+    built: BuiltModel, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str, share: int
+) -> ShardPlan:
     """Who steps what is not pinned: as asked, or the split with the least time."""
     free = [piece.index for piece in plan.layout.pieces if plan.placement[piece.index] == "device"]
     if wish in ("device", "host"):
@@ -257,12 +259,12 @@ def _place(built: Built, plan: ShardPlan, sizes: Sizes, rates: Rates, wish: str,
             host = (order + 1) * count // max(1, len(free)) > order * count // max(1, len(free))
             placement[index] = "host" if host else "device"
         ring = ring_bytes_of(plan.layout, sizes, placement)
-        each = measured(built, replace(plan, placement=tuple(placement), ring_bytes=ring), sizes, share)
-        tried.append(replace(each, limit=limit(each.work, rates)))
+        each = measure_plan(built, replace(plan, placement=tuple(placement), ring_bytes=ring), sizes, share)
+        tried.append(replace(each, limit=find_step_limit(each.work, rates)))
     return min(tried, key=lambda each: each.limit.predicted_s)
 
 
-def _two(least: int, room: int) -> str:
+def _format_need(least: int, room: int) -> str:
     """What is needed and what there is, to the byte where they read alike."""
     needed, there = format_bytes(least), format_bytes(room)
     if needed == there:
@@ -270,22 +272,22 @@ def _two(least: int, room: int) -> str:
     return f"{needed} of a cap of {there}"
 
 
-def _refuse(built: Built, sizes: Sizes, room: int, least: int) -> None:
+def _refuse_trial(built: BuiltModel, sizes: Sizes, room: int, least: int) -> None:
     facts = built.facts
     weights = [sum(sizes.compute_bytes[s.tensor] for s in slots) for slots in built.chain.parameter_slots]
     block = max(range(len(weights)), key=lambda each: weights[each] + facts.saved_bytes[each])
     raise DeviceMemoryError(
-        f"trial {built.trial.name!r} needs {_two(least, room)} however"
+        f"trial {built.trial.name!r} needs {_format_need(least, room)} however"
         f" it is cut; its largest block {built.chain.block_name[block]} has"
         f" {format_bytes(weights[block])} of weights and keeps {format_bytes(facts.saved_bytes[block])} of"
         " activations; raise memory_cap, take a smaller batch (with accumulate) or give smaller blocks"
-        f"{_of_layers(built, block)}"
+        f"{_suggest_layers(built, block)}"
     )
 
 
-def _of_layers(built: Built, block: int) -> str:
+def _suggest_layers(built: BuiltModel, block: int) -> str:
     """What to do about a container of torch.nn that a block holds unopened."""
-    whole = kept_whole([built.chain.blocks[block]])
+    whole = find_unopened([built.chain.blocks[block]])
     if whole is None:
         return ""
     name = next((name for name, module in built.chain.model.named_modules() if module is whole), "")

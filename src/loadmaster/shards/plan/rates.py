@@ -5,8 +5,13 @@ from statistics import median
 
 import torch
 
-from loadmaster.shards.plan.gpu_rates import Traffic, layer_flops_per_s, recomputed_layer, release
-from loadmaster.shards.plan.host_rates import make_pieces, rates_beside
+from loadmaster.shards.plan.gpu_rates import (
+    Traffic,
+    make_recomputed_layer,
+    measure_layer_flops_per_s,
+    release_gpu_memory,
+)
+from loadmaster.shards.plan.host_rates import make_pieces, measure_rates_beside
 
 _KERNEL_BYTES = 28  # a parameter: master and two moments read and written, gradient read, copy written
 _NUM_PIECES = 4  # stepped in turn, a GB in all: one alone would stay in the cache in part
@@ -15,7 +20,7 @@ _ALONE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlapRates:
     """Rates while the optimizer runs on the host, with copies under way: none, up, down or both."""
 
     up_bytes_per_s: float
@@ -35,7 +40,7 @@ class Rates:
     host_params_per_s: float  # fused Adam
     spread: float = 0.0  # (largest - smallest) / median of the optimizer's rate
     compute_s: float | None = None  # of a whole step, where it was measured: FLOPs then do not count
-    beside: dict[str, Beside] | None = None  # ["", "up", "down" or "up down"]: the copies under way
+    beside: dict[str, OverlapRates] | None = None  # ["", "up", "down" or "up down"]: the copies under way
 
     @property
     def most_params_per_s(self) -> float:
@@ -59,10 +64,10 @@ TYPICAL_GPU = Rates(  # until calibrate() has been asked
     host_bytes_per_s=1.55e11,
     host_params_per_s=2.6e9,
     beside={
-        "": Beside(0.0, 0.0, 3.8e9),
-        "up": Beside(4.2e10, 0.0, 3.5e9),
-        "down": Beside(0.0, 4.8e10, 2.9e9),
-        "up down": Beside(3.4e10, 4.8e10, 2.6e9),
+        "": OverlapRates(0.0, 0.0, 3.8e9),
+        "up": OverlapRates(4.2e10, 0.0, 3.5e9),
+        "down": OverlapRates(0.0, 4.8e10, 2.9e9),
+        "up down": OverlapRates(3.4e10, 4.8e10, 2.6e9),
     },
 )
 
@@ -70,23 +75,25 @@ TYPICAL_GPU = Rates(  # until calibrate() has been asked
 def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 16_000_000) -> Rates:
     """Measure a GPU and its host: a layer alone, copies both ways, and the optimizer beside both."""
     where = torch.device(device)
-    layer = recomputed_layer(where)
-    flops = layer_flops_per_s(where, layer)
+    layer = make_recomputed_layer(where)
+    flops = measure_layer_flops_per_s(where, layer)
     beside, steps = {}, []
     with Traffic(where, box_bytes=8 * num_params) as traffic:
-        up, down = traffic.alone_bytes_per_s(_ALONE_S)
+        up, down = traffic.measure_bytes_per_s(_ALONE_S)
         traffic.layer = layer
         pieces = make_pieces(_NUM_PIECES, num_params)
         for ways in (), ("up",), ("down",), ("up", "down"):
             traffic.start(ways)
-            steps = rates_beside(pieces, traffic.issue, num_threads=num_threads, num_updates=_NUM_UPDATES)
-            beside[" ".join(ways)] = Beside(*traffic.bytes_per_s(), median(steps))
+            steps = measure_rates_beside(
+                pieces, traffic.issue, num_threads=num_threads, num_updates=_NUM_UPDATES
+            )
+            beside[" ".join(ways)] = OverlapRates(*traffic.bytes_per_s(), median(steps))
     del layer, traffic
-    release()
+    release_gpu_memory()
     everything = beside["up down"]
     middle = everything.params_per_s
     most = max(each.params_per_s for each in beside.values())
-    beside[""] = Beside(0.0, 0.0, most)
+    beside[""] = OverlapRates(0.0, 0.0, most)
     copied = everything.up_bytes_per_s + everything.down_bytes_per_s
     return Rates(
         device=device,

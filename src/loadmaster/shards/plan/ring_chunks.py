@@ -14,7 +14,7 @@ import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.core.units import format_bytes
-from loadmaster.shards.device.arena import aligned
+from loadmaster.shards.device.arena import align_bytes
 from loadmaster.shards.device.streams import Copy
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Packer, Place
@@ -47,7 +47,7 @@ def chunk_places(host: HostPiece, positions: Sequence[int]) -> tuple[list[dict[s
     return found, packer.end_bytes
 
 
-def divided(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[list[int]]:
+def divide_positions(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[list[int]]:
     """Runs of parameters that fit a ring place."""
     found: list[list[int]] = []
     for position in positions:
@@ -85,12 +85,12 @@ class Chunk:
         return [Copy(flat, ring[at : at + flat.numel()]) for at, flat in self.down]
 
 
-def chunks(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[Chunk]:
+def make_chunks(host: HostPiece, positions: Sequence[int], limit_bytes: int) -> list[Chunk]:
     """A piece's parameters in chunks; state that the optimizer has not made yet is not brought."""
-    return [_chunk(host, run) for run in divided(host, positions, limit_bytes)]
+    return [_make_chunk(host, run) for run in divide_positions(host, positions, limit_bytes)]
 
 
-def _chunk(host: HostPiece, positions: Sequence[int]) -> Chunk:
+def _make_chunk(host: HostPiece, positions: Sequence[int]) -> Chunk:
     places, _ = chunk_places(host, positions)
     up, down = [], []
     for at, position in enumerate(positions):
@@ -104,14 +104,14 @@ def _chunk(host: HostPiece, positions: Sequence[int]) -> Chunk:
         tuple(positions),
         tuple(places),
         tuple((key, p.offset_bytes, p.shape, p.dtype) for each in places for key, p in each.items()),
-        _merged(host.slab, up),
-        _merged(host.slab, down),
+        _merge_ranges(host.slab, up),
+        _merge_ranges(host.slab, down),
         sum(place.num_bytes for place, _ in up),
         sum(place.num_bytes for place, _ in down),
     )
 
 
-def _merged(
+def _merge_ranges(
     slab: torch.Tensor, pairs: Sequence[tuple[Place, torch.Tensor]]
 ) -> tuple[tuple[int, torch.Tensor], ...]:
     """As few flat ranges as hold them all: those that follow each other alike in ring and slab are one."""
@@ -121,7 +121,7 @@ def _merged(
         assert 0 <= first <= slab.numel() - place.num_bytes, "a piece's tensors lie in its slab"
         if runs:
             start, ring, size = runs[-1]
-            if first == aligned(start + size) and place.offset_bytes == aligned(ring + size):
+            if first == align_bytes(start + size) and place.offset_bytes == align_bytes(ring + size):
                 gap = first - (start + size)
                 if place.offset_bytes - (ring + size) == gap:
                     runs[-1][2] = size + gap + place.num_bytes

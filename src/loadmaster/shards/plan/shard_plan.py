@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loadmaster.shards.device.arena import Arena, aligned
-from loadmaster.shards.model.built_model import Built
+from loadmaster.shards.device.arena import Arena, align_bytes
+from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout, Placement
 from loadmaster.shards.plan.ring_chunks import ring_size
 from loadmaster.shards.plan.sizes import Sizes
-from loadmaster.shards.plan.slot_needs import boundary_bytes, need_of
+from loadmaster.shards.plan.slot_needs import boundary_bytes, compute_memory_need
 from loadmaster.shards.plan.step_limits import Limit, Work
 from loadmaster.shards.plan.unit_order import unit_order
 
@@ -100,7 +100,7 @@ def ring_bytes_of(layout: Layout, sizes: Sizes, placement: Sequence[Placement]) 
     )
 
 
-def measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardPlan:
+def measure_plan(built: BuiltModel, plan: ShardPlan, sizes: Sizes, share: int) -> ShardPlan:
     """Peak by replay, work by counting."""
     pinned = sum(
         sizes.pinned_bytes[number]
@@ -108,25 +108,25 @@ def measured(built: Built, plan: ShardPlan, sizes: Sizes, share: int) -> ShardPl
         if plan.placement[piece.index] == "pinned"
         for number in piece.parameters
     )
-    shared, standing, moving, slot_bytes = replay(built, plan, sizes)
+    shared, standing, moving, slot_bytes = replay_memory(built, plan, sizes)
     return replace(
         plan,
         peak_bytes=shared + share * standing + moving,
         own_bytes=standing + moving,
-        work=_work(built, plan, sizes),
+        work=_count_work(built, plan, sizes),
         load_bytes=pinned,
         slot_bytes=slot_bytes,
         moving_bytes=moving,
     )
 
 
-def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int, int]:
+def replay_memory(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int, int]:
     """Bytes of places, of what stands of a trial, the most that comes and goes in a step; and of slots."""
     arena = Arena("plan", 1 << 62, lambda size: torch.empty(0, dtype=torch.uint8))
     layout, facts = plan.layout, built.facts
     streamed = frozenset(p.index for p in layout.pieces if plan.placement[p.index] != "pinned")
-    need = need_of(
-        [sum(aligned(sizes.compute_bytes[n]) for n in piece.parameters) for piece in layout.pieces],
+    need = compute_memory_need(
+        [sum(align_bytes(sizes.compute_bytes[n]) for n in piece.parameters) for piece in layout.pieces],
         streamed,
         num_slots=plan.num_slots,
         ring_bytes=plan.ring_bytes,
@@ -134,10 +134,10 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int, 
         flight_bytes=flight_bytes(layout, sizes, streamed, plan.num_in_flight, ring_bytes=plan.ring_bytes),
         boundary_bytes=boundary_bytes(facts, layout, micro_batches=built.trial.accumulate),
     )
-    standing = sum(aligned(buffer.numel() * buffer.element_size()) for buffer in built.chain.buffers)
+    standing = sum(align_bytes(buffer.numel() * buffer.element_size()) for buffer in built.chain.buffers)
     for piece in layout.pieces:
         if plan.placement[piece.index] == "pinned":
-            standing += aligned(sum(aligned(sizes.pinned_bytes[n]) for n in piece.parameters))
+            standing += align_bytes(sum(align_bytes(sizes.pinned_bytes[n]) for n in piece.parameters))
     arena.book("batch", 2 * built.trial.accumulate * facts.input_bytes)
     deferred = built.trial.deferred
     for kind, shard in unit_order(layout.num_shards):
@@ -154,7 +154,7 @@ def replay(built: Built, plan: ShardPlan, sizes: Sizes) -> tuple[int, int, int, 
     return need.num_bytes, standing, arena.peak_bytes, need.slot_bytes
 
 
-def _work(built: Built, plan: ShardPlan, sizes: Sizes) -> Work:
+def _count_work(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> Work:
     """Bytes and FLOPs of one step, turns of the order left out."""
     up = down = host = stepped = 0.0
     last = plan.layout.num_shards - 1

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.device.arena import aligned
+from loadmaster.shards.device.arena import align_bytes
 from loadmaster.shards.model.blocks import Chain
-from loadmaster.shards.model.built_model import Built
-from loadmaster.shards.model.optimizer_state import StateLayout, check_optimizer, discover, starts_at_zero
+from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.optimizer_state import (
+    StateLayout,
+    check_optimizer,
+    discover_state_layouts,
+    starts_at_zero,
+)
 from loadmaster.shards.model.refusals import (
     check_schedule,
 )
@@ -31,13 +36,13 @@ class Sizes:
     start_bytes: tuple[int, ...]  # state the optimizer makes for itself in its first step
 
 
-def sizes_of(built: Built) -> Sizes:
+def measure_sizes(built: BuiltModel) -> Sizes:
     """What each parameter weighs; makes the optimizer once, to see what it keeps."""
     trial, chain = built.trial, built.chain
     dtype = COMPUTE_DTYPE[trial.precision]
     optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
     check_optimizer(optimizer, name=trial.name)
-    states, _ = _states(optimizer, chain)
+    states, _ = _find_state_layouts(optimizer, chain)
     check_schedule(trial, optimizer)
     rows = []
     for number, parameter in enumerate(chain.parameters):
@@ -48,19 +53,21 @@ def sizes_of(built: Built) -> Sizes:
         kept = 0
         for key in layout.large if layout is not None else ():
             assert layout is not None
-            kept += aligned(layout.large[key][1].itemsize * math.prod(layout.shape(key, parameter.shape)))
+            kept += align_bytes(layout.large[key][1].itemsize * math.prod(layout.shape(key, parameter.shape)))
         grad = 0 if layout is None else (count * width if trial.accumulate > 1 else compute)
         copy = compute if narrow else 0
-        master = aligned(count * width)
+        master = align_bytes(count * width)
         wide = count * width if 0 < grad < count * width else 0
         start = 0 if starts_at_zero(optimizer) else kept
-        update = master + kept + aligned(copy)
+        update = master + kept + align_bytes(copy)
         rows.append((count, layout is not None, compute, grad, master + kept, copy, update, wide, start))
     columns = list(zip(*rows, strict=True))
     return Sizes(*columns)
 
 
-def _states(optimizer: torch.optim.Optimizer, chain: Chain) -> tuple[list[StateLayout | None], list[int]]:
+def _find_state_layouts(
+    optimizer: torch.optim.Optimizer, chain: Chain
+) -> tuple[list[StateLayout | None], list[int]]:
     """State layout and group of each parameter."""
     group_of_id = {
         id(parameter): group
@@ -84,7 +91,9 @@ def _states(optimizer: torch.optim.Optimizer, chain: Chain) -> tuple[list[StateL
             continue
         key = (group, parameter.dtype, parameter.ndim)
         if key not in known:
-            found = discover(optimizer, [parameter.ndim], group, dtype=parameter.dtype, device="cpu")
+            found = discover_state_layouts(
+                optimizer, [parameter.ndim], group, dtype=parameter.dtype, device="cpu"
+            )
             known[key] = found[parameter.ndim]
         states.append(known[key])
     return states, groups

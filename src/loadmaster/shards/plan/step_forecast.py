@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from loadmaster.shards.model.built_model import Built
+from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.sizes import Sizes
 from loadmaster.shards.plan.unit_order import unit_order
@@ -66,19 +66,19 @@ class _Steps:
 
 
 def forecast_step_s(
-    built: Built, plan: "ShardPlan", sizes: Sizes, rates: Rates, *, num_trials: int = 1
+    built: BuiltModel, plan: "ShardPlan", sizes: Sizes, rates: Rates, *, num_trials: int = 1
 ) -> float:
     """Seconds of a step once steps follow each other, of one trial or of several that take turns."""
-    steps, ends = _Issue(built, plan, sizes, rates, num_trials).steps()
+    steps, ends = _JobIssuer(built, plan, sizes, rates, num_trials).steps()
     clock, found = 0.0, []
     waiting = {name: list(queue) for name, queue in steps.queues.items()}
-    engines = {way: _Engine(way) for way in ("up", "down")}
+    engines = {way: _CopyEngine(way) for way in ("up", "down")}
     while any(waiting.values()):
-        ready = [_next(name, waiting[name]) for name in ("compute", "host")]
-        ready += [engine.copying(waiting) for engine in engines.values()]
+        ready = [_pick_job(name, waiting[name]) for name in ("compute", "host")]
+        ready += [engine.pick_copy(waiting) for engine in engines.values()]
         active = [job for job in ready if job is not None]
         assert active, "an order of jobs in which nothing can run"
-        speed = _speeds(active, rates)
+        speed = _compute_speeds(active, rates)
         taken = min(job.left / each for job, each in zip(active, speed, strict=True))
         clock += taken
         for job, each in zip(active, speed, strict=True):
@@ -91,7 +91,7 @@ def forecast_step_s(
     return (found[-1] - found[-1 - num_trials]) / num_trials
 
 
-def _next(stream: str, queue: list[_Job]) -> _Job | None:
+def _pick_job(stream: str, queue: list[_Job]) -> _Job | None:
     """What a stream works on: the first; weights and updates may pass those that cannot run yet."""
     if stream == "host":
         ready = (job for job in queue[:_AHEAD] if not job.num_awaited)
@@ -102,26 +102,26 @@ def _next(stream: str, queue: list[_Job]) -> _Job | None:
 
 
 @dataclass(eq=False)
-class _Engine:
+class _CopyEngine:
     """Copies one way, one at a time."""
 
     way: str
     lane: int = 0
     job: _Job | None = None
 
-    def copying(self, waiting: dict[str, list[_Job]]) -> _Job | None:
+    def pick_copy(self, waiting: dict[str, list[_Job]]) -> _Job | None:
         """What is copied now."""
         if self.job is None or self.job.done:
             self.job = None
             for lane in (self.lane, 1 - self.lane):
-                self.job = _next(f"{self.way} {lane}", waiting[f"{self.way} {lane}"])
+                self.job = _pick_job(f"{self.way} {lane}", waiting[f"{self.way} {lane}"])
                 if self.job is not None:
                     self.lane = lane
                     break
         return self.job
 
 
-def _speeds(active: Sequence[_Job], rates: Rates) -> list[float]:
+def _compute_speeds(active: Sequence[_Job], rates: Rates) -> list[float]:
     """Of each job, at most one of which is copied each way."""
     streams = {job.stream.split()[0] for job in active}
     ways = [way for way in ("up", "down") if way in streams]
@@ -139,10 +139,12 @@ def _speeds(active: Sequence[_Job], rates: Rates) -> list[float]:
     return [speed[job.stream.split()[0]] for job in active]
 
 
-class _Issue:
+class _JobIssuer:
     """The jobs of some steps, as the executor issues them."""
 
-    def __init__(self, built: Built, plan: "ShardPlan", sizes: Sizes, rates: Rates, num_trials: int) -> None:
+    def __init__(
+        self, built: BuiltModel, plan: "ShardPlan", sizes: Sizes, rates: Rates, num_trials: int
+    ) -> None:
         self._plan, self._layout, self._sizes = plan, plan.layout, sizes
         self._unit_s = _unit_seconds(built, plan, rates)
         turns = range((_ROUNDS + (num_trials == 1)) * num_trials)
@@ -169,7 +171,7 @@ class _Issue:
             unit = self._jobs.add("compute", self._unit_s[kind, shard], self._loads[at])
             self._uses += [unit] * len(self._loads[at])
             if kind != "F":
-                self._updates(turn, trial, shard, unit)
+                self._issue_updates(turn, trial, shard, unit)
         assert unit is not None
         return self._jobs, ends | {unit}
 
@@ -203,7 +205,7 @@ class _Issue:
             found.append(self._jobs.add("up 0", size, [free, self._fresh.get((trial, piece))]))
             self._num_loads += 1
 
-    def _updates(self, turn: int, trial: int, shard: int, unit: _Job) -> None:
+    def _issue_updates(self, turn: int, trial: int, shard: int, unit: _Job) -> None:
         layout, sizes, jobs = self._layout, self._sizes, self._jobs
         for piece in self._streamed(shard):
             numbers = [n for n in layout.pieces[piece].parameters if sizes.trained[n]]
@@ -216,7 +218,7 @@ class _Issue:
                 self._fresh[trial, piece] = jobs.add("host", work, [grads], rank=rank)
                 continue
             weights, grads_before = jobs.queues["up 0"][-2:-1], jobs.queues["down 0"][-1:]
-            for up, down in _chunks(numbers, sizes, self._plan.ring_bytes):
+            for up, down in _split_chunks(numbers, sizes, self._plan.ring_bytes):
                 used = len(self._rings) - self._plan.num_rings
                 free = self._rings[used] if used >= 0 else None
                 brought = jobs.add("up 1", up, [free, self._fresh.get((trial, piece)), *weights])
@@ -224,7 +226,7 @@ class _Issue:
             self._fresh[trial, piece] = self._rings[-1]
 
 
-def _chunks(numbers: Sequence[int], sizes: Sizes, ring_bytes: int) -> list[tuple[float, float]]:
+def _split_chunks(numbers: Sequence[int], sizes: Sizes, ring_bytes: int) -> list[tuple[float, float]]:
     """Bytes up and down of runs of parameters that fit a ring."""
     found: list[tuple[float, float]] = []
     room = 0
@@ -239,7 +241,7 @@ def _chunks(numbers: Sequence[int], sizes: Sizes, ring_bytes: int) -> list[tuple
     return found
 
 
-def _unit_seconds(built: Built, plan: "ShardPlan", rates: Rates) -> dict[tuple[str, int], float]:
+def _unit_seconds(built: BuiltModel, plan: "ShardPlan", rates: Rates) -> dict[tuple[str, int], float]:
     """The step's compute, parted by FLOPs."""
     weight = {"F": _FORWARD, "L": _LAST, "B": _BACKWARD}
     flops = {

@@ -42,7 +42,7 @@ class Limit:
         return self.seconds * math.fsum(ratio**_SHARPNESS for ratio in ratios) ** (1 / _SHARPNESS)
 
 
-def limit(work: Work, rates: Rates) -> Limit:
+def find_step_limit(work: Work, rates: Rates) -> Limit:
     """The least time a step can take at these rates."""
     terms = {
         "compute": work.flops / rates.flops_per_s if rates.compute_s is None else rates.compute_s,

@@ -20,7 +20,7 @@ def unit_order(num_shards: int) -> list[tuple[str, int]]:
 
 
 @dataclass(eq=False)
-class Order:
+class UnitOrder:
     """The cyclic order of one trial's units, and where in it each streamed piece is used."""
 
     layout: Layout

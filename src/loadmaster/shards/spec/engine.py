@@ -16,7 +16,7 @@ class NotANumberError(RunError):
     """The loss of a trial is not finite."""
 
 
-def not_a_number(trial: str, loss: float, step: int) -> NotANumberError:
+def make_nan_error(trial: str, loss: float, step: int) -> NotANumberError:
     """What to say of a loss that is not finite."""
     return NotANumberError(
         f"the loss of trial {trial!r} is {loss} at step {step};"

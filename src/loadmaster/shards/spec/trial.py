@@ -56,20 +56,20 @@ class Trial:
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"a trial needs a name, not {self.name!r}")
         for field in _CALLABLES:
-            self._needs_callable(field, optional=False)
+            self._require_callable(field, optional=False)
         for field in _OPTIONAL_CALLABLES:
-            self._needs_callable(field, optional=True)
+            self._require_callable(field, optional=True)
         for field in ("epochs", "accumulate"):
-            self._needs_count(field)
+            self._require_count(field)
         for field in ("max_steps", "eval_every"):
             if getattr(self, field) is not None:
-                self._needs_count(field)
-        self._needs_choice("precision", tuple(COMPUTE_DTYPE))
-        self._needs_choice("on_nan", ("fail", "ignore"))
+                self._require_count(field)
+        self._require_choice("precision", tuple(COMPUTE_DTYPE))
+        self._require_choice("on_nan", ("fail", "ignore"))
         if self.verify is not False:
-            self._needs_choice("verify", ("first-step",))
+            self._require_choice("verify", ("first-step",))
         if self.rng is not None:
-            self._needs_choice("rng", ("stream", "counter"))
+            self._require_choice("rng", ("stream", "counter"))
         if self.rng == "stream" and self.accumulate > 1:
             raise InputError(
                 f"trial {self.name!r}: rng='stream' with accumulate={self.accumulate} draws in another order"
@@ -89,24 +89,24 @@ class Trial:
         """Whether no parameter may change before every gradient is known."""
         return self.clip_norm is not None or self.precision == "fp16"
 
-    def _needs_callable(self, field: str, *, optional: bool) -> None:
+    def _require_callable(self, field: str, *, optional: bool) -> None:
         value = getattr(self, field)
         if not callable(value) and not (optional and value is None):
             hint = "; write data=lambda: loader" if field == "data" else ""
             kind = type(value).__name__
             raise InputError(f"trial {self.name!r}: {field} must be a function, not {kind}{hint}")
 
-    def _needs_count(self, field: str) -> None:
+    def _require_count(self, field: str) -> None:
         value = getattr(self, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"trial {self.name!r}: {field} must be a whole number from 1, not {value!r}")
 
-    def _needs_choice(self, field: str, known: tuple[str, ...]) -> None:
+    def _require_choice(self, field: str, known: tuple[str, ...]) -> None:
         if getattr(self, field) not in known:
             raise UnknownNameError(f"{field} of trial {self.name!r}", str(getattr(self, field)), known)
 
 
-def numbers_of(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:
+def compute_metrics(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:
     """What a trial's own evaluation says, as numbers by name."""
     found = trial.evaluate(predict) if trial.evaluate is not None else {}
     if not isinstance(found, Mapping):
@@ -118,7 +118,7 @@ def numbers_of(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:
 
 
 @contextmanager
-def user_code(name: str) -> Iterator[None]:
+def wrap_user_errors(name: str) -> Iterator[None]:
     """Before anything is trained, an exception of a trial's own functions is bad input: it says where."""
     try:
         yield

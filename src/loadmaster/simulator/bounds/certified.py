@@ -45,7 +45,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Certified:
+class CertifiedSolution:
     """A solution and what is proven."""
 
     z: Floats
@@ -54,7 +54,7 @@ class Certified:
 
 def solve_certified(
     cost: Floats, most: Rows, equal: Rows, upper: Floats, *, limit_s: float
-) -> Certified | None:
+) -> CertifiedSolution | None:
     """The optimum and a proven bound near it; None where the solver gives no answer in time."""
     from scipy.optimize import linprog
 
@@ -73,7 +73,7 @@ def solve_certified(
     if found.x is None or found.status != 0:
         return None
     price, level = np.maximum(-found.ineqlin.marginals, 0.0), -found.eqlin.marginals
-    return Certified(found.x, proven_bound(cost, (a, b, price), (e, f, level), upper))
+    return CertifiedSolution(found.x, proven_bound(cost, (a, b, price), (e, f, level), upper))
 
 
 def proven_bound(

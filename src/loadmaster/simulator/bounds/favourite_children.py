@@ -28,7 +28,12 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import edges, units
 from loadmaster.core.problem import Links, Objective, Problem, allowed_devices
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.simulator.bounds.small_communication import Network, lowered, solve, through
+from loadmaster.simulator.bounds.small_communication import (
+    Network,
+    longest_path_over_edges,
+    lower_by_edge,
+    solve,
+)
 from loadmaster.simulator.bounds.small_communication_part import Index
 
 NONE = -1  # no favourite
@@ -50,7 +55,7 @@ class Favourites:
     solved: bool
 
 
-def favourites(problem: Problem, *, clipped: bool = True, effort: float = 1.0) -> Favourites:
+def find_favourites(problem: Problem, *, clipped: bool = True, effort: float = 1.0) -> Favourites:
     """Solve the programme, clipped or as published.
 
     `effort` 1 is seconds at worst, counted and not clocked. A programme that takes more is not solved: the
@@ -59,7 +64,7 @@ def favourites(problem: Problem, *, clipped: bool = True, effort: float = 1.0) -
     source, target = edges(problem.graph)
     op_s, (apart_s, forced) = _least_op_s(problem), _least_transfer_s(problem, source, target)
     delay_s = np.where(forced, apart_s, 0.0)
-    cut_s = _clipped(op_s, source, target, np.where(forced, 0.0, apart_s))
+    cut_s = _clip_transfers(op_s, source, target, np.where(forced, 0.0, apart_s))
     plain_s = np.where(forced | np.isinf(apart_s), 0.0, apart_s)
     chosen_s = cut_s if clipped else plain_s
     x, makespan_s, bound_s, solved = np.ones(len(source)), 0.0, 0.0, False
@@ -70,11 +75,11 @@ def favourites(problem: Problem, *, clipped: bool = True, effort: float = 1.0) -
         if problem.objective == Objective.STEP and (chosen_s <= cut_s).all():  # published: rarely so
             # The simulator adds up in another order: stay below what it may round to.
             bound_s = found.proven_s * (1.0 - _EPS * (10_000 + 4 * len(op_s)))
-    x = _completed(Network(op_s, source, target, delay_s, plain_s), x, np.flatnonzero(~forced))
+    x = _lower_where_possible(Network(op_s, source, target, delay_s, plain_s), x, np.flatnonzero(~forced))
     return Favourites(source, target, delay_s + chosen_s, x, makespan_s, bound_s, solved)
 
 
-def matching(found: Favourites, num_ops: int, threshold: float = 0.5) -> Ints:
+def match_favourites(found: Favourites, num_ops: int, threshold: float = 0.5) -> Ints:
     """[N] the favourite child of each op, or NONE; no op is the favourite of two.
 
     Edges with x up to `threshold`, by falling (0.5 - x) seconds; of equals the longer transfer first.
@@ -89,10 +94,10 @@ def matching(found: Favourites, num_ops: int, threshold: float = 0.5) -> Ints:
     return np.array(favourite, dtype=np.int32)
 
 
-def _completed(network: Network, x: Floats, edge: Index) -> Floats:
+def _lower_where_possible(network: Network, x: Floats, edge: Index) -> Floats:
     """`x` lowered where room is left, first on the edges whose transfer would make the longest path."""
-    length = through(network, np.zeros(len(x))) + network.transfer_s
-    return lowered(network, x, edge[np.argsort(-length[edge], kind="stable")])
+    length = longest_path_over_edges(network, np.zeros(len(x))) + network.transfer_s
+    return lower_by_edge(network, x, edge[np.argsort(-length[edge], kind="stable")])
 
 
 def _least_op_s(problem: Problem) -> Floats:
@@ -113,7 +118,7 @@ def _least_transfer_s(problem: Problem, source: Ints, target: Ints) -> tuple[Flo
     """
     graph = problem.graph
     unit, num_units = units(graph)
-    rows, kind = _kinds(allowed_devices(problem, unit, num_units))
+    rows, kind = _distinct_rows(allowed_devices(problem, unit, num_units))
     kind = kind[unit]
     maker = graph.tensor_op[graph.use_tensor]
     case = np.where(unit[maker] == unit[graph.use_op], -1, kind[maker] * len(rows) + kind[graph.use_op])
@@ -132,7 +137,7 @@ def _least_transfer_s(problem: Problem, source: Ints, target: Ints) -> tuple[Flo
     return slowest, np.logical_and(rows[kind[source]], rows[kind[target]]).sum(axis=1) == 0
 
 
-def _kinds(allowed: Bools) -> tuple[Bools, Longs]:
+def _distinct_rows(allowed: Bools) -> tuple[Bools, Longs]:
     """Distinct rows [R, D], and which one [U] each unit has."""
     if allowed.all():
         return allowed[:1], np.zeros(len(allowed), dtype=np.int64)
@@ -152,7 +157,7 @@ def pair_table(cluster: Cluster, links: Links) -> Floats:
     return np.stack([write[:, None] + read[None, :] for write, read in hops], axis=2)
 
 
-def _clipped(op_s: Floats, source: Ints, target: Ints, seconds: Floats) -> Floats:
+def _clip_transfers(op_s: Floats, source: Ints, target: Ints, seconds: Floats) -> Floats:
     """[E] cut to the times of the other children and the other parents, so that the programme bounds."""
     ends, live = ((source, target), (target, source)), seconds > 0
     for mine, other in ends:

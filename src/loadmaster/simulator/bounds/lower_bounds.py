@@ -16,14 +16,14 @@ import itertools
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Ints, Longs, distinct
+from loadmaster.core.arrays import Bools, Ints, Longs, sorted_unique
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase, held_bytes, home_bytes, units
 from loadmaster.core.problem import Objective, Problem, allowed_devices
 from loadmaster.core.run import Bound
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.measures import longest_path
-from loadmaster.simulator.bounds.relaxation import Classes, fractional_s
-from loadmaster.simulator.bounds.travel import travel
+from loadmaster.simulator.bounds.relaxation import Classes, relaxed_bound_s
+from loadmaster.simulator.bounds.travel import compute_travel
 
 _MANY_SETS = 10
 _MOST_DIGITS = 7
@@ -37,25 +37,25 @@ def lower_bound(problem: Problem) -> Bound:
     fastest = np.where(allowed[unit], problem.device_compute_s, np.inf).min(axis=1)
     if reason:
         return Bound(0.0, "none", reason)
-    classes = _classes(problem, unit, num_units, allowed)
+    classes = _build_classes(problem, unit, num_units, allowed)
     found = [("largest unit", float(classes.seconds.min(axis=1).max()))]
     if problem.objective == Objective.STEP:
         found.append(("critical path", float(longest_path(problem.graph, fastest).max())))
         found.append(("issue", float(problem.costs.issue_s.sum())))
-        found.append(("path with transfers", travel(problem).bound_s))
+        found.append(("path with transfers", compute_travel(problem).bound_s))
     for name, with_memory in (("work", False), ("memory", True)):
-        if _at_most_s(classes, with_memory=with_memory) > max(seconds for _, seconds in found):
-            found.append((name, fractional_s(classes, with_memory=with_memory)))
+        if _relaxation_limit_s(classes, with_memory=with_memory) > max(seconds for _, seconds in found):
+            found.append((name, relaxed_bound_s(classes, with_memory=with_memory)))
     name, seconds = max(found, key=lambda item: item[1])
     # Sums in another order than the simulator's may differ in the last bits; stay below it.
     return Bound(float(seconds) * (1.0 - 1e-12), name)
 
 
-def _at_most_s(classes: Classes, *, with_memory: bool) -> float:
+def _relaxation_limit_s(classes: Classes, *, with_memory: bool) -> float:
     """What the relaxation is not above, by two ways of spreading that fit. Often saves solving it."""
     if with_memory and (classes.memory_bytes >= classes.held_bytes.sum()).all():
         return 0.0  # memory adds nothing
-    mixed = _evenly_mixed_s(classes, with_memory=with_memory)
+    mixed = _even_split_s(classes, with_memory=with_memory)
     choice, num = classes.seconds.argmin(axis=1), len(classes.count)
     held = np.bincount(choice, classes.held_bytes, num)
     if with_memory and (held > classes.memory_bytes).any():
@@ -63,7 +63,7 @@ def _at_most_s(classes: Classes, *, with_memory: bool) -> float:
     return min(mixed, float((np.bincount(choice, classes.seconds.min(axis=1), num) / classes.count).max()))
 
 
-def _evenly_mixed_s(classes: Classes, *, with_memory: bool) -> float:
+def _even_split_s(classes: Classes, *, with_memory: bool) -> float:
     """Seconds when every unit is split alike: a class takes what it does in T, or what it holds."""
     pace = classes.count / np.maximum(classes.seconds.sum(axis=0), 1e-300)  # share of everything a second
     total = float(classes.held_bytes.sum())
@@ -96,10 +96,10 @@ def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:
             f" the largest allowed has {format_bytes(room[u])}; free {format_bytes(need[u] - room[u])} more:"
             " a smaller batch or a larger device"
         )
-    return _crowded(problem, unit, allowed) or _spread(problem, unit, len(allowed))
+    return _prove_no_room(problem, unit, allowed) or _prove_no_room_for_copies(problem, unit, len(allowed))
 
 
-def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
+def _prove_no_room(problem: Problem, unit: Ints, allowed: Bools) -> str:
     """Why units that may use certain devices only do not fit there at the end of the step, or ''."""
     graph, names = problem.graph, problem.cluster.device_name
     rows, of_unit = allowed[:1], np.zeros(len(allowed), dtype=np.int64)
@@ -108,14 +108,14 @@ def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
     held = np.zeros(len(rows), dtype=np.int64)
     np.add.at(held, of_unit.reshape(-1)[unit], held_bytes(graph))
     worst, text = 0, ""
-    for devices in _unions(rows[held > 0]):
+    for devices in _list_unions(rows[held > 0]):
         need = int(held[~(rows & ~devices).any(axis=1)].sum())
         have = sum(problem.cluster.usable_bytes[devices].tolist())
         if need - have > worst:
             worst = need - have
             some = not devices.all()
             where = ", ".join(names[d] for d in np.flatnonzero(devices))
-            holds, has = _told_apart(need, have)
+            holds, has = _format_distinct_sizes(need, have)
             text = (
                 f"{f'the ops that may run on {where} only' if some else 'all ops together'} hold"
                 f" {holds} at the end of the step, {'those' if some else 'all'} devices have"
@@ -125,7 +125,7 @@ def _crowded(problem: Problem, unit: Ints, allowed: Bools) -> str:
     return text
 
 
-def _unions(rows: Bools) -> list[Bools]:
+def _list_unions(rows: Bools) -> list[Bools]:
     """Every union of a few sets of devices; of many only the sets themselves and all of them."""
     if len(rows) > _MANY_SETS:
         return [*rows, rows.any(axis=0)]
@@ -133,7 +133,7 @@ def _unions(rows: Bools) -> list[Bools]:
     return [np.asarray(rows[list(pick)].any(axis=0)) for pick in picks if any(pick)]
 
 
-def _spread(problem: Problem, unit: Ints, num_units: int) -> str:
+def _prove_no_room_for_copies(problem: Problem, unit: Ints, num_units: int) -> str:
     """Why units that share kept tensors do not fit on the many devices that they take, or ''.
 
     A kept tensor stays, whole, on every device that it reaches. Join two units where one uses a kept tensor
@@ -145,7 +145,7 @@ def _spread(problem: Problem, unit: Ints, num_units: int) -> str:
     """
     graph, num_devices = problem.graph, problem.cluster.num_devices
     rooms = list(itertools.accumulate(sorted(problem.cluster.usable_bytes.tolist(), reverse=True)))
-    tensor, user = _shared(graph, unit, num_units)
+    tensor, user = _find_shared_tensors(graph, unit, num_units)
     sizes = _smallest_copies(graph, tensor, num_devices - 1)
     held = int(held_bytes(graph).sum())
     if held + sum(sizes) <= rooms[-1]:
@@ -156,7 +156,7 @@ def _spread(problem: Problem, unit: Ints, num_units: int) -> str:
     lack, used = min(zip(lacks, range(1, num_devices + 1), strict=True))
     if lack <= 0:
         return ""
-    need, have = _told_apart(needs[used - 1], rooms[used - 1])
+    need, have = _format_distinct_sizes(needs[used - 1], rooms[used - 1])
     copies = f"copy at least {used - parts} kept tensors, and " if used > parts else ""
     return (
         f"all ops together hold {format_bytes(held)} at the end of the step; on {used} of {num_devices}"
@@ -165,12 +165,12 @@ def _spread(problem: Problem, unit: Ints, num_units: int) -> str:
     )
 
 
-def _shared(graph: Graph, unit: Ints, num_units: int) -> tuple[Longs, Longs]:
+def _find_shared_tensors(graph: Graph, unit: Ints, num_units: int) -> tuple[Longs, Longs]:
     """Distinct pairs (kept tensor that takes memory, unit of others that uses it)."""
     tensor, user = graph.use_tensor, unit[graph.use_op]
     takes = graph.keep[tensor] & (graph.tensor_storage[tensor] != NO_STORAGE)
     takes &= user != unit[graph.tensor_op[tensor]]
-    pair = distinct(tensor[takes].astype(np.int64) * num_units + user[takes])
+    pair = sorted_unique(tensor[takes].astype(np.int64) * num_units + user[takes])
     return pair // num_units, pair % num_units
 
 
@@ -183,7 +183,7 @@ def _smallest_copies(graph: Graph, tensor: Longs, most: int) -> list[int]:
     return sizes
 
 
-def _told_apart(need: int, have: int) -> tuple[str, str]:
+def _format_distinct_sizes(need: int, have: int) -> tuple[str, str]:
     """Two sizes in words, with as many digits as tell them apart."""
     for digits in range(1, _MOST_DIGITS):
         texts = format_bytes(need, digits=digits), format_bytes(have, digits=digits)
@@ -230,7 +230,7 @@ def unit_need_bytes(graph: Graph, unit: Ints, num_units: int) -> Longs:
     return np.maximum(need, held)
 
 
-def _classes(problem: Problem, unit: Ints, num_units: int, allowed: Bools) -> Classes:
+def _build_classes(problem: Problem, unit: Ints, num_units: int, allowed: Bools) -> Classes:
     """Engines with the same kinds of devices are one class; a unit pinned to one may use its class."""
     cluster = problem.cluster
     _, engine = np.unique(cluster.engine, return_inverse=True)

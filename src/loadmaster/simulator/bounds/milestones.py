@@ -28,23 +28,27 @@ class Milestone:
         return self.before | itself, self.after | itself
 
 
-def milestones(graph: Graph, frame: Skeleton, num: int) -> list[Milestone]:
+def find_milestones(graph: Graph, frame: Skeleton, num: int) -> list[Milestone]:
     """The best of each of `num` parts of the longest path, in its order."""
     source, target = edges(graph)
     seconds = np.where(np.isfinite(frame.op_s), frame.op_s, np.inf).min(axis=1)
-    path = _longest_path(frame, source, target, seconds)
-    ahead, behind = _reached(graph.num_ops, source, target), _reached(graph.num_ops, target, source)
+    path = _find_longest_path(frame, source, target, seconds)
+    ahead, behind = (
+        _find_reachable(graph.num_ops, source, target),
+        _find_reachable(graph.num_ops, target, source),
+    )
     chosen: list[Milestone] = []
     for part in np.array_split(np.array(path, dtype=np.int64), num):
         marks = [
-            Milestone(op, _bits(behind[op], graph.num_ops), _bits(ahead[op], graph.num_ops)) for op in part
+            Milestone(op, _bits_to_array(behind[op], graph.num_ops), _bits_to_array(ahead[op], graph.num_ops))
+            for op in part
         ]
         if marks:
             chosen.append(max(marks, key=lambda mark: float(seconds @ (mark.before | mark.after))))
     return chosen
 
 
-def _longest_path(frame: Skeleton, source: Ints, target: Ints, seconds: Floats) -> list[int]:
+def _find_longest_path(frame: Skeleton, source: Ints, target: Ints, seconds: Floats) -> list[int]:
     """Timed ops of a path on which heads and tails are largest."""
     through = (frame.head_s + frame.op_s + frame.tail_s).min(axis=1)
     start = frame.head_s.min(axis=1)
@@ -59,7 +63,7 @@ def _longest_path(frame: Skeleton, source: Ints, target: Ints, seconds: Floats) 
     return [op for op in reversed(path) if seconds[op] > 0]
 
 
-def _reached(num: int, source: Ints, target: Ints) -> list[int]:
+def _find_reachable(num: int, source: Ints, target: Ints) -> list[int]:
     """By op the set of ops that it reaches, as bits."""
     forward = bool(len(source) == 0 or source[0] < target[0])
     order = np.argsort(source, kind="stable")
@@ -70,7 +74,7 @@ def _reached(num: int, source: Ints, target: Ints) -> list[int]:
     return reached
 
 
-def _bits(chosen: int, num: int) -> Bools:
+def _bits_to_array(chosen: int, num: int) -> Bools:
     """[num] a set of bits as an array."""
     raw = np.frombuffer(chosen.to_bytes((num + 7) // 8, "little"), dtype=np.uint8)
     return np.unpackbits(raw, bitorder="little")[:num].astype(np.bool_)

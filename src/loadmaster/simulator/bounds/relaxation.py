@@ -34,19 +34,19 @@ class Classes:
     held_bytes: Floats  # [U] at the end of the step
 
 
-def fractional_s(classes: Classes, *, with_memory: bool) -> float:
+def relaxed_bound_s(classes: Classes, *, with_memory: bool) -> float:
     """A proven lower bound of the busiest engine's time, as a rule within 1e-6 of the optimum."""
     num = len(classes.count)
     if num == 1:
         return float(classes.seconds.sum() / classes.count[0])
-    whole, times = _distinct(classes, with_memory)
+    whole, times = _merge_equal_units(classes, with_memory)
     scale_s = _first_guess_s(whole, times)
     if scale_s == 0.0:
         return 0.0
     point = np.concatenate([np.full(num, 1.0 / classes.count.sum()), np.zeros(num)])
     best, cuts, top = 0.0, [], 10.0 if with_memory else 0.0
     for _ in range(_ROUNDS):
-        value, cut = _evaluate(whole, times, point)
+        value, cut = _evaluate_dual(whole, times, point)
         best, scale_s = max(best, value), max(scale_s, value)
         cuts.append(cut)
         found = _best_point(classes.count, np.array(cuts), scale_s, top)
@@ -81,7 +81,7 @@ def _best_point(count: Floats, cuts: Floats, scale_s: float, top: float) -> Floa
     return point
 
 
-def _distinct(classes: Classes, with_memory: bool) -> tuple[Classes, Floats]:
+def _merge_equal_units(classes: Classes, with_memory: bool) -> tuple[Classes, Floats]:
     """Distinct units that take time or room, and how often each occurs."""
     num = len(classes.count)
     held = classes.held_bytes if with_memory else np.zeros(len(classes.held_bytes))
@@ -98,7 +98,7 @@ def _first_guess_s(classes: Classes, times: Floats) -> float:
     return (fastest or float(times @ slowest)) / float(classes.count.sum())
 
 
-def _evaluate(classes: Classes, times: Floats, point: Floats) -> tuple[float, Floats]:
+def _evaluate_dual(classes: Classes, times: Floats, point: Floats) -> tuple[float, Floats]:
     """The dual at a point and its gradient."""
     num = len(classes.count)
     share = classes.held_bytes[:, None] / classes.memory_bytes

@@ -18,7 +18,7 @@ from loadmaster.core.cluster import NO_LINK, Cluster
 from loadmaster.core.graph import units
 from loadmaster.core.problem import Links, Problem
 from loadmaster.simulator.bounds.favourite_children import pair_table
-from loadmaster.simulator.bounds.travel import Travel, travel
+from loadmaster.simulator.bounds.travel import Travel, compute_travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Skeleton:
     bound_s: float  # by heads and tails alone
 
 
-def skeleton(problem: Problem) -> Skeleton:
+def build_skeleton(problem: Problem) -> Skeleton:
     """Of a step problem."""
-    found, cluster = travel(problem), problem.cluster
-    class_of = _classes(cluster)
+    found, cluster = compute_travel(problem), problem.cluster
+    class_of = _classify_devices(cluster)
     num = int(class_of.max()) + 1
-    ports = _ports(cluster, problem.links, class_of, num)
+    ports = _count_ports(cluster, problem.links, class_of, num)
     unit, num_units = units(problem.graph)
     engines = [len(np.unique(cluster.engine[class_of == c])) for c in range(num)]
     return Skeleton(
@@ -69,17 +69,17 @@ def skeleton(problem: Problem) -> Skeleton:
         ports_in=ports[1],
         ports_out=ports[0],
         memory_bytes=np.bincount(class_of, cluster.usable_bytes, num).astype(np.float64),
-        op_s=_least(found.op_s, class_of),
-        head_s=_least(found.head_s, class_of),
-        tail_s=_least(found.tail_s, class_of),
+        op_s=_least_by_class(found.op_s, class_of),
+        head_s=_least_by_class(found.head_s, class_of),
+        tail_s=_least_by_class(found.tail_s, class_of),
         unit=unit,
         num_units=num_units,
-        edges=_contracted(problem, found, class_of, unit),
+        edges=_contract_idle_ops(problem, found, class_of, unit),
         bound_s=found.bound_s,
     )
 
 
-def _classes(cluster: Cluster) -> Ints:
+def _classify_devices(cluster: Cluster) -> Ints:
     """[D] devices whose engines have the same kinds and memories are of one class."""
     key = []
     for d in range(cluster.num_devices):
@@ -89,13 +89,13 @@ def _classes(cluster: Cluster) -> Ints:
     return np.array([seen.setdefault(k, len(seen)) for k in key], dtype=np.int32)
 
 
-def _least(of_device: Floats, class_of: Ints) -> Floats:
+def _least_by_class(of_device: Floats, class_of: Ints) -> Floats:
     """[N, C] the least over the devices of each class."""
     num = int(class_of.max()) + 1
     return np.stack([of_device[:, class_of == c].min(axis=1) for c in range(num)], axis=1)
 
 
-def _ports(cluster: Cluster, links: Links, class_of: Ints, num: int) -> list[Floats]:
+def _count_ports(cluster: Cluster, links: Links, class_of: Ints, num: int) -> list[Floats]:
     """[C] how many transfers may leave, and enter, a class at once: its links, or its devices."""
     if links == Links.HALF_DUPLEX:
         return [np.bincount(class_of, minlength=num).astype(np.float64)] * 2
@@ -110,12 +110,14 @@ def _ports(cluster: Cluster, links: Links, class_of: Ints, num: int) -> list[Flo
     return [np.array([float(len(used)) for used in ends]) for ends in (first, last)]
 
 
-def _contracted(problem: Problem, found: Travel, class_of: Ints, unit: Ints) -> dict[tuple[int, int], Edge]:
+def _contract_idle_ops(
+    problem: Problem, found: Travel, class_of: Ints, unit: Ints
+) -> dict[tuple[int, int], Edge]:
     """Edges by source and target after ops without time or ties are taken out."""
     out: dict[int, dict[int, Edge]] = {}
     into: dict[int, dict[int, Edge]] = {}
-    for source, target, edge in _flows(problem, class_of):
-        _join(out, into, source, target, edge)
+    for source, target, edge in _iterate_transfers(problem, class_of):
+        _add_edge(out, into, source, target, edge)
     alone = np.bincount(unit)[unit] == 1
     idle = (found.op_s == 0).all(axis=1)  # and allowed everywhere
     for op in np.flatnonzero(alone & idle).tolist():
@@ -128,15 +130,15 @@ def _contracted(problem: Problem, found: Travel, class_of: Ints, unit: Ints) -> 
             del into[target][op]
         for source, first in before.items():
             for target, then in after.items():
-                _join(out, into, source, target, _through(first, then))
+                _add_edge(out, into, source, target, _chain_edges(first, then))
         into[op], out[op] = {}, {}
     return {(u, v): edge for u, rest in out.items() for v, edge in rest.items()}
 
 
-def _flows(problem: Problem, class_of: Ints) -> Iterator[tuple[int, int, Edge]]:
+def _iterate_transfers(problem: Problem, class_of: Ints) -> Iterator[tuple[int, int, Edge]]:
     """Every use of a tensor by another op."""
     graph = problem.graph
-    seconds = _between(problem, class_of)
+    seconds = _least_transfer_s(problem, class_of)
     freight: dict[int, Freight] = {}
     for t, v in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
         if t not in freight:
@@ -145,7 +147,7 @@ def _flows(problem: Problem, class_of: Ints) -> Iterator[tuple[int, int, Edge]]:
         yield int(graph.tensor_op[t]), v, Edge(seconds[t], {t: freight[t]})
 
 
-def _between(problem: Problem, class_of: Ints) -> Floats:
+def _least_transfer_s(problem: Problem, class_of: Ints) -> Floats:
     """[T, C, C] the least seconds of every tensor between two classes."""
     graph, num = problem.graph, int(class_of.max()) + 1
     table = pair_table(problem.cluster, problem.links)
@@ -164,7 +166,7 @@ def _between(problem: Problem, class_of: Ints) -> Floats:
     return seconds
 
 
-def _join(
+def _add_edge(
     out: dict[int, dict[int, Edge]], into: dict[int, dict[int, Edge]], source: int, target: int, edge: Edge
 ) -> None:
     """Two ways between the same ops: both are paid, at the same time."""
@@ -179,7 +181,7 @@ def _join(
     into.setdefault(target, {})[source] = edge
 
 
-def _through(first: Edge, then: Edge) -> Edge:
+def _chain_edges(first: Edge, then: Edge) -> Edge:
     """From the source of one edge to the target of the next, the op between them anywhere."""
     seconds = (first.seconds[:, :, None] + then.seconds[None, :, :]).min(axis=1)
     np.fill_diagonal(seconds, 0.0)

@@ -49,22 +49,24 @@ class Optimum:
     solved: bool  # the two are equal, to rounding
 
 
-def through(network: Network, transfer_s: Floats) -> Floats:
+def longest_path_over_edges(network: Network, transfer_s: Floats) -> Floats:
     """[E] the longest path over each edge when these transfers are paid."""
     op_s, source, target = network.op_s, network.source, network.target
     hop = network.delay_s + transfer_s
-    tail = _longest(target[::-1], source[::-1], (hop + op_s[target])[::-1], len(op_s))
-    over: Floats = starts(network, transfer_s)[source] + op_s[source] + hop + op_s[target] + tail[target]
+    tail = _longest_path_to(target[::-1], source[::-1], (hop + op_s[target])[::-1], len(op_s))
+    over: Floats = (
+        earliest_starts(network, transfer_s)[source] + op_s[source] + hop + op_s[target] + tail[target]
+    )
     return over
 
 
-def starts(network: Network, transfer_s: Floats) -> Floats:
+def earliest_starts(network: Network, transfer_s: Floats) -> Floats:
     """[N] the earliest start of each op when these transfers are paid."""
     cost = network.op_s[network.source] + network.delay_s + transfer_s
-    return _longest(network.source, network.target, cost, len(network.op_s))
+    return _longest_path_to(network.source, network.target, cost, len(network.op_s))
 
 
-def _longest(first: Ints, then: Ints, seconds: Floats, num_ops: int) -> Floats:
+def _longest_path_to(first: Ints, then: Ints, seconds: Floats, num_ops: int) -> Floats:
     """[N] the longest way to each op, over edges of which those into an op come before its own."""
     reach = [0.0] * num_ops
     for a, b, cost in zip(first.tolist(), then.tolist(), seconds.tolist(), strict=True):
@@ -74,7 +76,7 @@ def _longest(first: Ints, then: Ints, seconds: Floats, num_ops: int) -> Floats:
     return np.array(reach)
 
 
-def lowered(network: Network, x: Floats, order: Index) -> Floats:
+def lower_by_edge(network: Network, x: Floats, order: Index) -> Floats:
     """`x` lowered edge by edge, in this order, as far as one child and one parent allow."""
     num = len(network.op_s)
     child = (1.0 - np.bincount(network.source, 1.0 - x, num)).tolist()
@@ -96,12 +98,12 @@ def solve(network: Network, *, effort: float = 1.0) -> Optimum:
     solver = _Solver(network, effort)
     least_s = proven_s = makespan_s = solver.least_s
     # First who would wait longest if its transfer were paid.
-    order = np.argsort(-(through(network, nothing) + network.transfer_s), kind="stable")
+    order = np.argsort(-(longest_path_over_edges(network, nothing) + network.transfer_s), kind="stable")
     order = order[network.transfer_s[order] > 0]
-    x = lowered(network, nothing + 1.0, order)
+    x = lower_by_edge(network, nothing + 1.0, order)
     rows, first_gap_s = nothing > 0, 0.0
     for done in range(_ROUNDS):
-        length = through(network, network.transfer_s * x)
+        length = longest_path_over_edges(network, network.transfer_s * x)
         makespan_s = max(least_s, float(length.max(initial=0.0)))
         gap_s = makespan_s - proven_s
         if gap_s <= _EQUAL * makespan_s:
@@ -112,7 +114,7 @@ def solve(network: Network, *, effort: float = 1.0) -> Optimum:
         if found is None:
             break
         rows, proven_s = above, max(proven_s, found[1])
-        x = lowered(network, found[0], order)
+        x = lower_by_edge(network, found[0], order)
     return Optimum(x, makespan_s, proven_s, makespan_s - proven_s <= _NEARLY * makespan_s)
 
 
@@ -121,7 +123,7 @@ class _Solver:
 
     def __init__(self, network: Network, effort: float) -> None:
         self._network = network
-        self._start_s = starts(network, np.zeros(len(network.source)))
+        self._start_s = earliest_starts(network, np.zeros(len(network.source)))
         self.least_s = float((self._start_s + network.op_s).max())  # the longest path without transfers
         self._unit_s = max(self.least_s, float(network.transfer_s.max(initial=0.0))) / _UNITS
         self._pivots_times_rows = _PIVOTS_TIMES_ROWS * effort
@@ -130,7 +132,7 @@ class _Solver:
 
     def solve(self, edge: Index, x: Floats) -> tuple[Floats, float] | None:
         """The best x with rows for these edges only (1 elsewhere), and the proven seconds; begins at `x`."""
-        part = self._part(edge, x)
+        part = self._make_part(edge, x)
         found = None
         if not self._hard:
             enough = max(_FEW_PIVOTS, part.num_rows // 2)
@@ -146,7 +148,7 @@ class _Solver:
         whole[edge[part.free]] = found.x
         return whole, self.least_s + found.proven * self._unit_s
 
-    def _part(self, edge: Index, x: Floats) -> Part:
+    def _make_part(self, edge: Index, x: Floats) -> Part:
         """Starts are counted from their earliest, so that few rows are violated to begin with."""
         network, unit_s, start_s = self._network, self._unit_s, self._start_s
         source, target = network.source[edge], network.target[edge]

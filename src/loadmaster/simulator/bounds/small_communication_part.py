@@ -65,7 +65,7 @@ class Part:
         width = num + len(self.spare) + 1
         cost, highest = np.zeros(width), np.full(width, np.inf)
         cost[-1], highest[:num] = 1.0, 1.0
-        matrix, limit = self._rows(width)
+        matrix, limit = self._build_rows(width)
         found = linprog(
             cost,
             A_ub=matrix,
@@ -83,7 +83,7 @@ class Part:
         proven = self.proven(np.maximum(-found.ineqlin.marginals, 0.0), max(float(found.x[-1]), 0.0))
         return Solution(np.where(self.flip, 1.0 - value, value), proven, int(found.nit))
 
-    def _rows(self, width: int) -> tuple[Any, Floats]:
+    def _build_rows(self, width: int) -> tuple[Any, Floats]:
         """The matrix and its right-hand side."""
         from scipy.sparse import csr_array
 

@@ -22,8 +22,8 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import Graph, home_bytes
 from loadmaster.core.problem import Problem
 from loadmaster.simulator.bounds.certified import Rows, solve_certified
-from loadmaster.simulator.bounds.milestones import Milestone, milestones
-from loadmaster.simulator.bounds.skeleton import Skeleton, skeleton
+from loadmaster.simulator.bounds.milestones import Milestone, find_milestones
+from loadmaster.simulator.bounds.skeleton import Skeleton, build_skeleton
 
 MOST_COLUMNS = 60_000
 _COLUMNS_PER_S = 2_500  # on a slow processor: what cannot be solved in time is not begun
@@ -35,7 +35,7 @@ _LATEST = 0.98  # of the bound so far: whatever the plan, T is later than a wind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Relaxed:
+class RelaxedStep:
     """What the programme says."""
 
     bound_s: float  # no step is shorter
@@ -43,15 +43,15 @@ class Relaxed:
     ended: bool = True  # False: the programme is larger than the time, or did not end within it
 
 
-def relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 8) -> Relaxed:
+def solve_relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 8) -> RelaxedStep:
     """Solve the programme, unless it is too large, then branch; the bound by heads and tails holds anyway.
 
     Branching: the unit with most neighbours whose place is undecided is put on each class in turn. Every plan
     is in one of the branches, so the least of their bounds holds; the least is branched on next.
     """
-    frame = skeleton(problem)
+    frame = build_skeleton(problem)
     if frame.bound_s <= 0 or _num_columns(frame) > min(MOST_COLUMNS, _COLUMNS_PER_S * limit_s):
-        return Relaxed(frame.bound_s, None, ended=frame.bound_s <= 0)
+        return RelaxedStep(frame.bound_s, None, ended=frame.bound_s <= 0)
     started = time.perf_counter()
     programme = _Programme(problem, frame)
     root = programme.solve({}, limit_s)
@@ -61,7 +61,7 @@ def relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 
     waiting: list[tuple[float, int, dict[int, int], Floats | None]] = [(root.bound_s, 0, {}, root.share)]
     while solved + num <= most_solved and time.perf_counter() - started + num * one_s <= limit_s:
         bound_s, _, fixed, share = waiting[0]
-        unit = None if share is None else programme.undecided(share)
+        unit = None if share is None else programme.pick_branch_unit(share)
         if unit is None:
             break
         heapq.heappop(waiting)
@@ -70,7 +70,7 @@ def relaxed_step(problem: Problem, *, limit_s: float = 60.0, most_solved: int = 
             found = programme.solve(branch, limit_s)
             solved += 1
             heapq.heappush(waiting, (max(bound_s, found.bound_s), solved, branch, found.share))
-    return Relaxed(waiting[0][0], root.share[:, frame.class_of])
+    return RelaxedStep(waiting[0][0], root.share[:, frame.class_of])
 
 
 def _num_columns(frame: Skeleton) -> int:
@@ -94,62 +94,68 @@ class _Programme:
         self.pair: dict[tuple[int, int], int] = {}  # first column of a pair of units
         self.timed = self.op.max(axis=1) > 0
 
-        self._starts()
-        marks = milestones(self.problem.graph, self.frame, _MILESTONES)
+        self._add_start_rows()
+        marks = find_milestones(self.problem.graph, self.frame, _MILESTONES)
         self._between(marks)
-        self._freight(marks)
-        self._windows()
-        self._memory(marks)
+        self._add_freight_rows(marks)
+        self._add_window_rows()
+        self._add_memory_limits(marks)
         for u in range(self.frame.num_units):
             self.equal.add((u * self.num + np.arange(self.num), 1.0), limit=1.0)
 
-    def solve(self, fixed: dict[int, int], limit_s: float) -> Relaxed:
+    def solve(self, fixed: dict[int, int], limit_s: float) -> RelaxedStep:
         """The solver and the proof, with some units put on a class; shares are by class."""
         cost, upper = np.zeros(self.width), np.ones(self.width)
         cost[self.step] = 1.0
         # A plan slower than `top` has the bound anyway, and in a faster one nothing starts later.
         top = _UNITS * 64
         upper[self.first_start : self.step + 1] = top
-        allowed = self._allowed()
+        allowed = self._allowed_classes()
         for unit, c in fixed.items():
             allowed[unit, np.arange(self.num) != c] = 0.0
         upper[: self.first_start] = allowed.reshape(-1)
         found = solve_certified(cost, self.most, self.equal, upper, limit_s=limit_s)
         if found is None:
-            return Relaxed(self.frame.bound_s, None, ended=False)
+            return RelaxedStep(self.frame.bound_s, None, ended=False)
         proven = min(found.proven, top) * self.unit_s
-        return Relaxed(max(proven, self.frame.bound_s), found.z[: self.first_start].reshape(-1, self.num))
+        return RelaxedStep(max(proven, self.frame.bound_s), found.z[: self.first_start].reshape(-1, self.num))
 
-    def undecided(self, share: Floats) -> int | None:
+    def pick_branch_unit(self, share: Floats) -> int | None:
         """The unit to branch on: in fractions, and with many neighbours."""
         ends = np.array(list(self.pair), dtype=np.int64).reshape(-1)
         neighbours = np.bincount(ends, minlength=len(share))
         weight = np.where(share.max(axis=1) < _DECIDED, 1.0 - share.max(axis=1), 0.0) * neighbours
         return int(weight.argmax()) if weight.max(initial=0.0) > 0 else None
 
-    def _allowed(self) -> Floats:
+    def _allowed_classes(self) -> Floats:
         """[units, C] 1 where a unit may be."""
         allowed = np.ones((self.frame.num_units, self.num))
         np.minimum.at(allowed, self.frame.unit, np.isfinite(self.frame.op_s).astype(np.float64))
         return allowed
 
-    def _shares(self, op: int) -> Longs:
+    def _share_columns(self, op: int) -> Longs:
         first = int(self.frame.unit[op]) * self.num
         return np.arange(first, first + self.num, dtype=np.int64)
 
-    def _starts(self) -> None:
+    def _add_start_rows(self) -> None:
         """Rows of the edges and of the last ops."""
         last = np.ones(len(self.frame.unit), dtype=np.bool_)
         for (u, v), edge in sorted(self.frame.edges.items()):
             last[u] = False
-            terms = [(self.first_start + u, 1.0), (self.first_start + v, -1.0), (self._shares(u), self.op[u])]
+            terms = [
+                (self.first_start + u, 1.0),
+                (self.first_start + v, -1.0),
+                (self._share_columns(u), self.op[u]),
+            ]
             if self.frame.unit[u] != self.frame.unit[v] and edge.seconds.max() > 0:
-                terms.append(self._apart(u, v, edge.seconds / self.unit_s))
+                terms.append(self._pair_columns(u, v, edge.seconds / self.unit_s))
             self.most.add(*terms)
         for u in np.flatnonzero(last & self.timed).tolist():
-            self.most.add((self.first_start + u, 1.0), (self.step, -1.0), (self._shares(u), self.op[u]))
+            self.most.add(
+                (self.first_start + u, 1.0), (self.step, -1.0), (self._share_columns(u), self.op[u])
+            )
 
-    def _apart(self, u: int, v: int, value: Floats) -> tuple[Longs, Floats]:
+    def _pair_columns(self, u: int, v: int, value: Floats) -> tuple[Longs, Floats]:
         """Columns of the pair of units on different classes, with these values [C, C]."""
         a, b = int(self.frame.unit[u]), int(self.frame.unit[v])
         if a > b:
@@ -182,7 +188,7 @@ class _Programme:
         for at, mark in enumerate(marks):
             start = self.first_start + mark.op
             for c, engines in enumerate(self.frame.engines.tolist()):
-                end = [(start, engines), (self._shares(mark.op), engines * self.op[mark.op])]
+                end = [(start, engines), (self._share_columns(mark.op), engines * self.op[mark.op])]
                 self.most.add(self._load(mark.before, c), (start, -engines))
                 self.most.add(self._load(mark.after, c), (self.step, -engines), *end)
                 for later in marks[at + 1 :]:
@@ -190,21 +196,21 @@ class _Programme:
                         load = self._load(mark.after & later.before, c)
                         self.most.add(load, (self.first_start + later.op, -engines), *end)
 
-    def _freight(self, marks: list[Milestone]) -> None:
+    def _add_freight_rows(self, marks: list[Milestone]) -> None:
         """What enters and leaves a class over its links, after the beginning and after each milestone."""
-        frame, used = self.frame, self._by_tensor()
+        frame, used = self.frame, self._targets_by_tensor()
         maker = self.problem.graph.tensor_op
         for ports, into in ((frame.ports_in, True), (frame.ports_out, False)):
             for c in np.flatnonzero(np.isfinite(ports)).tolist():
-                load = {t: self._moved(t, targets, c, into=into) for t, targets in used.items()}
+                load = {t: self._transfer_columns(t, targets, c, into=into) for t, targets in used.items()}
                 self.most.add(*load.values(), (self.step, -ports[c]))
                 for mark in marks:
                     later = [load[t] for t in used if mark.after[maker[t]] or maker[t] == mark.op]
                     start = (self.first_start + mark.op, ports[c])
-                    end = (self._shares(mark.op), ports[c] * self.op[mark.op])
+                    end = (self._share_columns(mark.op), ports[c] * self.op[mark.op])
                     self.most.add(*later, (self.step, -ports[c]), start, end)
 
-    def _by_tensor(self) -> dict[int, dict[int, tuple[int, Floats, Floats]]]:
+    def _targets_by_tensor(self) -> dict[int, dict[int, tuple[int, Floats, Floats]]]:
         """By tensor and unit that it goes to: an op of that unit, least seconds in, least seconds out."""
         found: dict[int, dict[int, tuple[int, Floats, Floats]]] = {}
         for (u, v), edge in sorted(self.frame.edges.items()):
@@ -217,7 +223,7 @@ class _Programme:
                     )
         return found
 
-    def _moved(
+    def _transfer_columns(
         self, t: int, targets: dict[int, tuple[int, Floats, Floats]], c: int, *, into: bool
     ) -> tuple[Longs, Floats]:
         """Columns and seconds of a tensor that enters, or leaves, a class at least once."""
@@ -231,7 +237,7 @@ class _Programme:
         seconds = min(float((i if into else o)[c]) for _, i, o in targets.values()) / self.unit_s
         crossing = []
         for v, _, _ in targets.values():
-            columns, value = self._apart(maker, v, table)
+            columns, value = self._pair_columns(maker, v, table)
             crossing.append(columns[value > 0])
         if len(crossing) == 1:
             return crossing[0], np.full(len(crossing[0]), seconds)
@@ -241,7 +247,7 @@ class _Programme:
             self.most.add((columns, 1.0), (column, -1.0))
         return np.array([column]), np.array([seconds])
 
-    def _windows(self) -> None:
+    def _add_window_rows(self) -> None:
         ends = np.linspace(0.0, _LATEST * self.frame.bound_s, _WINDOWS)
         for head in ends:
             for tail in ends[head + ends <= _LATEST * self.frame.bound_s]:
@@ -250,7 +256,7 @@ class _Programme:
                     wait = float(head + tail) / self.unit_s
                     self.most.add(self._load(ops, c), (self.step, -engines), limit=-engines * wait)
 
-    def _memory(self, marks: list[Milestone]) -> None:
+    def _add_memory_limits(self, marks: list[Milestone]) -> None:
         everything = np.ones(len(self.frame.unit), dtype=np.bool_)
         moments = [(everything, ~everything), *(mark.around for mark in marks)]
         for before, after in moments:

@@ -35,7 +35,7 @@ class Travel:
         return float((self.head_s + self.op_s + self.tail_s).min(axis=1).max())
 
 
-def travel(problem: Problem) -> Travel:
+def compute_travel(problem: Problem) -> Travel:
     """Heads and tails of every op on every device."""
     graph = problem.graph
     unit, num_units = units(graph)
@@ -48,8 +48,8 @@ def travel(problem: Problem) -> Travel:
     used = offsets(graph.use_tensor, graph.num_tensors), graph.use_op[by_tensor]
     sizes = graph.tensor_bytes.astype(np.float64), problem.costs.transfer_s
     table = np.ascontiguousarray(pair_table(problem.cluster, problem.links))
-    head = _heads(*made, *used, *sizes, table, unit, op_s)
-    return Travel(op_s, head, _tails(*made, *used, *sizes, table, unit, op_s))
+    head = _compute_heads(*made, *used, *sizes, table, unit, op_s)
+    return Travel(op_s, head, _compute_tails(*made, *used, *sizes, table, unit, op_s))
 
 
 @kernel
@@ -63,7 +63,7 @@ def _transfer_s(num_bytes: float, given_s: float, table: Any, source: int, targe
 
 
 @kernel
-def _heads(
+def _compute_heads(
     out_ptr: Any,
     out_tensor: Any,
     use_ptr: Any,
@@ -97,7 +97,7 @@ def _heads(
 
 
 @kernel
-def _tails(
+def _compute_tails(
     out_ptr: Any,
     out_tensor: Any,
     use_ptr: Any,

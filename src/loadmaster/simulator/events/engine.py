@@ -12,17 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Floats, Ints, Longs, offsets
-from loadmaster.core.check import check_plan, order_cycle
+from loadmaster.core.check import check_plan, describe_order_cycle
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import home_bytes
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Links, Objective, Problem
-from loadmaster.core.run import Score, silent
+from loadmaster.core.run import Score, ignore_progress
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.simulator.events.event_kernel import run_events
-from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, IN_ORDER, PARALLEL, READY, SHARED, Fixed
-from loadmaster.simulator.events.pipelines import accumulating, pipelined_peak
+from loadmaster.simulator.events.kernel import (
+    HALF_DUPLEX,
+    HOST,
+    IN_ORDER,
+    PARALLEL,
+    READY,
+    SHARED,
+    ProblemArrays,
+)
+from loadmaster.simulator.events.pipelines import pipeline_peak_bytes, with_resident_gradients
 from loadmaster.simulator.events.throughput import steady_state
 from loadmaster.simulator.jit import is_warm, mark_warm
 
@@ -68,7 +76,7 @@ class Simulator:
     """What `prepare` makes of a problem."""
 
     problem: Problem
-    fixed: Fixed
+    fixed: ProblemArrays
 
     def run(self, plan: Plan, *, dispatch: Dispatch | None = None) -> Outcome:
         """Run a plan; without `dispatch`, in its order, or first come first served if it has none."""
@@ -76,7 +84,7 @@ class Simulator:
             dispatch = Dispatch.READY if is_unordered(plan) else Dispatch.IN_ORDER
         issue = bool(self.fixed.issue_s.any())
         if issue and dispatch == Dispatch.READY:  # an order must be known before it can be issued
-            return self.run(self.ordered(plan), dispatch=Dispatch.IN_ORDER)
+            return self.run(self.order_by_start(plan), dispatch=Dispatch.IN_ORDER)
         return self._run(plan, dispatch, issue)
 
     def _run(self, plan: Plan, dispatch: Dispatch, issue: bool) -> Outcome:
@@ -84,10 +92,10 @@ class Simulator:
         links = LINK_CODE[self.problem.links]
         *columns, done = run_events(self.fixed, plan.device, plan.priority, code, links, issue)
         if done != self.problem.graph.num_ops:
-            raise PlanError(order_cycle(self.problem, plan) or "the plan's order deadlocks")
+            raise PlanError(describe_order_cycle(self.problem, plan) or "the plan's order deadlocks")
         return Outcome(*columns)
 
-    def warm_up(self, progress: Callable[[str, float], None] = silent) -> None:
+    def warm_up(self, progress: Callable[[str, float], None] = ignore_progress) -> None:
         """Load or compile the event loop before any budget runs, saying so if it takes long."""
         if not is_warm("simulator"):
             progress("compiling the simulator (once on this machine, 15 to 60 s)", 0.0)
@@ -95,23 +103,23 @@ class Simulator:
         self._run(plan_of(device), Dispatch.READY, False)
         mark_warm("simulator")
 
-    def ordered(self, plan: Plan) -> Plan:
+    def order_by_start(self, plan: Plan) -> Plan:
         """The plan in the order in which its ready ops start: replaying it in order is the same run."""
         return replace(plan, priority=self._run(plan, Dispatch.READY, False).start_rank)
 
-    def arranged(self, plan: Plan) -> tuple[Plan, Score]:
+    def order_and_score(self, plan: Plan) -> tuple[Plan, Score]:
         """The plan ordered as above and its score: one run, unless issue times make the replay differ."""
         outcome = self._run(plan, Dispatch.READY, False)
         ordered = replace(plan, priority=outcome.start_rank)
         issue = bool(self.fixed.issue_s.any())
-        return ordered, self.score(ordered) if issue else self._scored(plan, outcome)
+        return ordered, self.score(ordered) if issue else self._compute_score(plan, outcome)
 
     def score(self, plan: Plan) -> Score:
         """Objective and overflow of a plan."""
-        return self._scored(plan, self.run(plan))
+        return self._compute_score(plan, self.run(plan))
 
-    def _scored(self, plan: Plan, outcome: Outcome) -> Score:
-        peak = pipelined_peak(self.problem, plan, outcome.peak_bytes)
+    def _compute_score(self, plan: Plan, outcome: Outcome) -> Score:
+        peak = pipeline_peak_bytes(self.problem, plan, outcome.peak_bytes)
         over = np.maximum(peak - self.problem.cluster.usable_bytes, 0)
         throughput = self.problem.objective == Objective.THROUGHPUT
         seconds = steady_state(self.problem, plan).time_s if throughput else outcome.step_s
@@ -133,23 +141,27 @@ class Simulator:
             origin=TimelineOrigin.SIMULATED,
             device_name=cluster.device_name,
             kind=np.repeat(np.array(_SPAN_KINDS, dtype=np.int8), counts),
-            resource=_joined(plan.device[order], sent, spilt),
-            item=_joined(order, outcome.transfer_tensor, written),
+            resource=_concatenate_readonly(plan.device[order], sent, spilt),
+            item=_concatenate_readonly(order, outcome.transfer_tensor, written),
             microbatch=np.zeros(sum(counts), dtype=np.int32),
-            start_s=_joined(outcome.op_start[order], *_split(outcome.transfer_start, moves, written)),
-            end_s=_joined(outcome.op_end[order], *_split(outcome.transfer_end, moves, written)),
-            peak_bytes=pipelined_peak(self.problem, plan, outcome.peak_bytes),
+            start_s=_concatenate_readonly(
+                outcome.op_start[order], *_split_transfers(outcome.transfer_start, moves, written)
+            ),
+            end_s=_concatenate_readonly(
+                outcome.op_end[order], *_split_transfers(outcome.transfer_end, moves, written)
+            ),
+            peak_bytes=pipeline_peak_bytes(self.problem, plan, outcome.peak_bytes),
         )
 
 
-def _joined(*parts: NDArray[T]) -> NDArray[T]:
+def _concatenate_readonly(*parts: NDArray[T]) -> NDArray[T]:
     """Columns one after the other, read-only so that the timeline need not copy them."""
     whole = np.concatenate(parts)
     whole.flags.writeable = False
     return whole
 
 
-def _split(transfers: Floats, moves: int, written: Ints) -> tuple[Floats, Floats]:
+def _split_transfers(transfers: Floats, moves: int, written: Ints) -> tuple[Floats, Floats]:
     """Transfers between devices, and the writes to host memory that happened."""
     return transfers[:moves], transfers[moves:][written]
 
@@ -162,14 +174,14 @@ def is_unordered(plan: Plan) -> bool:
 def prepare(problem: Problem, *, links: Links | None = None) -> Simulator:
     """Everything about a problem that no plan changes, as arrays for the compiled loop."""
     cluster, costs = problem.cluster, problem.costs
-    graph = accumulating(problem.graph) if problem.pipeline else problem.graph
+    graph = with_resident_gradients(problem.graph) if problem.pipeline else problem.graph
     if links is not None and links != problem.links:
         problem = replace(problem, links=links)
     out_tensor = np.argsort(graph.tensor_op, kind="stable").astype(np.int32)
     by_tensor = np.lexsort((graph.use_op, graph.use_tensor))
     use_op, use_tensor = graph.use_op[by_tensor], graph.use_tensor[by_tensor]
     engines, engine = np.unique(cluster.engine, return_inverse=True)
-    fixed = Fixed(
+    fixed = ProblemArrays(
         out_ptr=offsets(graph.tensor_op, graph.num_ops),
         out_tensor=out_tensor,
         use_ptr=offsets(use_tensor, graph.num_tensors),

@@ -26,21 +26,21 @@ from loadmaster.simulator.events.kernel import (
     NO_HOLD,
     PARALLEL,
     SHARED,
-    Fixed,
-    by_engine,
+    ProblemArrays,
     drop_first,
-    in_sequence,
+    group_by_engine,
     list_holds,
     list_moves,
     pop_ready,
     push,
     push_ready,
+    sort_by_priority,
 )
 from loadmaster.simulator.jit import kernel
 
 
 @kernel
-def hop_s(fixed: Fixed, t: int, device: int, write: bool) -> Any:
+def hop_s(fixed: ProblemArrays, t: int, device: int, write: bool) -> Any:
     """HOST: seconds between a device and host memory, over the route to the first host-side device."""
     if fixed.transfer_s[t] >= 0:
         return fixed.transfer_s[t]
@@ -62,7 +62,9 @@ def held_bytes(hold: int, home_bytes: Any, tensor_bytes: Any, move_tensor: Any) 
 
 
 @kernel
-def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: int, issue: bool) -> Any:
+def run_events(
+    fixed: ProblemArrays, device: Any, priority: Any, dispatch: int, links: int, issue: bool
+) -> Any:
     """Run a plan.
 
     Returns op_start, op_end, start_rank [N], peak [D], move_tensor, move_target [M], move_start, move_end
@@ -100,8 +102,8 @@ def run_events(fixed: Fixed, device: Any, priority: Any, dispatch: int, links: i
         used[device[i]] += fixed.resident[i]
         waiting[i] = in_ptr[i + 1] - in_ptr[i] + issue
     peak = used.copy()
-    order = in_sequence(priority) if in_order else priority
-    queue_ptr, queue = by_engine(order, engine_of_op, num_engines, in_order)
+    order = sort_by_priority(priority) if in_order else priority
+    queue_ptr, queue = group_by_engine(order, engine_of_op, num_engines, in_order)
     queue_len = np.zeros(num_engines, dtype=np.int32)  # in order: how many were started
     first_come = not in_order and priority.min() == priority.max()  # then a queue serves, no heap is needed
     queue_head = np.zeros(num_engines, dtype=np.int32)

@@ -23,7 +23,7 @@ NO_HOLD = -1
 EMPTY = -1  # a lane without transfers, a transfer without a follower
 
 
-class Fixed(NamedTuple):
+class ProblemArrays(NamedTuple):
     """What a problem fixes, as arrays (see `engine.prepare`)."""
 
     out_ptr: Any  # [N + 1] into out_tensor
@@ -54,7 +54,7 @@ class Fixed(NamedTuple):
 
 
 @kernel
-def list_moves(fixed: Fixed, device: Any) -> Any:
+def list_moves(fixed: ProblemArrays, device: Any) -> Any:
     """One move per (tensor, other device that uses it), in order of the first consumer.
 
     Returns ptr [T + 1] into the moves of each tensor, target [M], tensor [M], and of_use [U]: the move
@@ -90,7 +90,7 @@ def list_moves(fixed: Fixed, device: Any) -> Any:
 
 @kernel
 def list_holds(
-    fixed: Fixed, move_ptr: Any, move_target: Any, move_of_use: Any, device: Any, host: bool
+    fixed: ProblemArrays, move_ptr: Any, move_target: Any, move_of_use: Any, device: Any, host: bool
 ) -> Any:
     """Count the holders of every storage on every device it reaches.
 
@@ -229,7 +229,7 @@ def pop_ready(queue: Any, root: int, size: int, priority: Any, ready_s: Any) -> 
 
 
 @kernel
-def in_sequence(priority: Any) -> Any:
+def sort_by_priority(priority: Any) -> Any:
     """Ops by (priority, index): by counting where priorities are dense, as ranks are."""
     num_ops, low, high = len(priority), priority.min(), priority.max()
     if high - low > 4 * num_ops:
@@ -247,7 +247,7 @@ def in_sequence(priority: Any) -> Any:
 
 
 @kernel
-def by_engine(order: Any, engine_of_op: Any, num_engines: int, fill: bool) -> Any:
+def group_by_engine(order: Any, engine_of_op: Any, num_engines: int, fill: bool) -> Any:
     """Room for the ops of each engine, filled in that order if asked: ptr [E + 1] and queue [N]."""
     ptr = np.zeros(num_engines + 1, dtype=np.int32)
     for i in range(len(order)):

@@ -17,7 +17,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 
 
-def accumulating(graph: Graph) -> Graph:
+def with_resident_gradients(graph: Graph) -> Graph:
     """The graph in which what the backward pass keeps is resident: gradients add up over micro-batches."""
     grown = grown_storages(graph)
     if not grown.any():
@@ -28,7 +28,7 @@ def accumulating(graph: Graph) -> Graph:
     return replace(graph, resident_bytes=settled_bytes(graph), tensor_storage=storage)
 
 
-def pipelined_peak(problem: Problem, plan: Plan, one_pass: Longs) -> Longs:
+def pipeline_peak_bytes(problem: Problem, plan: Plan, one_pass: Longs) -> Longs:
     """[D] peak bytes of a plan whose single micro-batch peaks at `one_pass`."""
     if plan.pipeline is None:
         return one_pass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.core.arrays import Floats, Ints, distinct
+from loadmaster.core.arrays import Floats, Ints, sorted_unique
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
@@ -36,22 +36,24 @@ def steady_state(problem: Problem, plan: Plan) -> Loads:
     compute = np.zeros(num)
     once_s = problem.costs.compute_s[np.arange(graph.num_ops), cluster.kind[device]]
     np.add.at(compute, device, np.where(plan.recompute, 2.0 * once_s, once_s))
-    tensor, target = _sent(problem, device)
+    tensor, target = _list_transfers(problem, device)
     source = device[graph.tensor_op[tensor]]
     reads, writes, links = np.zeros(num), np.zeros(num), np.zeros(cluster.num_links)
     if problem.links == Links.HOST:
         on_host = cluster.on_host[cluster.kind]
         np.add.at(reads, target, hop_s(problem, tensor, target, to_host=False))
-        once = distinct(tensor.astype(np.int64)).astype(np.int32)
+        once = sorted_unique(tensor.astype(np.int64)).astype(np.int32)
         owner = device[graph.tensor_op[once]]
         np.add.at(writes, owner, hop_s(problem, once, owner, to_host=True))
         reads[on_host] = writes[on_host] = 0.0
-        load = combined(problem.load, compute, reads, writes)
-        return Loads(compute, reads, writes, load, links, max(float(load.max()), _engine_s(problem, compute)))
-    seconds = _routed_s(problem, tensor, source, target)
+        load = combine_loads(problem.load, compute, reads, writes)
+        return Loads(
+            compute, reads, writes, load, links, max(float(load.max()), _busiest_engine_s(problem, compute))
+        )
+    seconds = _transfer_s(problem, tensor, source, target)
     np.add.at(reads, target, seconds)
     np.add.at(writes, source, seconds)
-    busiest = _engine_s(problem, compute)
+    busiest = _busiest_engine_s(problem, compute)
     if problem.links == Links.SHARED and len(tensor):
         for hop in range(cluster.route.shape[2]):
             link = cluster.route[source, target, hop]
@@ -62,7 +64,7 @@ def steady_state(problem: Problem, plan: Plan) -> Loads:
     return Loads(compute, reads, writes, compute, links, busiest)
 
 
-def _engine_s(problem: Problem, compute: Floats) -> float:
+def _busiest_engine_s(problem: Problem, compute: Floats) -> float:
     """Seconds of the busiest engine: its devices compute one after the other."""
     _, engine = np.unique(problem.cluster.engine, return_inverse=True)
     total = np.zeros(len(compute))
@@ -70,16 +72,16 @@ def _engine_s(problem: Problem, compute: Floats) -> float:
     return float(total.max())
 
 
-def _sent(problem: Problem, device: Ints) -> tuple[Ints, Ints]:
+def _list_transfers(problem: Problem, device: Ints) -> tuple[Ints, Ints]:
     """Distinct (tensor, other device that uses it)."""
     graph, num = problem.graph, problem.cluster.num_devices
     target = device[graph.use_op]
     away = target != device[graph.tensor_op[graph.use_tensor]]
-    pair = distinct(graph.use_tensor[away].astype(np.int64) * num + target[away])
+    pair = sorted_unique(graph.use_tensor[away].astype(np.int64) * num + target[away])
     return (pair // num).astype(np.int32), (pair % num).astype(np.int32)
 
 
-def _routed_s(problem: Problem, tensor: Ints, source: Ints, target: Ints) -> Floats:
+def _transfer_s(problem: Problem, tensor: Ints, source: Ints, target: Ints) -> Floats:
     """Seconds of each transfer over its route, unless given."""
     given = problem.costs.transfer_s[tensor]
     latency, rate = route_latency_s(problem.cluster), route_bytes_per_s(problem.cluster)
@@ -95,10 +97,10 @@ def hop_s(problem: Problem, tensor: Ints, device: Ints | int, *, to_host: bool) 
     far = np.full(len(tensor), int(on_host.argmax()), dtype=np.int32)
     if not on_host.any():
         far = ((near + 1) % num).astype(np.int32)
-    return _routed_s(problem, tensor, near, far) if to_host else _routed_s(problem, tensor, far, near)
+    return _transfer_s(problem, tensor, near, far) if to_host else _transfer_s(problem, tensor, far, near)
 
 
-def combined(load: Load, compute: Floats, reads: Floats, writes: Floats) -> Floats:
+def combine_loads(load: Load, compute: Floats, reads: Floats, writes: Floats) -> Floats:
     """How compute, reads and writes add up on an accelerator."""
     if load == Load.SUM:
         return compute + reads + writes

@@ -24,7 +24,7 @@ class Shelf:
 
     def note(self, shard: int, value: Any, *, stays: bool = False) -> None:
         """The input of a shard, as it comes from the one before; `stays`: its memory is booked elsewhere."""
-        self._reap()
+        self._release_landed()
         if stays:
             self._booked[shard] = 0
         else:
@@ -38,7 +38,7 @@ class Shelf:
         value = self._values.pop(shard)
         leaves, spec = tree_flatten(value)
         sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        targets = [self._host_place(leaf) for leaf in sources]
+        targets = [self._get_host_buffer(leaf) for leaf in sources]
         copies = [Copy(target, source) for target, source in zip(targets, sources, strict=True)]
         landed = self._device.down(copies, after=[self._device.mark()], label=self._name)
         self.down_bytes += tree_bytes(sources)
@@ -50,7 +50,7 @@ class Shelf:
         """Send for it, if it is below."""
         if shard not in self._below or shard in self._rising:
             return
-        self._reap()
+        self._release_landed()
         sources, marks, spec, landed = self._below[shard]
         self._book(shard, sources)
         targets = [torch.empty_like(s, device=self._device.torch_device) for s in sources]
@@ -62,7 +62,7 @@ class Shelf:
         leaves = [next(following) if mark is None else mark[0] for mark in marks]
         self._rising[shard] = (tree_unflatten(leaves, spec), arrived)
 
-    def taken(self, shard: int) -> Any:
+    def take_input(self, shard: int) -> Any:
         """The input of a shard, which compute may read."""
         if shard in self._values:
             return self._values[shard]
@@ -70,7 +70,7 @@ class Shelf:
         value, arrived = self._rising.pop(shard)
         self._device.hold(arrived)
         for place in self._below.pop(shard)[0]:
-            self._spare.setdefault(_form(place), []).append(place)
+            self._spare.setdefault(_layout_key(place), []).append(place)
         self._values[shard] = value
         return value
 
@@ -95,11 +95,11 @@ class Shelf:
     def _book(self, shard: int, value: Any) -> None:
         size = tree_bytes(value)
         if self._falling and self._device.arena.used_bytes + size > self._device.arena.cap_bytes:
-            self._reap(wait=True)
+            self._release_landed(wait=True)
         self._device.arena.book(self._name, size)
         self._booked[shard] = size
 
-    def _reap(self, *, wait: bool = False) -> None:
+    def _release_landed(self, *, wait: bool = False) -> None:
         """Forget what has landed; its memory on the device is free."""
         still = []
         for landed, size, sources in self._falling:
@@ -111,12 +111,12 @@ class Shelf:
                 still.append((landed, size, sources))
         self._falling = still
 
-    def _host_place(self, leaf: torch.Tensor) -> torch.Tensor:
-        spare = self._spare.get(_form(leaf))
+    def _get_host_buffer(self, leaf: torch.Tensor) -> torch.Tensor:
+        spare = self._spare.get(_layout_key(leaf))
         if spare:
             return spare.pop()
         return torch.empty_like(leaf, device="cpu", pin_memory=leaf.device.type == "cuda")
 
 
-def _form(tensor: torch.Tensor) -> Any:
+def _layout_key(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -8,14 +8,14 @@ from loadmaster.shards.device.streams import Device
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Packer
 from loadmaster.train.execute.device_updates import PinnedPiece
-from loadmaster.train.execute.execution_config import Ledger
-from loadmaster.train.execute.optimizer_step import Entry
+from loadmaster.train.execute.execution_config import TransferLedger
+from loadmaster.train.execute.optimizer_step import UpdateEntry
 
 
 class Adapter(PinnedPiece):
     """Trained parameters of one shard, on the device with their state and their compute copies."""
 
-    def __init__(self, host: HostPiece, device: Device, ledger: Ledger, *, name: str) -> None:
+    def __init__(self, host: HostPiece, device: Device, ledger: TransferLedger, *, name: str) -> None:
         packer = Packer()
         places = [
             packer.place(view.shape, view.dtype) if apart else None
@@ -39,11 +39,12 @@ class Adapter(PinnedPiece):
         """The parameters as units read them."""
         return self._compute
 
-    def entries(self, groups: Sequence[int], grads: Mapping[int, torch.Tensor]) -> list[Entry]:
+    def entries(self, groups: Sequence[int], grads: Mapping[int, torch.Tensor]) -> list[UpdateEntry]:
         """What a step of the optimizer needs of them; they are not what the host has any more."""
         self._dirty = True
         return [
-            Entry(self.host, p, groups[p], self.master[p], grads[p], self.state[p]) for p in sorted(grads)
+            UpdateEntry(self.host, p, groups[p], self.master[p], grads[p], self.state[p])
+            for p in sorted(grads)
         ]
 
     def close(self) -> None:

@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from loadmaster.shards.device.arena import Booked
+from loadmaster.shards.device.arena import BookingStack
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model.profile import tree_bytes
-from loadmaster.train.execute.units import Moment, Units, gradients_of, leaves_of
+from loadmaster.train.execute.units import MicroBatch, Units, collect_gradients, make_leaves
 
 _WARM_STEPS = 2  # libraries take their work space, and what a shard does is seen
 _MOST_ADDRESSES = 2  # of one shard's weights: each is a recording of its own
-_ANY = Moment(0, 0, 1)
+_ANY = MicroBatch(0, 0, 1)
 Bind = Callable[[], AbstractContextManager[Mapping[int, torch.Tensor]]]  # a shard's parameters, bound
 
 
-class Tape:
+class UnitTape:
     """The recorded units of one trial on one GPU; None from `forward` and `backward`: not on the tape."""
 
     def __init__(self, units: Units, device: Device, pool: Any, *, name: str) -> None:
         """`pool` is the memory of all tapes of a group: one unit runs at a time."""
         self._units, self._device, self._pool = units, device, pool
-        self._booked = Booked(device.arena, f"{name} boundaries")
+        self._booked = BookingStack(device.arena, f"{name} boundaries")
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self._seen: dict[int, Any] = {}  # [shard] its input, without values
         self._inputs: dict[int, Any] = {}  # [shard] memory that stays
@@ -51,7 +51,8 @@ class Tape:
             self._booked.push(max(1, tree_bytes(list(self._seen.values()))))
             where = self._device.torch_device
             self._inputs = {
-                shard: tree_map(lambda leaf: _room(leaf, where), seen) for shard, seen in self._seen.items()
+                shard: tree_map(lambda leaf: _allocate_like(leaf, where), seen)
+                for shard, seen in self._seen.items()
             }
         self._num_steps += 1
 
@@ -64,10 +65,10 @@ class Tape:
         """Whether a value is in memory of the tape's."""
         return any(value is own for own in self._inputs.values())
 
-    def saw(self, shard: int, value: Any) -> None:
+    def note_input(self, shard: int, value: Any) -> None:
         """The input of a shard in a step that is not recorded."""
         if self._num_steps <= _WARM_STEPS:
-            self._seen[shard] = tree_map(_outline, value)
+            self._seen[shard] = tree_map(_to_meta, value)
 
     def forward(self, shard: int, value: Any, address: Any, bind: Bind) -> Any:
         """F: the input of the next shard."""
@@ -89,19 +90,19 @@ class Tape:
         own = self._inputs.get(shard)
         if own is None or not self._is_recordable(shard) or not _fits(own, value):
             return None
-        key = ("B", shard, address, tuple(_form(at, slope) for at, slope in enumerate(slopes)))
-        standing = [None if each is None else self._slope(at, each) for at, each in enumerate(slopes)]
+        key = ("B", shard, address, tuple(_slope_key(at, slope) for at, slope in enumerate(slopes)))
+        standing = [None if each is None else self._get_slope(at, each) for at, each in enumerate(slopes)]
 
         def work(leaves: Mapping[int, torch.Tensor]) -> None:
-            given = leaves_of(own, wanted=shard > 0)
-            out = tree_flatten(self._units.run(shard, self._units.passed(shard, given), _ANY))[0]
+            given = make_leaves(own, wanted=shard > 0)
+            out = tree_flatten(self._units.run(shard, self._units.prepare_input(shard, given), _ANY))[0]
             pairs = [
                 (leaf, slope)
                 for leaf, slope in zip(out, standing, strict=True)
                 if slope is not None and leaf.requires_grad
             ]
             torch.autograd.backward([leaf for leaf, _ in pairs], [slope for _, slope in pairs])
-            self._given[key] = self._kept_slopes(gradients_of(given))
+            self._given[key] = self._keep_slopes(collect_gradients(given))
             self._keep_grads(self._grads[key], leaves)
 
         _fill(own, value)
@@ -111,7 +112,7 @@ class Tape:
         if key not in self._grads:
             for at, leaf in enumerate(tree_flatten(own)[0]):
                 if leaf.is_floating_point():
-                    self._slope(at, leaf)
+                    self._get_slope(at, leaf)
             with bind() as leaves:
                 self._grads[key] = {
                     n: torch.empty_like(leaf) for n, leaf in leaves.items() if leaf.requires_grad
@@ -143,19 +144,19 @@ class Tape:
         graph = self._graphs.get(key)
         if graph is None:
             others = sum(each[:2] == key[:2] for each in self._graphs)
-            graph = self._recorded(work, bind) if others < _MOST_ADDRESSES else None
+            graph = self._record_unit(work, bind) if others < _MOST_ADDRESSES else None
             if graph is None:
                 return False
             self._graphs[key] = graph
         graph.replay()
         return True
 
-    def _recorded(
+    def _record_unit(
         self, work: Callable[[Mapping[int, torch.Tensor]], None], bind: Bind
     ) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with bind() as leaves, self._recording(graph):
+            with bind() as leaves, self._capture_into(graph):
                 work(leaves)
         except RuntimeError as problem:  # an op that waits for the GPU, or allocates outside
             self.why_not = " ".join(str(problem).split())[:200]
@@ -163,7 +164,7 @@ class Tape:
         return graph
 
     @contextmanager
-    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def _capture_into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         self._units.recording = True
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
@@ -172,14 +173,14 @@ class Tape:
             self._units.recording = False
             graph.capture_end()
 
-    def _slope(self, at: int, like: torch.Tensor) -> torch.Tensor:
-        form = _form(at, like)
+    def _get_slope(self, at: int, like: torch.Tensor) -> torch.Tensor:
+        form = _slope_key(at, like)
         if form not in self._slopes:
             self._slopes[form] = torch.empty_like(like)
         return self._slopes[form]
 
-    def _kept_slopes(self, found: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        kept = [None if each is None else self._slopes[_form(at, each)] for at, each in enumerate(found)]
+    def _keep_slopes(self, found: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        kept = [None if each is None else self._slopes[_slope_key(at, each)] for at, each in enumerate(found)]
         for mine, each in zip(kept, found, strict=True):
             if mine is not None and each is not None:
                 mine.copy_(each)
@@ -195,15 +196,15 @@ class Tape:
                 kept[number].copy_(grad)
 
 
-def _outline(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _room(leaf: Any, where: torch.device) -> Any:
+def _allocate_like(leaf: Any, where: torch.device) -> Any:
     return torch.empty_like(leaf, device=where) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _form(at: int, tensor: torch.Tensor | None) -> Any:
+def _slope_key(at: int, tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else (at, tensor.shape, tensor.dtype)
 
 

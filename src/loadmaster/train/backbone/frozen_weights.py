@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from loadmaster.shards.device.arena import aligned
+from loadmaster.shards.device.arena import align_bytes
 from loadmaster.shards.model.blocks import Chain
-from loadmaster.shards.model.built_model import Built
+from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Layout, Piece
 
@@ -38,7 +38,7 @@ def has_backbone(chain: Chain) -> bool:
     return frozen_share(chain) > _MOST
 
 
-def parted(layout: Layout, chain: Chain) -> Layout:
+def split_frozen(layout: Layout, chain: Chain) -> Layout:
     """The same shards, with each piece parted into its frozen and its trained parameters."""
     pieces: list[Piece] = []
     for piece in layout.pieces:
@@ -61,11 +61,13 @@ def is_frozen(piece: Piece, chain: Chain) -> bool:
 def piece_bytes(piece: Piece, layout: Layout, chain: Chain) -> int:
     """Bytes of a piece as units read it."""
     return sum(
-        aligned(chain.parameters[n].numel() * layout.compute_dtype[n].itemsize) for n in piece.parameters
+        align_bytes(chain.parameters[n].numel() * layout.compute_dtype[n].itemsize) for n in piece.parameters
     )
 
 
-def shareable(ours: Sequence[HostPiece], built: Built, layout: Layout) -> dict[int, HostPiece] | None:
+def match_frozen_pieces(
+    ours: Sequence[HostPiece], built: BuiltModel, layout: Layout
+) -> dict[int, HostPiece] | None:
     """Held pieces that can stand for the frozen ones of another trial, by its piece; None: they differ."""
     chain = built.chain
     theirs = [piece for piece in layout.pieces if is_frozen(piece, chain)]
@@ -78,7 +80,7 @@ def shareable(ours: Sequence[HostPiece], built: Built, layout: Layout) -> dict[i
             parameter = chain.parameters[number]
             if (view.shape, view.dtype) != (parameter.shape, parameter.dtype):
                 return None
-            if place.dtype != layout.compute_dtype[number] or not _same_bytes(view, parameter.detach()):
+            if place.dtype != layout.compute_dtype[number] or not _has_same_bytes(view, parameter.detach()):
                 return None
     return {
         piece.index: replace(host, piece=piece)  # the same slab and views, under this trial's own numbers
@@ -86,26 +88,26 @@ def shareable(ours: Sequence[HostPiece], built: Built, layout: Layout) -> dict[i
     }
 
 
-def digest(chain: Chain) -> str:
+def hash_frozen(chain: Chain) -> str:
     """A hash of the frozen parameters: their shapes, dtypes and bytes, in order."""
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(_digest, (chain.parameters[n].detach() for n in frozen_numbers(chain))))
+        parts = list(pool.map(_hash_tensor, (chain.parameters[n].detach() for n in frozen_numbers(chain))))
     return hashlib.blake2b("".join(parts).encode()).hexdigest()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: torch.Tensor) -> str:
     found = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    flat = _flat(tensor)
+    flat = _flatten_bytes(tensor)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
         found.update(memoryview(flat[start : start + _CHUNK_BYTES].numpy()))
     return found.hexdigest()
 
 
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _has_same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
         return True
-    return torch.equal(_flat(left), _flat(right))
+    return torch.equal(_flatten_bytes(left), _flatten_bytes(right))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -20,23 +20,28 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.built_model import Built, build
-from loadmaster.shards.model.shared_storage import Owners
+from loadmaster.shards.model.built_model import BuiltModel, build_trial
+from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Layout, lay_out
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
-from loadmaster.train.backbone.frozen_weights import frozen_share, is_frozen, parted, shareable
+from loadmaster.train.backbone.frozen_weights import (
+    frozen_share,
+    is_frozen,
+    match_frozen_pieces,
+    split_frozen,
+)
 from loadmaster.train.backbone.group_member_executor import Member
 from loadmaster.train.backbone.group_plan import GroupPlan, group_cuts, plan_group
 from loadmaster.train.backbone.weight_stream import Belt
 from loadmaster.train.execute import first_step
-from loadmaster.train.execute.trial_state import TrialState, hold
+from loadmaster.train.execute.trial_state import TrialState, store_on_host
 
 _Views = dict[int, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ridden:
+class GroupStepResult:
     """One trial's part of a group step: its numbers, or what went wrong, or the end of its data."""
 
     state: TrialState
@@ -65,19 +70,19 @@ class Group:
         self._belt: Belt | None = None
         self.plan: GroupPlan | None = None
 
-    def join(self, built: Built, *, cuts: Sequence[int] | None = None) -> TrialState | None:
+    def join(self, built: BuiltModel, *, cuts: Sequence[int] | None = None) -> TrialState | None:
         """Take a trial in; None: its backbone is another, or there is no room for one more."""
         if not self.states:
             self.cuts = list(cuts) if cuts is not None else group_cuts(built, self.device.arena.cap_bytes)
         elif len(built.chain.blocks) <= self.cuts[-1]:
             return None
-        layout = parted_layout(built, self.cuts)
-        shared = shareable(self.frozen, built, layout) if self.states else {}
+        layout = build_split_layout(built, self.cuts)
+        shared = match_frozen_pieces(self.frozen, built, layout) if self.states else {}
         if shared is None:
             return None
-        state = hold(built, self.cuts, landing=False, layout=layout, shared=shared)
+        state = store_on_host(built, self.cuts, landing=False, layout=layout, shared=shared)
         try:
-            self._planned([*self.states, state])
+            self._make_plan([*self.states, state])
         except DeviceMemoryError:
             if not self.states:
                 raise
@@ -88,19 +93,19 @@ class Group:
         self.states.append(state)
         return state
 
-    def part(self, state: TrialState) -> None:
+    def remove_member(self, state: TrialState) -> None:
         """A member goes; what it trained stays in its own host memory."""
         if any(each is state for each in self.states):
             self.leave()
             self.states = [each for each in self.states if each is not state]
 
-    def step(self, riders: Sequence[TrialState]) -> list[Ridden]:
+    def step(self, riders: Sequence[TrialState]) -> list[GroupStepResult]:
         """One optimizer step of each of these members."""
         self._enter()
         assert self._belt is not None
-        ride = _Ride([self._members[id(state)] for state in riders])
+        ride = _GroupStep([self._members[id(state)] for state in riders])
         began = time.perf_counter()
-        with randomness.kept(self.device.torch_device), self.device.computing():
+        with randomness.preserve_generators(self.device.torch_device), self.device.computing():
             if any(first_step.is_due(state) for state in riders):
                 ride.verify(self.device, self._rehearse)
                 began = time.perf_counter()
@@ -116,7 +121,7 @@ class Group:
         found = [ride.told(member, taken, *shares, spans) for member in ride.members]
         for told in found:
             if told.error is not None:
-                self._fallen(told.state)
+                self._drop_failed(told.state)
         return found
 
     def predict(self, state: TrialState, inputs: Any) -> Any:
@@ -136,10 +141,10 @@ class Group:
             self.leave()
             self.states.append(state)
 
-    def buffers_bound(self, state: TrialState) -> AbstractContextManager[None]:
+    def bind_buffers(self, state: TrialState) -> AbstractContextManager[None]:
         """A member's blocks see the device's buffers."""
         self._enter()
-        return self._members[id(state)].units.buffers_bound()
+        return self._members[id(state)].units.bind_buffers()
 
     def settle(self, state: TrialState) -> None:
         """Bring a member's adapters home: then its host memory is the whole truth."""
@@ -164,19 +169,19 @@ class Group:
         """Take the device's memory; who stands there longest leaves until there is room for a whole step."""
         device = self.device
         if self._belt is None:
-            needed = self._planned(self.states).peak_bytes
+            needed = self._make_plan(self.states).peak_bytes
             while device.tenants and device.arena.used_bytes + needed > device.arena.cap_bytes:
                 device.tenants[0].leave()
         while self._belt is None:
             try:
-                self._stand()
+                self._take_memory()
             except DeviceMemoryError:
                 self._abandon()
                 if not self.device.tenants:
                     raise
                 self.device.tenants[0].leave()
 
-    def _planned(self, states: Sequence[TrialState]) -> GroupPlan:
+    def _make_plan(self, states: Sequence[TrialState]) -> GroupPlan:
         device = self.device
         return plan_group(
             states,
@@ -185,8 +190,8 @@ class Group:
             num_places=self._num_places,
         )
 
-    def _stand(self) -> None:
-        self.plan = self._planned(self.states)
+    def _take_memory(self) -> None:
+        self.plan = self._make_plan(self.states)
         recorded = self.plan.on_device and self.device.torch_device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if recorded else None
         for state in self.states:
@@ -217,14 +222,14 @@ class Group:
         """The visits of a step of one member, and nothing done; `then` gets all gradients."""
         assert self._belt is not None
         with member.rehearsing(batches):
-            ride = _Ride([member])
+            ride = _GroupStep([member])
             ride.begin()
             self._sweep(ride, self._belt)
             for problem in ride.errors.values():
                 raise problem
-            return member.tried(then)
+            return member.finish_rehearsal(then)
 
-    def _sweep(self, ride: "_Ride", belt: Belt) -> None:
+    def _sweep(self, ride: "_GroupStep", belt: Belt) -> None:
         assert self.plan is not None
         for position, (kind, shard) in enumerate(self.plan.order):
             views = belt.take(position)
@@ -236,7 +241,7 @@ class Group:
                 ride.backward(shard, views)
             belt.done(position)
 
-    def _fallen(self, state: TrialState) -> None:
+    def _drop_failed(self, state: TrialState) -> None:
         """A member that failed in the middle of a step: its memory back, nothing of it is brought home."""
         self._members.pop(id(state)).close()
         self.states = [each for each in self.states if each is not state]
@@ -244,7 +249,7 @@ class Group:
             self.leave()
 
 
-class _Ride:
+class _GroupStep:
     """One step of some members: who is still in it, and what became of them."""
 
     def __init__(self, members: list[Member]) -> None:
@@ -263,12 +268,12 @@ class _Ride:
                 first_step.compare(state, device, member.units, by_shards)
 
         for member in list(self.alive):
-            self._let(member, act)
+            self._run_guarded(member, act)
 
     def begin(self) -> None:
         begun: list[Member] = []
         for member in self.members:
-            self._let(member, lambda each: begun.append(each) if each.begin() else None)
+            self._run_guarded(member, lambda each: begun.append(each) if each.begin() else None)
         self.alive = begun
 
     def forward(self, shard: int, views: _Views) -> None:
@@ -277,19 +282,19 @@ class _Ride:
             member.lay_down(shard)
 
         for member in list(self.alive):
-            self._let(member, act)
+            self._run_guarded(member, act)
 
     def last(self, views: _Views) -> None:
         for member in list(self.alive):
-            self._let(member, lambda each: each.last(views))
+            self._run_guarded(member, lambda each: each.last(views))
 
     def backward(self, shard: int, views: _Views) -> None:
         """B of every member; the next one's input is sent for while one computes."""
         waiting = list(self.alive)
         for member, following in zip_longest(waiting, waiting[1:]):
             if following is not None:
-                self._let(following, lambda each: each.reach_for(shard))
-            self._let(member, lambda each: each.backward(shard, views))
+                self._run_guarded(following, lambda each: each.reach_for(shard))
+            self._run_guarded(member, lambda each: each.backward(shard, views))
 
     def end(self) -> None:
         def act(member: Member) -> None:
@@ -297,9 +302,9 @@ class _Ride:
             self.losses[id(member)] = member.end()
 
         for member in list(self.alive):
-            self._let(member, act)
+            self._run_guarded(member, act)
 
-    def _let(self, member: Member, act: Callable[[Member], Any]) -> None:
+    def _run_guarded(self, member: Member, act: Callable[[Member], Any]) -> None:
         """Let a member act; one that raises is out of the step."""
         if member not in self.alive:
             return
@@ -314,17 +319,17 @@ class _Ride:
         names = (f"{each.state.trial.name} " for each in self.members)
         return max((name for name in names if label.startswith(name)), key=len, default="")
 
-    def told(self, member: Member, seconds: float, up: int, loads: int, spans: Any) -> Ridden:
+    def told(self, member: Member, seconds: float, up: int, loads: int, spans: Any) -> GroupStepResult:
         key, name = id(member), member.state.trial.name
         if key in self.errors:
-            return Ridden(member.state, error=self.errors[key])
+            return GroupStepResult(member.state, error=self.errors[key])
         if key not in self.losses:
-            return Ridden(member.state, over=True)
+            return GroupStepResult(member.state, over=True)
         first = member is self.members[0]  # what was done for all is told once
         mine = (f"{name} ", "") if first else (f"{name} ",)
         own = tuple(span for span in spans if self._owner(span[1]) in mine)
         moved_up, moved_down = member.moved_bytes()
-        return Ridden(
+        return GroupStepResult(
             member.state,
             member.state.epoch,
             self.losses[key],
@@ -337,11 +342,11 @@ class _Ride:
         )
 
 
-def parted_layout(built: Built, cuts: Sequence[int]) -> Layout:
+def build_split_layout(built: BuiltModel, cuts: Sequence[int]) -> Layout:
     """Shards of a trial with frozen and trained pieces apart."""
     dtype = COMPUTE_DTYPE[built.trial.precision]
     layout = lay_out(built.chain, cuts, compute_dtype=dtype, castable=built.facts.castable)
-    return parted(layout, built.chain)
+    return split_frozen(layout, built.chain)
 
 
 def open_group(
@@ -353,9 +358,9 @@ def open_group(
 ) -> Group:
     """Trials that share a frozen backbone, ready to step together; refuses one whose backbone differs."""
     group = Group(device, num_places=num_places)
-    owners = Owners()
+    owners = ParameterOwners()
     for trial in trials:
-        built = build(trial, device=device.torch_device)
+        built = build_trial(trial, device=device.torch_device)
         owners.claim(trial.name, built.chain)
         if not frozen_share(built.chain):
             raise InputError(f"trial {trial.name!r} has no frozen parameter; there is nothing to share")
@@ -367,7 +372,7 @@ def open_group(
     return group
 
 
-def steps(group: Group, num_steps: int) -> Iterator[list[Ridden]]:
+def steps(group: Group, num_steps: int) -> Iterator[list[GroupStepResult]]:
     """Group steps until every member is at its end; a member that fails or ends is not asked again."""
     riders = list(group.states)
     for _ in range(num_steps):

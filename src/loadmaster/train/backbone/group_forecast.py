@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import DeviceMemoryError
-from loadmaster.shards.model.blocks import Chain, chain_of
-from loadmaster.shards.model.built_model import Built
-from loadmaster.shards.model.meta_build import hollow
+from loadmaster.shards.model.blocks import Chain, build_chain
+from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.meta_build import free_weights
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.sizes import Sizes
-from loadmaster.shards.plan.step_limits import Work, limit
+from loadmaster.shards.plan.step_limits import Work, find_step_limit
 from loadmaster.shards.spec.engine import TrialPlan
 from loadmaster.shards.spec.trial import Trial
 from loadmaster.train.backbone.group_plan import GroupPlan, boundary_bytes, group_cuts, plan_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sketch:
+class TrialSketch:
     """A trial as planning sees it."""
 
     trial: Trial
@@ -32,18 +32,20 @@ class Sketch:
     backbone: str  # hash of its frozen parameters
 
 
-def sketch(built: Built, sizes: Sizes, backbone: str, *, cap_bytes: int) -> Sketch:
+def sketch_trial(built: BuiltModel, sizes: Sizes, backbone: str, *, cap_bytes: int) -> TrialSketch:
     """Cut it as a group would; the model that was built for planning gives its weights back."""
-    from loadmaster.train.backbone.group import parted_layout
+    from loadmaster.train.backbone.group import build_split_layout
 
-    layout = parted_layout(built, group_cuts(built, cap_bytes))
-    hollow(built.chain.model)
-    return Sketch(built.trial, chain_of(built.trial, built.chain.model), built.facts, layout, sizes, backbone)
+    layout = build_split_layout(built, group_cuts(built, cap_bytes))
+    free_weights(built.chain.model)
+    return TrialSketch(
+        built.trial, build_chain(built.trial, built.chain.model), built.facts, layout, sizes, backbone
+    )
 
 
-def together(
+def plan_together(
     plans: Sequence[TrialPlan],
-    sketches: Mapping[str, Sketch],
+    sketches: Mapping[str, TrialSketch],
     *,
     lent_bytes: Mapping[str, int],
     num_devices: int,
@@ -62,27 +64,29 @@ def together(
         for first in range(0, len(members), size):
             part = members[first : first + size]
             while part:
-                group = _fitting(part, cap_bytes=cap_bytes, on_gpu=on_gpu)
+                group = _find_largest_group(part, cap_bytes=cap_bytes, on_gpu=on_gpu)
                 if group is None:  # not even one fits: they stream their shards by themselves
                     for each in part:
                         name = each.trial.name
-                        found[name] = _holding(found[name], lent_bytes)
+                        found[name] = _add_lent_bytes(found[name], lent_bytes)
                     break
                 plan, count = group
                 for each in part[:count]:
                     old = found[each.trial.name]
-                    own = old if each is not part[0] else _holding(old, lent_bytes)
-                    found[old.trial] = _member(own, part[:count], plan, found, rates)
+                    own = old if each is not part[0] else _add_lent_bytes(old, lent_bytes)
+                    found[old.trial] = _plan_member(own, part[:count], plan, found, rates)
                 part = part[count:]
     return [found[each.trial] for each in plans]
 
 
-def _holding(plan: TrialPlan, lent_bytes: Mapping[str, int]) -> TrialPlan:
+def _add_lent_bytes(plan: TrialPlan, lent_bytes: Mapping[str, int]) -> TrialPlan:
     """A plan whose trial holds its backbone itself."""
     return replace(plan, host_bytes=plan.host_bytes + lent_bytes.get(plan.trial, 0))
 
 
-def _fitting(members: Sequence[Sketch], *, cap_bytes: int, on_gpu: bool) -> tuple[GroupPlan, int] | None:
+def _find_largest_group(
+    members: Sequence[TrialSketch], *, cap_bytes: int, on_gpu: bool
+) -> tuple[GroupPlan, int] | None:
     """As many members as a device takes, from the first on, as groups are filled."""
     for count in range(len(members), 0, -1):
         try:
@@ -92,15 +96,19 @@ def _fitting(members: Sequence[Sketch], *, cap_bytes: int, on_gpu: bool) -> tupl
     return None
 
 
-def _member(
-    old: TrialPlan, members: Sequence[Sketch], plan: GroupPlan, found: Mapping[str, TrialPlan], rates: Rates
+def _plan_member(
+    old: TrialPlan,
+    members: Sequence[TrialSketch],
+    plan: GroupPlan,
+    found: Mapping[str, TrialPlan],
+    rates: Rates,
 ) -> TrialPlan:
     count = len(members)
     crossing = 0 if plan.on_device else sum(boundary_bytes(each) for each in members)
     up = plan.streamed_bytes + crossing
     flops = sum(found[each.trial.name].detail.work.flops for each in members)
     work = Work(flops=flops, up_bytes=up, down_bytes=crossing, host_stepped=0, host_bytes=up + crossing)
-    bound = limit(work, rates)
+    bound = find_step_limit(work, rates)
     return replace(
         old,
         step_s=bound.predicted_s / count,

@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from loadmaster.shards.device.arena import Booked
+from loadmaster.shards.device.arena import BookingStack
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.optimizer_state import hyper_of
+from loadmaster.shards.model.optimizer_state import copy_hyper
 from loadmaster.shards.model.profile import num_tokens, tree_bytes
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.spec.engine import mean_loss
 from loadmaster.train.backbone.activation_offload import Shelf
 from loadmaster.train.backbone.adapter import Adapter
-from loadmaster.train.backbone.cuda_graphs import Tape
+from loadmaster.train.backbone.cuda_graphs import UnitTape
 from loadmaster.train.backbone.frozen_weights import is_frozen
 from loadmaster.train.backbone.weight_stream import Belt
-from loadmaster.train.execute.execution_config import Ledger
+from loadmaster.train.execute.execution_config import TransferLedger
 from loadmaster.train.execute.gradients import Gradients
-from loadmaster.train.execute.micro_batches import moved, next_batches
-from loadmaster.train.execute.optimizer_step import apply
+from loadmaster.train.execute.micro_batches import move_to_device, next_batches
+from loadmaster.train.execute.optimizer_step import apply_step
 from loadmaster.train.execute.trial_state import TrialState
-from loadmaster.train.execute.units import Kept, Moment, Units
+from loadmaster.train.execute.units import ForwardRecord, MicroBatch, Units
 
 
 class Member:
@@ -43,7 +43,7 @@ class Member:
         self.state, self._device = state, device
         mine = [piece.index for piece in state.layout.pieces if is_frozen(piece, state.chain)]
         self._shared = {own: host.piece.index for own, host in zip(mine, shared, strict=True)}
-        self.ledger = Ledger()
+        self.ledger = TransferLedger()
         self._told = (0, 0)
         self.num_tokens = 0  # of this step
         self.units = Units(state.trial, state.chain, state.layout.cuts, device.torch_device)
@@ -51,13 +51,13 @@ class Member:
         self._adapters: dict[int, Adapter] = {}
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # gradients of this step, until its end
         self._shelf = Shelf(device, f"{state.trial.name} boundaries", on_device=on_device)
-        self._resident = Booked(device.arena, f"{state.trial.name} batch")
-        self.tape = Tape(self.units, device, pool, name=state.trial.name) if pool is not None else None
-        self.lowest = lowest_trained(state)
+        self._resident = BookingStack(device.arena, f"{state.trial.name} batch")
+        self.tape = UnitTape(self.units, device, pool, name=state.trial.name) if pool is not None else None
+        self.lowest = lowest_trained_shard(state)
         pinned = device.torch_device.type == "cuda"
         self._losses = torch.zeros(state.trial.accumulate, dtype=torch.float64, pin_memory=pinned)
         try:
-            self._stay()
+            self._book_buffers()
             for host in state.pieces:
                 if not is_frozen(host.piece, state.chain):
                     name = f"{state.trial.name} adapters"
@@ -73,13 +73,13 @@ class Member:
             batches = next_batches(state, where)
         if not batches:
             return False
-        self._hyper = hyper_of(state.optimizer)
-        self._moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
-        self._values = [moved(batch[0], where) for batch in batches]
-        self._targets = [moved(batch[1], where) for batch in batches]
+        self._hyper = copy_hyper(state.optimizer)
+        self._moments = [MicroBatch(state.step, number, len(batches)) for number in range(len(batches))]
+        self._values = [move_to_device(batch[0], where) for batch in batches]
+        self._targets = [move_to_device(batch[1], where) for batch in batches]
         self.num_tokens = sum(num_tokens(each) for each in self._values)
         self._resident.push(tree_bytes((self._values, self._targets)))
-        self._kept: list[list[Kept]] = []
+        self._kept: list[list[ForwardRecord]] = []
         self._slopes: list[Any] = []
         self._scale = state.scaler.scale if state.trial.precision == "fp16" else 1.0
         if self.tape is not None:
@@ -88,9 +88,9 @@ class Member:
 
     def forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> None:
         """F of every micro-batch; what backward needs is put on the shelf."""
-        out = self._replayed_forward(shard, frozen)
+        out = self._replay_forward(shard, frozen)
         if out is not None:
-            self._kept.append([Kept(self._values[0], None, {})])
+            self._kept.append([ForwardRecord(self._values[0], None, {})])
             self._values = [out]
         else:
             with self._visit(shard, "F", frozen):
@@ -99,19 +99,22 @@ class Member:
                     for value, moment in zip(self._values, self._moments, strict=True)
                 ]
             if self.tape is not None:
-                self.tape.saw(shard, self._values[0])
-                self.tape.saw(shard + 1, outs[0][0])
+                self.tape.note_input(shard, self._values[0])
+                self.tape.note_input(shard + 1, outs[0][0])
             self._kept.append([kept for _, kept in outs])
             self._values = [out for out, _ in outs]
         if shard + 1 < len(self.units.cuts):
             self._shelf.note(shard + 1, self._values, stays=out is not None)
 
-    def _replayed_forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> Any:
+    def _replay_forward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> Any:
         if self.tape is None:
             return None
         with self._standing(shard, "F"):
             return self.tape.forward(
-                shard, self._values[0], self._address(shard, frozen), lambda: self._bound(shard, frozen)
+                shard,
+                self._values[0],
+                self._frozen_addresses(shard, frozen),
+                lambda: self._bound(shard, frozen),
             )
 
     def lay_down(self, shard: int) -> None:
@@ -156,9 +159,9 @@ class Member:
         if shard < self.lowest:
             return
         if shard > 0:
-            for kept, value in zip(self._kept[shard], self._shelf.taken(shard), strict=True):
+            for kept, value in zip(self._kept[shard], self._shelf.take_input(shard), strict=True):
                 kept.value = value
-        if not self._replayed_backward(shard, frozen):
+        if not self._replay_backward(shard, frozen):
             self._backward(shard, frozen)
         self._kept[shard].clear()
         if shard > 0:
@@ -172,7 +175,7 @@ class Member:
                 self._slopes[number] = self.units.backward(shard, kept, self._slopes[number], moment)
                 self.grads.take(shard, moment)
 
-    def _replayed_backward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> bool:
+    def _replay_backward(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> bool:
         """Whether the tape did it; it knows nothing of parameters that shards share."""
         numbers = [
             n for p in self.state.layout.pieces_of[shard] for n in self.state.layout.pieces[p].parameters
@@ -184,7 +187,7 @@ class Member:
                 shard,
                 self._kept[shard][0].value,
                 self._slopes[0],
-                self._address(shard, frozen),
+                self._frozen_addresses(shard, frozen),
                 lambda: self._bound(shard, frozen),
             )
         if found is None:
@@ -210,7 +213,7 @@ class Member:
 
     @contextmanager
     def rehearsing(self, batches: list[Any]) -> Iterator[None]:
-        """A step on these batches that leaves nothing behind; it is not ended, but `tried`."""
+        """A step on these batches that leaves nothing behind; it is not ended, but `finish_rehearsal`."""
         state, shelf = self.state, self._shelf
         before = state.peeked, state.generators, self.grads, self.tape, shelf.up_bytes, shelf.down_bytes
         buffers = [buffer.clone() for buffer in self.units.buffers]
@@ -224,7 +227,7 @@ class Member:
             for buffer, kept in zip(self.units.buffers, buffers, strict=True):
                 buffer.copy_(kept)
 
-    def tried(self, then: Callable[[int, dict[int, torch.Tensor]], None]) -> float:
+    def finish_rehearsal(self, then: Callable[[int, dict[int, torch.Tensor]], None]) -> float:
         """The gradients and the loss of a step that is not taken."""
         for index, grads in self._waiting.items():
             then(index, grads)
@@ -233,7 +236,7 @@ class Member:
 
     def predict(self, inputs: Any, belt: Belt) -> Any:
         """The outputs for some inputs, without gradients; the belt goes as in a forward pass."""
-        value = moved(inputs, self._device.torch_device)
+        value = move_to_device(inputs, self._device.torch_device)
         for shard in range(len(self.units.cuts)):
             leaves = self._leaves(shard, belt.take(shard))
             self.units.bind(shard, leaves)
@@ -276,9 +279,9 @@ class Member:
         self._kept, self._slopes, self._values, self._targets = [], [], [], []
         self._shelf.clear()
         self._resident.clear()
-        self._stay()
+        self._book_buffers()
 
-    def _stay(self) -> None:
+    def _book_buffers(self) -> None:
         size = sum(buffer.nbytes for buffer in self.units.buffers)
         if size:
             self._resident.push(size)
@@ -300,7 +303,7 @@ class Member:
         leaves = self._leaves(shard, frozen)
         self.units.bind(shard, leaves)
         try:
-            with self.units.buffers_bound():
+            with self.units.bind_buffers():
                 yield leaves
         finally:
             self.units.unbind(shard)
@@ -315,7 +318,7 @@ class Member:
         ):
             yield
 
-    def _address(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> tuple[int, ...]:
+    def _frozen_addresses(self, shard: int, frozen: Mapping[int, list[torch.Tensor]]) -> tuple[int, ...]:
         """Where the frozen weights of a shard stand."""
         pieces = (index for index in self.state.layout.pieces_of[shard] if index in self._shared)
         return tuple(frozen[self._shared[index]][0].data_ptr() for index in pieces)
@@ -355,10 +358,10 @@ class Member:
         for index, grads in waiting.items():
             adapter = self._adapters[index]
             masters = adapter.host.master
-            wide = {p: self.grads.widened(grad, masters[p].dtype, factors) for p, grad in grads.items()}
+            wide = {p: self.grads.widen_grad(grad, masters[p].dtype, factors) for p, grad in grads.items()}
             entries.extend(adapter.entries(state.groups(index), wide))
         if entries:
-            apply(state.optimizer, entries, self._hyper)
+            apply_step(state.optimizer, entries, self._hyper)
         for index in waiting:
             self._adapters[index].refresh()
 
@@ -367,14 +370,14 @@ class Member:
         """This trial's generators; `drawn`: they go on from there. `others`: Python's and NumPy's, too."""
         where, state = self._device.torch_device, self.state
         mine = state.generators
-        randomness.install(mine if others else replace(mine, others=None), where)
+        randomness.restore_generators(mine if others else replace(mine, others=None), where)
         yield
         if drawn:
-            now = randomness.current(where, others=others)
+            now = randomness.capture_generators(where, others=others)
             state.generators = now if others else replace(now, others=mine.others)
 
 
-def lowest_trained(state: Any) -> int:
+def lowest_trained_shard(state: Any) -> int:
     """The first shard with something to train: backward need not go below."""
     return int(min(p.shards[0] for p in state.layout.pieces if not is_frozen(p, state.chain)))
 

@@ -9,15 +9,15 @@ from typing import Protocol
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
-from loadmaster.shards.device.arena import aligned
+from loadmaster.shards.device.arena import align_bytes
 from loadmaster.shards.model.blocks import Chain
-from loadmaster.shards.model.built_model import Built
+from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout
 from loadmaster.shards.plan.sizes import Sizes
 from loadmaster.shards.spec.trial import Trial
 from loadmaster.train.backbone.frozen_weights import is_frozen, piece_bytes
-from loadmaster.train.backbone.group_member_executor import lowest_trained, visit_bytes
+from loadmaster.train.backbone.group_member_executor import lowest_trained_shard, visit_bytes
 from loadmaster.train.backbone.weight_stream import belt_bytes
 
 _PARTS = 16  # of the cap: a shard of several small blocks is at most so large
@@ -37,7 +37,7 @@ class GroupPlan:
     streamed_bytes: int  # of it what does not stay on the device
 
 
-def group_cuts(built: Built, cap_bytes: int) -> list[int]:
+def group_cuts(built: BuiltModel, cap_bytes: int) -> list[int]:
     """Starts of shards: small blocks run together, up to a part of the cap."""
     facts, chain = built.facts, built.chain
     weight = [
@@ -54,7 +54,7 @@ def group_cuts(built: Built, cap_bytes: int) -> list[int]:
     return starts
 
 
-class Planned(Protocol):
+class PlannableTrial(Protocol):
     """What planning needs of a trial: a `TrialState`, or a sketch of one."""
 
     @property
@@ -79,7 +79,7 @@ class Planned(Protocol):
 
 
 def plan_group(
-    states: Sequence[Planned], *, cap_bytes: int, on_gpu: bool, num_places: int | None = None
+    states: Sequence[PlannableTrial], *, cap_bytes: int, on_gpu: bool, num_places: int | None = None
 ) -> GroupPlan:
     """The plan of these members; raises where not even two places are left."""
     room = cap_bytes
@@ -87,7 +87,7 @@ def plan_group(
         room -= int(_MARGIN * room)
     first = states[0]
     last = first.layout.num_shards - 1
-    lowest = min(lowest_trained(state) for state in states)
+    lowest = min(lowest_trained_shard(state) for state in states)
     order = (
         *(("F", shard) for shard in range(last)),
         ("L", last),
@@ -110,7 +110,7 @@ def plan_group(
         (n for n in range(wanted, min(fewest, wanted) - 1, -1) if used + belt_bytes(sizes, n) <= room), None
     )
     if places is None:
-        _refuse(states, used + belt_bytes(sizes, fewest), room)
+        _refuse_group(states, used + belt_bytes(sizes, fewest), room)
     assert places is not None
     up = sum(sizes[p] for _, shard in order for p in first.layout.pieces_of[shard] if p in sizes)
     # A zig-zag: what stands when it turns is used again, so each place saves its shard twice a step.
@@ -118,14 +118,14 @@ def plan_group(
     return GroupPlan(order, places, on_device, used + belt_bytes(sizes, places), up, streamed)
 
 
-def _base_bytes(states: Sequence[Planned]) -> int:
+def _base_bytes(states: Sequence[PlannableTrial]) -> int:
     """Adapters, buffers, batches and slopes of all members, and the largest visit of any."""
     total = 0
     for state in states:
         sizes, facts = state.sizes, state.facts
         trained = [n for n, wanted in enumerate(sizes.trained) if wanted]
-        total += sum(aligned(sizes.update_bytes[n]) + aligned(sizes.copy_bytes[n]) for n in trained)
-        total += 2 * aligned(1) * len(state.layout.pieces)
+        total += sum(align_bytes(sizes.update_bytes[n]) + align_bytes(sizes.copy_bytes[n]) for n in trained)
+        total += 2 * align_bytes(1) * len(state.layout.pieces)
         total += sum(sizes.grad_bytes[n] for n in trained) + len(state.layout.pieces)
         total += sum(buffer.nbytes for buffer in state.chain.buffers)
         total += state.trial.accumulate * (2 * facts.input_bytes + max(facts.output_bytes))
@@ -137,13 +137,13 @@ def _base_bytes(states: Sequence[Planned]) -> int:
     return total + max(largest, forward)
 
 
-def boundary_bytes(state: Planned) -> int:
+def boundary_bytes(state: PlannableTrial) -> int:
     """All boundaries of a step of one member."""
     ends = [high - 1 for _, high in state.layout.cuts[:-1]]
     return state.trial.accumulate * sum(state.facts.output_bytes[block] for block in ends)
 
 
-def _crossing_bytes(states: Sequence[Planned]) -> int:
+def _crossing_bytes(states: Sequence[PlannableTrial]) -> int:
     """With boundaries in host memory: two for each member and two on their way."""
     each = [
         state.trial.accumulate
@@ -153,7 +153,7 @@ def _crossing_bytes(states: Sequence[Planned]) -> int:
     return 2 * sum(each) + 2 * max(each)
 
 
-def _refuse(states: Sequence[Planned], needed: int, room: int) -> None:
+def _refuse_group(states: Sequence[PlannableTrial], needed: int, room: int) -> None:
     names = ", ".join(repr(state.trial.name) for state in states[:3])
     raise DeviceMemoryError(
         f"a group of {len(states)} trials ({names}) needs {format_bytes(needed)} of {format_bytes(room)};"

@@ -13,10 +13,10 @@ import torch
 
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model import randomness
-from loadmaster.shards.spec.trial import numbers_of
-from loadmaster.train.backbone.group import Group, Ridden
+from loadmaster.shards.spec.trial import compute_metrics
+from loadmaster.train.backbone.group import Group, GroupStepResult
 from loadmaster.train.execute.runner import StepDone
-from loadmaster.train.execute.snapshots import facts_of, put_back, tensors_of
+from loadmaster.train.execute.snapshots import collect_facts, collect_tensors, restore_state
 from loadmaster.train.execute.trial_state import TrialState, frozen_names
 
 _MOST_AHEAD = 16  # steps: as many as a turn of the scheduler has
@@ -31,7 +31,7 @@ class MemberRunner:
         self.state, self._group = state, group
         self._members = members
         members.append(self)
-        self._ahead: deque[Ridden] = deque()  # steps done that nobody has asked for yet
+        self._ahead: deque[GroupStepResult] = deque()  # steps done that nobody has asked for yet
         self._seen = 0  # of the ride
         self._start: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # where the ride began
         self._step_s = 0.0
@@ -59,7 +59,7 @@ class MemberRunner:
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; the others of the group ride along."""
         for _ in range(num_steps):
-            told = self._ahead.popleft() if self._ahead else self._ride()
+            told = self._ahead.popleft() if self._ahead else self._step_together()
             if told.error is not None:
                 raise told.error
             if told.over:
@@ -84,30 +84,34 @@ class MemberRunner:
         """The trial's own metrics of the model as it is, in eval mode."""
         if self.trial.evaluate is None:
             return {}
-        self._undo()
+        self._undo_unseen_steps()
         model, group = self.state.chain.model, self._group
         model.eval()
         try:
-            with randomness.kept(device.torch_device), device.computing(), group.buffers_bound(self.state):
-                return numbers_of(self.trial, lambda inputs: group.predict(self.state, inputs))
+            with (
+                randomness.preserve_generators(device.torch_device),
+                device.computing(),
+                group.bind_buffers(self.state),
+            ):
+                return compute_metrics(self.trial, lambda inputs: group.predict(self.state, inputs))
         finally:
             model.train()
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors by name and facts, at a step boundary."""
-        self._undo()
+        self._undo_unseen_steps()
         self._group.settle(self.state)
-        return tensors_of(self.state), facts_of(self.state)
+        return collect_tensors(self.state), collect_facts(self.state)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a snapshot; the backbone is what it was."""
         self._forget()
         self._group.leave()
-        put_back(self.state, tensors, facts)
+        restore_state(self.state, tensors, facts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights and buffers; they load into the plain model."""
-        self._undo()
+        self._undo_unseen_steps()
         self._group.settle(self.state)
         return {name: tensor.detach() for name, tensor in self.state.chain.model.state_dict().items()}
 
@@ -128,30 +132,30 @@ class MemberRunner:
         """Leave the group."""
         self._forget()
         self._members[:] = [each for each in self._members if each is not self]
-        self._group.part(self.state)
+        self._group.remove_member(self.state)
         self.state.iterator = None
 
-    def _ride(self) -> Ridden:
+    def _step_together(self) -> GroupStepResult:
         """One step of this member and of all that may go ahead."""
-        riders = [each for each in self._members if each is not self and each._may_ride()]
+        riders = [each for each in self._members if each is not self and each._can_step_ahead()]
         for each in riders:
-            each._mark()
+            each._remember_start()
         told = self._group.step([self.state, *(each.state for each in riders)])
         for each, part in zip(riders, told[1:], strict=True):
             each._ahead.append(part)
         return told[0]
 
-    def _may_ride(self) -> bool:
+    def _can_step_ahead(self) -> bool:
         ended = bool(self._ahead) and (self._ahead[-1].over or self._ahead[-1].error is not None)
         left = self.state.steps_left
         return not ended and left != 0 and len(self._ahead) < _MOST_AHEAD and self._group.has(self.state)
 
-    def _mark(self) -> None:
+    def _remember_start(self) -> None:
         """Remember where a ride begins."""
         if self._start is None:
             self._group.settle(self.state)
             own = {name: tensor.clone() for name, tensor in self._tensors(frozen=False).items()}
-            self._start, self._seen = (own, facts_of(self.state)), 0
+            self._start, self._seen = (own, collect_facts(self.state)), 0
 
     def _tensors(self, *, frozen: bool) -> dict[str, torch.Tensor]:
         chain = self.state.chain
@@ -160,9 +164,11 @@ class MemberRunner:
             for name, parameter in zip(chain.parameter_name, chain.parameters, strict=True)
             if not parameter.requires_grad
         }
-        return {name: tensor for name, tensor in tensors_of(self.state).items() if (name in names) == frozen}
+        return {
+            name: tensor for name, tensor in collect_tensors(self.state).items() if (name in names) == frozen
+        }
 
-    def _undo(self) -> None:
+    def _undo_unseen_steps(self) -> None:
         """Stand where everybody thinks this trial stands."""
         if not self._ahead:
             return
@@ -171,7 +177,7 @@ class MemberRunner:
         self._forget()
         self._group.rejoin(self.state)
         self._group.leave()
-        put_back(self.state, {**self._tensors(frozen=True), **own}, facts)
+        restore_state(self.state, {**self._tensors(frozen=True), **own}, facts)
         for _ in range(seen):
             told = self._group.step([self.state])[0]
             if told.error is not None:
@@ -182,7 +188,7 @@ class MemberRunner:
         self._start, self._seen = None, 0
 
 
-class Groups:
+class GroupRegistry:
     """The groups of one process, by device; a trial joins the first whose backbone is its own."""
 
     def __init__(self) -> None:

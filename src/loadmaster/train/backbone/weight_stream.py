@@ -82,7 +82,7 @@ class Belt:
         """The pieces of a unit, as units read them; compute waits for them, the next ones are sent for."""
         found = {}
         for piece in self._order[position]:
-            place = self._holding(piece) or self._load(piece, position)
+            place = self._find_place(piece) or self._load(piece, position)
             if place is None:
                 raise RunError(
                     f"{self._device.name}: no place for {self._hosts[piece].piece.name} on the belt"
@@ -99,7 +99,7 @@ class Belt:
         """What has been told to compute is all that reads the unit's pieces."""
         reached = self._device.mark()
         for piece in self._order[position]:
-            place = self._holding(piece)
+            place = self._find_place(piece)
             if place is not None:
                 place.free = reached
         self._ahead(position + 1)
@@ -116,10 +116,10 @@ class Belt:
         """Send for what comes next, until a place would have to be taken from what comes sooner."""
         for step in range(len(self._order)):
             for piece in self._order[(position + step) % len(self._order)]:
-                if self._holding(piece) is None and self._load(piece, position) is None:
+                if self._find_place(piece) is None and self._load(piece, position) is None:
                     return
 
-    def _holding(self, piece: int) -> _Place | None:
+    def _find_place(self, piece: int) -> _Place | None:
         return next((place for place in self._places if place.piece == piece), None)
 
     def _next_use(self, piece: int, position: int) -> int:
@@ -130,7 +130,7 @@ class Belt:
         return turn * length + (uses[index] if index < len(uses) else uses[0] + length)
 
     def _load(self, piece: int, position: int) -> _Place | None:
-        place = self._place_for(piece, position)
+        place = self._choose_place(piece, position)
         if place is None:
             return None
         host = self._hosts[piece]
@@ -142,7 +142,7 @@ class Belt:
         self.up_bytes += host.up.numel()
         return place
 
-    def _place_for(self, piece: int, position: int) -> _Place | None:
+    def _choose_place(self, piece: int, position: int) -> _Place | None:
         """Its own place; else its turn's, so that it stands at the same address at every step; else any."""
         own = next((place for place in self._places if place.own == piece), None)
         if own is not None:
@@ -151,13 +151,13 @@ class Belt:
         if not common:
             return None
         usual = common[self._turn[piece] % len(common)]
-        latest = max(common, key=lambda place: self._until(place, position))
+        latest = max(common, key=lambda place: self._free_until(place, position))
         wanted = self._next_use(piece, position)
         for place in (usual, latest):
-            if self._until(place, position) > wanted:
+            if self._free_until(place, position) > wanted:
                 return place
         return None
 
-    def _until(self, place: _Place, position: int) -> int:
+    def _free_until(self, place: _Place, position: int) -> int:
         """When what stands in a place is used again; an empty one is free for ever."""
         return _NEVER if place.piece is None else self._next_use(place.piece, position)

@@ -55,7 +55,7 @@ HOOKS = (
 )
 
 
-class Audience:
+class CallbackList:
     """All callbacks of a study, told in order."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
@@ -118,7 +118,7 @@ class JsonlLogger(_FileLogger):
         self._write({"trial": trial, "kind": "end", "status": status, "error": error})
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        print(json.dumps(finite(row)), file=self._opened(), flush=True)
+        print(json.dumps(replace_nonfinite(row)), file=self._opened(), flush=True)
 
 
 class CsvLogger(_FileLogger):
@@ -170,10 +170,10 @@ class TensorBoardLogger:
         return self._writers[trial]
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The value with null where JSON has no number."""
     if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in value.items()}
+        return {str(key): replace_nonfinite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [replace_nonfinite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from loadmaster.core.errors import FileError
 from loadmaster.shards.spec.engine import TrialPlan
-from loadmaster.train.coordination.callbacks import Audience
-from loadmaster.train.coordination.host_memory import Places
-from loadmaster.train.coordination.messages import Turned, Written
+from loadmaster.train.coordination.callbacks import CallbackList
+from loadmaster.train.coordination.host_memory import TrialLocations
+from loadmaster.train.coordination.messages import CheckpointWritten, TurnEnded
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.study_state import Book
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.backbone_files import Backbone
 from loadmaster.train.disk.background_writer import Writer
-from loadmaster.train.disk.checkpoints import Saved
+from loadmaster.train.disk.checkpoints import SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,20 @@ class _Pending:
 
 
 @dataclass
-class Saves:
+class CheckpointTracker:
     """Checkpoints of all trials."""
 
     root: Path
     book: Book
     pace: Pace
-    audience: Audience
-    places: Places
+    audience: CallbackList
+    places: TrialLocations
     plans: Mapping[str, TrialPlan]
     pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)  # by trial and fence
     _given: dict[str, int] = field(default_factory=dict)  # the generation that the last turn was to write
     _known: dict[str, Backbone] = field(default_factory=dict)  # frozen weights on disk
     _writer: Writer = field(default_factory=Writer)
-    _done: "queue.SimpleQueue[Written]" = field(default_factory=queue.SimpleQueue)
+    _done: "queue.SimpleQueue[CheckpointWritten]" = field(default_factory=queue.SimpleQueue)
 
     def sweep(self, names: Sequence[str]) -> None:
         """Delete what an earlier run left that does not count; nobody is writing yet."""
@@ -56,9 +56,9 @@ class Saves:
             checkpoints.sweep(self.root, name, self.book.entries[name].committed)
         checkpoints.sweep_shared(self.root, [entry.committed for entry in self.book.entries.values()])
 
-    def due(self, name: str, step: int) -> bool:
+    def is_save_due(self, name: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint; by time, one at a time."""
-        return self.pace.due(name, step) and (self.pace.by_count or not self.writes(name))
+        return self.pace.is_save_due(name, step) and (self.pace.by_count or not self.writes(name))
 
     def writes(self, name: str) -> bool:
         """Whether a checkpoint of a trial is being written."""
@@ -77,7 +77,7 @@ class Saves:
         held = sum(self.plans[other].state_bytes for other, _ in self.pending)
         return self.places.taken_bytes + held + self.plans[name].state_bytes <= self.places.cap_bytes
 
-    def begun(self, event: Turned, device: int) -> None:
+    def register_pending(self, event: TurnEnded, device: int) -> None:
         """A turn ended with a checkpoint that is being written, or is to be."""
         entry = self.book.entries[event.trial]
         sent = event.snapshot is not None
@@ -88,7 +88,7 @@ class Saves:
         if sent:
             self._writer.begin(lambda: self._write(event, number))
 
-    def _write(self, event: Turned, number: int) -> None:
+    def _write(self, event: TurnEnded, number: int) -> None:
         try:
             saved = checkpoints.save(
                 self.root,
@@ -98,11 +98,11 @@ class Saves:
                 fence=event.fence,
                 known=self._known,
             )
-            self._done.put(Written(event.trial, event.fence, saved))
+            self._done.put(CheckpointWritten(event.trial, event.fence, saved))
         except Exception as problem:
-            self._done.put(Written(event.trial, event.fence, None, problem))
+            self._done.put(CheckpointWritten(event.trial, event.fence, None, problem))
 
-    def finished(self, timeout_s: float) -> Written | None:
+    def finished(self, timeout_s: float) -> CheckpointWritten | None:
         """What this process has written since; waits so long where something is being written."""
         waits = timeout_s > 0 and self._writer.busy
         try:
@@ -110,7 +110,7 @@ class Saves:
         except queue.Empty:
             return None
 
-    def take(self, event: Written) -> Exception | None:
+    def take(self, event: CheckpointWritten) -> Exception | None:
         """Let a checkpoint count; or why it was not written. One under an old fence is nothing."""
         pending = self.pending.pop((event.trial, event.fence), None)
         if pending is None:
@@ -120,7 +120,7 @@ class Saves:
         self.commit(event.saved, pending.save_s, pending.seconds, pending.num_tokens)
         return None
 
-    def commit(self, saved: Saved, save_s: float, seconds: float, num_tokens: int) -> None:
+    def commit(self, saved: SavedCheckpoint, save_s: float, seconds: float, num_tokens: int) -> None:
         """Journal it, then delete older ones."""
         entry = self.book.entries[saved.trial]
         facts = {"generation": saved.generation, "fence": saved.fence, "step": saved.step, "crc": saved.crc}

@@ -16,29 +16,29 @@ from typing import Any
 
 from loadmaster.core.errors import LoadmasterError, RunError
 from loadmaster.shards.spec.engine import StepDone, TrialPlan
-from loadmaster.train.coordination.callbacks import Audience
-from loadmaster.train.coordination.checkpoint_saves import Saves
-from loadmaster.train.coordination.host_memory import Places
+from loadmaster.train.coordination.callbacks import CallbackList
+from loadmaster.train.coordination.checkpoint_saves import CheckpointTracker
+from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.messages import (
+    CheckpointWritten,
     Event,
-    Failed,
     Halt,
-    Lost,
     Parcel,
     Release,
-    Released,
     SaveFailed,
-    Stepped,
+    StepEnded,
     Task,
-    Turned,
-    Written,
+    TrialFailed,
+    TrialReleased,
+    TurnEnded,
+    WorkerLost,
 )
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.referee import Referee
-from loadmaster.train.coordination.result import Span, Status
-from loadmaster.train.coordination.running_turn import Running, spans_of
-from loadmaster.train.coordination.scheduler import Standing, Turn, choose
-from loadmaster.train.coordination.study_state import ENDED, Book, Entry
+from loadmaster.train.coordination.result import Span, TrialStatus
+from loadmaster.train.coordination.running_turn import RunningTurn, convert_spans
+from loadmaster.train.coordination.scheduler import TrialStanding, Turn, choose_turn
+from loadmaster.train.coordination.study_state import ENDED, Book, TrialEntry
 from loadmaster.train.coordination.worker_pool import Crew
 from loadmaster.train.disk import checkpoints
 
@@ -59,15 +59,17 @@ class Coordinator:
     crew: Crew
     referee: Referee
     plans: Mapping[str, TrialPlan]
-    places: Places
+    places: TrialLocations
     pace: Pace
-    audience: Audience
+    audience: CallbackList
     root: Path  # of checkpoints
     spans: list[Span] = field(default_factory=list)
     halt_asked: bool = False
-    _running: dict[str, Running] = field(default_factory=dict)
+    _running: dict[str, RunningTurn] = field(default_factory=dict)
     _moving: dict[str, tuple[int, Turn]] = field(default_factory=dict)  # to which device, to do what
-    _ending: dict[str, Turned] = field(default_factory=dict)  # no step left, the last state is being written
+    _ending: dict[str, TurnEnded] = field(
+        default_factory=dict
+    )  # no step left, the last state is being written
     _passed: dict[str, int] = field(default_factory=dict)
     _deaths: dict[str, int] = field(default_factory=dict)
     _trouble: Exception | None = None
@@ -78,13 +80,15 @@ class Coordinator:
         """Fencing numbers of this run stand above those of every run before, committed or not."""
         self.book.note("study", run=self.book.num_runs + 1)
         self._fence = self.book.num_runs * _FENCES_OF_A_RUN
-        self._saves = Saves(self.root, self.book, self.pace, self.audience, self.places, self.plans)
+        self._saves = CheckpointTracker(
+            self.root, self.book, self.pace, self.audience, self.places, self.plans
+        )
         self._saves.sweep(self.names)
 
     def run(self) -> None:
         """Until every trial is at its end, or the study is stopped; then everything is on disk."""
         try:
-            self._loop()
+            self._run_loop()
         except LoadmasterError as problem:
             self._trouble = self._trouble or problem
         if self.halt_asked or self._trouble is not None:
@@ -95,7 +99,7 @@ class Coordinator:
         if self.halt_asked:
             raise KeyboardInterrupt
 
-    def _loop(self) -> None:
+    def _run_loop(self) -> None:
         self._apply(self.referee.pending())
         while not self.halt_asked and self._trouble is None:
             self._dispatch()
@@ -115,17 +119,17 @@ class Coordinator:
     def _dispatch(self) -> None:
         """A turn for every free device that has one."""
         for device in range(len(self.device_names)):
-            if device in self._busy():
+            if device in self._busy_devices():
                 continue
-            turn = choose(self._standings(), device, num_devices=len(self.device_names))
+            turn = choose_turn(self._collect_standings(), device, num_devices=len(self.device_names))
             if turn is None:
                 return
             self._give(device, turn)
 
-    def _busy(self) -> set[int]:
+    def _busy_devices(self) -> set[int]:
         return {each.device for each in self._running.values()} | {to for to, _ in self._moving.values()}
 
-    def _standings(self) -> list[Standing]:
+    def _collect_standings(self) -> list[TrialStanding]:
         """Every trial that may run, as the scheduler sees it."""
         found = []
         for at, name in enumerate(self.names):
@@ -138,7 +142,7 @@ class Coordinator:
                 continue
             place = self.places.where.get(name)
             found.append(
-                Standing(
+                TrialStanding(
                     trial=at,
                     num_left=max(1, limit - entry.step),
                     step_s=self.pace.step_s(name),
@@ -174,7 +178,7 @@ class Coordinator:
             num_steps = 0
         elif entry.step >= entry.num_steps:
             num_steps = 1  # the runner says whether there is one
-        due = self._saves.due(name, entry.step + num_steps)
+        due = self._saves.is_save_due(name, entry.step + num_steps)
         then = self.names[turn.then] if turn.then is not None else None
         evaluate = pending or self.referee.wants_report(entry, entry.step + num_steps)
         beside = self._saves.has_room(name)
@@ -196,46 +200,48 @@ class Coordinator:
             source = {"parcel": Parcel(checkpoints.load(self.root, entry.committed[-1]))}
         number = self._saves.number(name) if self.crew.writes_checkpoints else 0
         self.places.where[name] = device
-        self._running[name] = Running(device, self._fence)
+        self._running[name] = RunningTurn(device, self._fence)
         self.crew.send(device, Task(trial=name, fence=self._fence, generation=number, **source, **told))
 
     def _handle(self, device: int, event: Event) -> None:
         match event:
-            case Lost():
-                self._lost(device, event.reason)
-            case Released():
-                self._released(event)
-            case Written():
+            case WorkerLost():
+                self._handle_lost_worker(device, event.reason)
+            case TrialReleased():
+                self._handle_release(event)
+            case CheckpointWritten():
                 self._written(event)
             case _:
                 running = self._running.get(event.trial)
                 if running is None or running.fence != event.fence:
                     return  # of a worker that was thought dead
-                self._of_turn(event, running)
+                self._handle_turn_event(event, running)
 
-    def _of_turn(self, event: Stepped | Turned | Failed | SaveFailed, running: Running) -> None:
-        if isinstance(event, Stepped):
-            return self._stepped(event, running)
+    def _handle_turn_event(
+        self, event: StepEnded | TurnEnded | TrialFailed | SaveFailed, running: RunningTurn
+    ) -> None:
+        if isinstance(event, StepEnded):
+            return self._handle_step(event, running)
         del self._running[event.trial]
         match event:
-            case Turned():
+            case TurnEnded():
                 self._turned(event, running)
             case SaveFailed():
                 self._trouble = event.problem
-            case Failed():
-                self._failed(event, running.device)
+            case TrialFailed():
+                self._handle_failure(event, running.device)
 
-    def _stepped(self, event: Stepped, running: Running) -> None:
+    def _handle_step(self, event: StepEnded, running: RunningTurn) -> None:
         done: StepDone = event.done
         running.add(done)
         self.pace.measured(event.trial, done.seconds)
         device = self.device_names[running.device]
         if len(self.spans) < _MOST_SPANS:
-            self.spans.extend(spans_of(done, device=device, trial=event.trial, began=self._began))
+            self.spans.extend(convert_spans(done, device=device, trial=event.trial, began=self._began))
         self.audience.tell("on_step", event.trial, done)
         self.audience.tell("on_device", device, event.trial, done)
 
-    def _turned(self, event: Turned, running: Running) -> None:
+    def _turned(self, event: TurnEnded, running: RunningTurn) -> None:
         name = event.trial
         entry = self.book.entries[name]
         if event.step != entry.step:
@@ -245,23 +251,23 @@ class Coordinator:
         if event.saved is not None:
             self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
         elif event.saving or event.snapshot is not None:
-            self._saves.begun(event, running.device)
+            self._saves.register_pending(event, running.device)
             if event.finished:
                 self._ending[name] = event
             if running.written is not None:
                 self._written(running.written)
         if event.finished:
             if event.saved is not None:
-                self._finished(event)
+                self._finish_trial(event)
         elif self.referee.wants_report(entry, event.step):
-            self._apply(self.referee.reported(entry, event.metrics))
+            self._apply(self.referee.record_report(entry, event.metrics))
 
-    def _finished(self, event: Turned) -> None:
+    def _finish_trial(self, event: TurnEnded) -> None:
         """Its last state is on disk."""
         self._apply(self.referee.finished(self.book.entries[event.trial], event.metrics))
-        self._end(event.trial, Status.DONE)
+        self._end(event.trial, TrialStatus.DONE)
 
-    def _written(self, event: Written) -> None:
+    def _written(self, event: CheckpointWritten) -> None:
         running = self._running.get(event.trial)
         if running is not None and running.fence == event.fence:
             running.written = event
@@ -272,14 +278,14 @@ class Coordinator:
         if ending is not None and ending.fence == event.fence:
             del self._ending[event.trial]
             if event.saved is not None:
-                self._finished(ending)
+                self._finish_trial(ending)
 
     def _apply(self, ended: Sequence[str]) -> None:
         """Let go of the trials that the searcher stopped."""
         for name in ended:
-            self._end(name, Status.STOPPED)
+            self._end(name, TrialStatus.STOPPED)
 
-    def _end(self, name: str, status: Status) -> None:
+    def _end(self, name: str, status: TrialStatus) -> None:
         entry = self.book.entries[name]
         step = max([entry.step, *entry.reports])  # it had been there before a crash
         self.book.note("done", trial=name, status=str(status), step=step)
@@ -294,35 +300,35 @@ class Coordinator:
             self._fence += 1
             self.crew.send(place, Release(name, self._fence, drop=True))
         elif isinstance(place, Parcel):
-            _dropped(place)
+            _close_parcel(place)
 
-    def _failed(self, event: Failed, device: int) -> None:
+    def _handle_failure(self, event: TrialFailed, device: int) -> None:
         name = event.trial
         self.places.left(name)
         if event.kind == "checkpoint":
             self.book.fall_back(name, event.text)
             return
         if event.device_broken:
-            self._lost(device, event.text)
+            self._handle_lost_worker(device, event.text)
         self._fail(name, event.kind, event.text)
 
     def _fail(self, name: str, kind: str, text: str) -> None:
         entry = self.book.entries[name]
         self.book.note("fail", trial=name, error_kind=kind, error=text, step=entry.step)
-        self.audience.tell("on_trial_end", name, str(Status.FAILED), text)
-        self._apply(self.referee.withdrew(name))
+        self.audience.tell("on_trial_end", name, str(TrialStatus.FAILED), text)
+        self._apply(self.referee.withdraw_trial(name))
 
-    def _released(self, event: Released) -> None:
+    def _handle_release(self, event: TrialReleased) -> None:
         waiting = self._moving.pop(event.trial, None)
         if waiting is None or self.places.where.get(event.trial) is None:
-            _dropped(event.parcel)  # it ended meanwhile
+            _close_parcel(event.parcel)  # it ended meanwhile
             return
         self.places.where[event.trial] = event.parcel
         device, turn = waiting
         if not self.halt_asked and self._trouble is None:
             self._start(device, turn)
 
-    def _lost(self, device: int, reason: str) -> None:
+    def _handle_lost_worker(self, device: int, reason: str) -> None:
         """A worker is gone: what it held goes back to its last checkpoint, and its device gets a new one."""
         self._saves.lost(device)
         held = [name for name, place in self.places.where.items() if place == device]
@@ -344,7 +350,7 @@ class Coordinator:
     def _unstick(self) -> bool:
         """Nothing runs: make room in memory, or ask the searcher about those who wait. False: all is done."""
         open_now = [name for name in self.names if self.places.where.get(name) is not None]
-        waiting = [e for e in self.book.unfinished(self.names) if self.referee.limit(e) is not None]
+        waiting = [e for e in self.book.list_unfinished(self.names) if self.referee.limit(e) is not None]
         if waiting:
             if not open_now:
                 raise RunError(
@@ -352,7 +358,7 @@ class Coordinator:
                 )
             self._park(max(open_now, key=lambda name: self.plans[name].host_bytes))
             return True
-        paused: list[Entry] = self.book.unfinished(self.names)
+        paused: list[TrialEntry] = self.book.list_unfinished(self.names)
         if not paused:
             return False
         self._apply(self.referee.exhausted(paused))
@@ -378,7 +384,7 @@ class Coordinator:
 
     def _wind_down(self) -> None:
         """Stop at step boundaries, then save what is not on disk."""
-        for device in sorted(self._busy()):
+        for device in sorted(self._busy_devices()):
             self.crew.send(device, Halt())
         first = self._trouble
         try:
@@ -391,7 +397,7 @@ class Coordinator:
             self._trouble = first or problem
 
 
-def _dropped(parcel: Parcel) -> None:
+def _close_parcel(parcel: Parcel) -> None:
     close = getattr(parcel.content, "close", None)
     if close is not None:
         close()

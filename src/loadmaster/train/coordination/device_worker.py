@@ -17,23 +17,23 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, FileError, VerifyError
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.model.loaders import LoaderError
-from loadmaster.shards.spec.engine import Engine, NotANumberError, Runner, StepDone, not_a_number
+from loadmaster.shards.spec.engine import Engine, NotANumberError, Runner, StepDone, make_nan_error
 from loadmaster.train.coordination.eviction import Room
 from loadmaster.train.coordination.messages import (
+    CheckpointWritten,
     Event,
-    Failed,
     Parcel,
     Release,
-    Released,
     SaveFailed,
-    Stepped,
+    StepEnded,
     Task,
-    Turned,
-    Written,
+    TrialFailed,
+    TrialReleased,
+    TurnEnded,
 )
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.backbone_files import Backbone
-from loadmaster.train.disk.background_writer import Writer, copied, copy_bytes
+from loadmaster.train.disk.background_writer import Writer, copy_snapshot, count_copy_bytes
 from loadmaster.train.disk.checkpoints import Snapshot
 
 _MOST_TEXT = 20_000
@@ -72,9 +72,9 @@ class Worker:
             yield from self._turn(task)
         except Exception as problem:
             self._drop(task.trial)
-            kind, broken = kind_of(problem)
+            kind, broken = classify_failure(problem)
             text = "".join(traceback.format_exception(problem))[-_MOST_TEXT:]
-            yield Failed(task.trial, task.fence, kind, f"{_headline(problem)}\n{text}", broken)
+            yield TrialFailed(task.trial, task.fence, kind, f"{_format_headline(problem)}\n{text}", broken)
 
     def _turn(self, task: Task) -> Iterator[Event]:
         runner = self._opened(task)
@@ -84,7 +84,7 @@ class Worker:
             for done in runner.steps(self._device, task.num_steps, after=self.held.get(task.then or "")):
                 num_done += 1
                 self._require_finite(task.trial, done)
-                yield Stepped(task.trial, task.fence, done)
+                yield StepEnded(task.trial, task.fence, done)
                 if self._halted():
                     break
         halted = num_done < task.num_steps and self._halted()
@@ -106,7 +106,7 @@ class Worker:
             metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
         if task.close or (finished and "saving" not in kept):
             self._drop(task.trial)
-        yield Turned(
+        yield TurnEnded(
             trial=task.trial,
             fence=task.fence,
             step=runner.step,
@@ -132,26 +132,26 @@ class Worker:
                 self.unpack(runner, task.parcel)
             elif task.restore is not None:
                 assert self._root is not None, "without a folder the state comes as a parcel"
-                _restore(runner, _loaded(self._root, task.restore))
+                _restore(runner, _load_checkpoint(self._root, task.restore))
         self.held[task.trial] = runner
         return runner
 
     def _save(self, runner: Runner, task: Task, *, finished: bool) -> dict[str, Any]:
         """Write a checkpoint, or begin to; what a turn tells of it."""
-        snapshot = snapshot_of(runner)
+        snapshot = take_snapshot(runner)
         if self._root is None:
             return {"snapshot": snapshot}
         if self._tell is None or not task.beside:
             return {"saved": self._written(snapshot, task)}
         if not finished:  # else it stays as it is, until it is told to go
-            if copy_bytes(snapshot) > _OF_FREE * free_host_bytes():
+            if count_copy_bytes(snapshot) > _OF_FREE * free_host_bytes():
                 return {"saved": self._written(snapshot, task)}
             self._writer.wait()  # one copy at a time
-            snapshot = copied(snapshot)
-        self._writer.begin(lambda: self._write_beside(snapshot, task))
+            snapshot = copy_snapshot(snapshot)
+        self._writer.begin(lambda: self._write_in_background(snapshot, task))
         return {"saving": True}
 
-    def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.Saved:
+    def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.SavedCheckpoint:
         assert self._root is not None, "the coordinator writes"
         return checkpoints.save(
             self._root,
@@ -162,12 +162,12 @@ class Worker:
             known=self._known,
         )
 
-    def _write_beside(self, snapshot: Snapshot, task: Task) -> None:
+    def _write_in_background(self, snapshot: Snapshot, task: Task) -> None:
         assert self._tell is not None, "else nobody would know"
         try:
-            event = Written(task.trial, task.fence, self._written(snapshot, task))
+            event = CheckpointWritten(task.trial, task.fence, self._written(snapshot, task))
         except Exception as problem:
-            event = Written(task.trial, task.fence, None, problem)
+            event = CheckpointWritten(task.trial, task.fence, None, problem)
         self._tell(event)
 
     @property
@@ -177,20 +177,20 @@ class Worker:
 
     def _require_finite(self, trial: str, done: StepDone) -> None:
         if not math.isfinite(done.loss) and getattr(self._trials[trial], "on_nan", "fail") == "fail":
-            raise not_a_number(trial, done.loss, done.step)
+            raise make_nan_error(trial, done.loss, done.step)
 
-    def release(self, message: Release) -> Released | None:
+    def release(self, message: Release) -> TrialReleased | None:
         """Give a trial up for another device, or for good."""
         if message.drop:
             self._drop(message.trial)
             return None
-        return Released(message.trial, message.fence, self.pack(self.held.pop(message.trial)))
+        return TrialReleased(message.trial, message.fence, self.pack(self.held.pop(message.trial)))
 
     def pack(self, runner: Runner) -> Parcel:
         """A trial's state for another worker of this process: the runner itself, where it may go anywhere."""
         if not getattr(runner, "is_of_device", False):
             return Parcel(runner)
-        snapshot = snapshot_of(runner)  # its tensors are its own: they outlive the runner
+        snapshot = take_snapshot(runner)  # its tensors are its own: they outlive the runner
         runner.close()
         return Parcel(snapshot)
 
@@ -212,14 +212,14 @@ class Worker:
             self._drop(trial)
 
 
-def snapshot_of(runner: Runner) -> Snapshot:
+def take_snapshot(runner: Runner) -> Snapshot:
     """The state of a runner at a step boundary."""
     tensors, facts = runner.snapshot()
     frozen: frozenset[str] = getattr(runner, "frozen", frozenset())
     return Snapshot(runner.step, runner.state_dict(), tensors, facts, frozen)
 
 
-def _loaded(root: Path, saved: checkpoints.Saved) -> Snapshot:
+def _load_checkpoint(root: Path, saved: checkpoints.SavedCheckpoint) -> Snapshot:
     try:
         return checkpoints.load(root, saved)
     except FileError as problem:
@@ -230,7 +230,7 @@ def _restore(runner: Runner, snapshot: Snapshot) -> None:
     runner.restore(snapshot.tensors, snapshot.facts)
 
 
-def kind_of(problem: Exception) -> tuple[str, bool]:
+def classify_failure(problem: Exception) -> tuple[str, bool]:
     """What failed, and whether the device is lost with it."""
     if isinstance(problem, NotANumberError):
         return "nan", False
@@ -248,5 +248,5 @@ def kind_of(problem: Exception) -> tuple[str, bool]:
     return "exception", sticky
 
 
-def _headline(problem: Exception) -> str:
+def _format_headline(problem: Exception) -> str:
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:500]}"

@@ -7,7 +7,7 @@ from loadmaster.train.coordination.messages import Parcel
 
 
 @dataclass
-class Places:
+class TrialLocations:
     """A device's number: its worker holds the trial. A parcel: between workers. Missing: on disk, or new."""
 
     host_bytes: Mapping[str, int]  # of each trial

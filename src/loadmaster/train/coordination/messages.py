@@ -14,7 +14,7 @@ a worker which was thought dead cannot change anything when it comes back.
 from dataclasses import dataclass
 from typing import Any
 
-from loadmaster.train.disk.checkpoints import Saved
+from loadmaster.train.disk.checkpoints import SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Task:
     num_steps: int
     evaluate: bool = False  # after the last step
     fresh: bool = False  # the trial begins here
-    restore: Saved | None = None  # it goes on from a checkpoint
+    restore: SavedCheckpoint | None = None  # it goes on from a checkpoint
     parcel: Parcel | None = None  # it comes from another device
     then: str | None = None  # who probably follows: a hint for prefetching
     generation: int = 0  # the number of a checkpoint, where one is written
@@ -62,7 +62,7 @@ class Quit:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepEnded:
     """A step is done; `done` is the runner's StepDone."""
 
     trial: str
@@ -71,7 +71,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
+class TurnEnded:
     """A turn is over."""
 
     trial: str
@@ -79,15 +79,15 @@ class Turned:
     step: int
     finished: bool  # there is no step left
     metrics: dict[str, float] | None = None
-    saved: Saved | None = None
-    saving: bool = False  # a checkpoint is being written; `Written` follows
+    saved: SavedCheckpoint | None = None
+    saving: bool = False  # a checkpoint is being written; `CheckpointWritten` follows
     snapshot: Any = None  # where the coordinator writes the checkpoint
     save_s: float = 0.0  # that the device waited for it
     verified: str = ""  # of the first step, where it was compared with the plain model
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class TrialFailed:
     """A trial cannot go on; its memory is given back."""
 
     trial: str
@@ -107,17 +107,17 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CheckpointWritten:
     """A checkpoint that was written beside the training, under the fence of its turn; or why it was not."""
 
     trial: str
     fence: int
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     problem: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class TrialReleased:
     """A trial was given up."""
 
     trial: str
@@ -126,11 +126,11 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """A worker is gone, and with it what it held."""
 
     reason: str
 
 
 Message = Task | Release | Halt | Quit
-Event = Stepped | Turned | Failed | SaveFailed | Written | Released | Lost
+Event = StepEnded | TurnEnded | TrialFailed | SaveFailed | CheckpointWritten | TrialReleased | WorkerLost

@@ -24,7 +24,7 @@ class Pace:
         self, planned_s: Mapping[str, float], every: int | str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._planned_s, self._clock = planned_s, clock
-        self._steps, self._every_s = _parsed(every)
+        self._steps, self._every_s = _parse_every(every)
         self._seen: dict[str, deque[float]] = {}
         self._saved: dict[str, tuple[float, float]] = {}  # when, how long it took
 
@@ -46,7 +46,7 @@ class Pace:
         """Whether checkpoints come at given steps, whatever they cost."""
         return self._steps is not None
 
-    def due(self, trial: str, step: int) -> bool:
+    def is_save_due(self, trial: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint."""
         if self._steps is not None:
             return step % self._steps == 0
@@ -59,7 +59,7 @@ class Pace:
         self._saved[trial] = self._clock(), seconds
 
 
-def _parsed(every: int | str) -> tuple[int | None, float | None]:
+def _parse_every(every: int | str) -> tuple[int | None, float | None]:
     if every == "auto":
         return None, None
     if isinstance(every, int) and not isinstance(every, bool):

@@ -25,8 +25,17 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.shards.spec.engine import Engine, Runner
-from loadmaster.train.coordination.device_worker import Worker, snapshot_of
-from loadmaster.train.coordination.messages import Event, Halt, Lost, Message, Parcel, Quit, Release, Task
+from loadmaster.train.coordination.device_worker import Worker, take_snapshot
+from loadmaster.train.coordination.messages import (
+    Event,
+    Halt,
+    Message,
+    Parcel,
+    Quit,
+    Release,
+    Task,
+    WorkerLost,
+)
 from loadmaster.train.disk.checkpoints import read_snapshot, write_snapshot
 
 USER_MODULE = "loadmaster_user_"  # what the files of studies are imported as
@@ -36,7 +45,7 @@ _PATIENCE_S = 10.0
 _START = "from loadmaster.train.coordination.process_workers import main; main()"
 
 
-def by_value(thing: Any) -> bytes:
+def pickle_by_value(thing: Any) -> bytes:
     """Anything a trial may hold, as bytes; what cannot be sent is said."""
     try:
         import cloudpickle
@@ -75,7 +84,7 @@ class ProcessWorker(Worker):
     def pack(self, runner: Runner) -> Parcel:
         """Write the state into shared memory and let go of it here."""
         folder = tempfile.mkdtemp(dir=self.parcels)
-        write_snapshot(Path(folder), snapshot_of(runner))
+        write_snapshot(Path(folder), take_snapshot(runner))
         runner.close()
         return Parcel(FolderParcel(folder))
 
@@ -96,13 +105,13 @@ class ProcessCrew:
         self._parcels = Path(tempfile.mkdtemp(prefix="loadmaster-", dir=base))
         threads = max(1, (os.cpu_count() or 1) // len(devices))
         self._payloads = [
-            by_value((engine, dict(trials), name, str(root.resolve()), str(self._parcels), threads))
+            pickle_by_value((engine, dict(trials), name, str(root.resolve()), str(self._parcels), threads))
             for name in devices
         ]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         for payload in self._payloads:
-            process, pipe = _started(payload)
+            process, pipe = _start_process(payload)
             self._processes.append(process)
             self._pipes.append(pipe)
         self._dead: deque[tuple[int, Event]] = deque()
@@ -127,10 +136,12 @@ class ProcessCrew:
                 try:
                     return device, pipe.recv()
                 except (EOFError, OSError):
-                    return device, Lost(f"the worker of device {device} ended: {self._reason(device)}")
+                    return device, WorkerLost(
+                        f"the worker of device {device} ended: {self._explain_exit(device)}"
+                    )
         return None
 
-    def _reason(self, device: int) -> str:
+    def _explain_exit(self, device: int) -> str:
         process = self._processes[device]
         try:
             code = process.wait(_PATIENCE_S)
@@ -144,7 +155,7 @@ class ProcessCrew:
         self._pipes[device].close()
         self._processes[device].kill()
         self._processes[device].wait()
-        self._processes[device], self._pipes[device] = _started(self._payloads[device])
+        self._processes[device], self._pipes[device] = _start_process(self._payloads[device])
 
     def close(self) -> None:
         """End all workers, gently first."""
@@ -160,7 +171,7 @@ class ProcessCrew:
         shutil.rmtree(self._parcels, ignore_errors=True)
 
 
-def _started(payload: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
+def _start_process(payload: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     here, there = Pipe()
     path = os.pathsep.join(each for each in sys.path if each)
     process = subprocess.Popen(
@@ -192,7 +203,7 @@ def serve(pipe: Connection) -> None:
             if isinstance(message, Halt):
                 halted = True
             elif isinstance(message, Release) and message.trial != running:
-                _answer(tell, worker, message)
+                _answer_release(tell, worker, message)
             else:
                 inbox.append(message)
         return halted
@@ -221,10 +232,10 @@ def serve(pipe: Connection) -> None:
                 tell(event)
             running = ""
         elif isinstance(message, Release):
-            _answer(tell, worker, message)
+            _answer_release(tell, worker, message)
 
 
-def _answer(tell: Callable[[Event], None], worker: Worker, message: Release) -> None:
+def _answer_release(tell: Callable[[Event], None], worker: Worker, message: Release) -> None:
     released = worker.release(message)
     if released is not None:
         tell(released)

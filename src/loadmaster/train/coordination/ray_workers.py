@@ -11,21 +11,21 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.shards.spec.engine import Engine, Runner
-from loadmaster.train.coordination.device_worker import Worker, snapshot_of
+from loadmaster.train.coordination.device_worker import Worker, take_snapshot
 from loadmaster.train.coordination.messages import (
     Event,
     Halt,
-    Lost,
     Message,
     Parcel,
     Quit,
     Release,
     Task,
-    Turned,
+    TurnEnded,
+    WorkerLost,
 )
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError:
@@ -35,7 +35,7 @@ def _ray() -> Any:
 
 def ray_device_names() -> list[str]:
     """The GPUs of the Ray cluster, or one CPU device for each CPU where it has none."""
-    ray = _ray()
+    ray = _import_ray()
     _connect(ray)
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
@@ -54,19 +54,19 @@ class RayWorker(Worker):
 
     def pack(self, runner: Runner) -> Parcel:
         """Put the state into the object store and let go of it here."""
-        parcel = Parcel(_ray().put(snapshot_of(runner)))
+        parcel = Parcel(_import_ray().put(take_snapshot(runner)))
         runner.close()
         return parcel
 
     def unpack(self, runner: Runner, parcel: Parcel) -> None:
         """Fetch it."""
         content = parcel.content
-        snapshot = content if hasattr(content, "tensors") else _ray().get(content)
+        snapshot = content if hasattr(content, "tensors") else _import_ray().get(content)
         # What comes out of the object store is shared and read-only.
         runner.restore({name: each.clone() for name, each in snapshot.tensors.items()}, snapshot.facts)
 
 
-class _Host:
+class _WorkerActor:
     """What lives in an actor: a worker, and a way out for its events."""
 
     def __init__(self, engine: Engine, trials: Mapping[str, Any], device: str, at: int, events: Any) -> None:
@@ -91,8 +91,8 @@ class _Host:
                     self._tell(released)
 
     def _tell(self, event: Event) -> None:
-        if isinstance(event, Turned) and event.snapshot is not None:
-            event = replace(event, snapshot=_ray().put(event.snapshot))
+        if isinstance(event, TurnEnded) and event.snapshot is not None:
+            event = replace(event, snapshot=_import_ray().put(event.snapshot))
         self._events.put((self._at, event))
 
     def halt(self) -> None:
@@ -106,19 +106,21 @@ class RayCrew:
     writes_checkpoints = False
 
     def __init__(self, engine: Engine, trials: Mapping[str, Any], devices: Sequence[str]) -> None:
-        self._ray = _ray()
+        self._ray = _import_ray()
         _connect(self._ray)
         from ray.util.queue import Queue
 
         self._events = Queue()
         self._given = engine, dict(trials), list(devices)
         self._calls: list[list[Any]] = [[] for _ in devices]
-        self._actors = [self._started(at) for at in range(len(devices))]
+        self._actors = [self._start_actor(at) for at in range(len(devices))]
 
-    def _started(self, at: int) -> Any:
+    def _start_actor(self, at: int) -> Any:
         engine, trials, devices = self._given
         num_gpus = 1 if devices[at].startswith("cuda") else 0
-        host = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2, max_restarts=0)(_Host)
+        host = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2, max_restarts=0)(
+            _WorkerActor
+        )
         return host.remote(engine, trials, devices[at], at, self._events)
 
     def send(self, device: int, message: Message) -> None:
@@ -137,11 +139,13 @@ class RayCrew:
             device, event = self._events.get(timeout=timeout_s)
         except Empty:
             return self._dead()
-        if isinstance(event, Turned) and event.snapshot is not None:
+        if isinstance(event, TurnEnded) and event.snapshot is not None:
             try:
                 event = replace(event, snapshot=self._ray.get(event.snapshot))
             except self._ray.exceptions.RayError as problem:
-                return device, Lost(f"the state of trial {event.trial!r} was lost with its worker: {problem}")
+                return device, WorkerLost(
+                    f"the state of trial {event.trial!r} was lost with its worker: {problem}"
+                )
         return device, event
 
     def _dead(self) -> tuple[int, Event] | None:
@@ -154,7 +158,7 @@ class RayCrew:
                 try:
                     self._ray.get(call)
                 except self._ray.exceptions.RayError as problem:
-                    return device, Lost(str(problem).strip().splitlines()[0])
+                    return device, WorkerLost(str(problem).strip().splitlines()[0])
         return None
 
     @property
@@ -166,7 +170,7 @@ class RayCrew:
         """A new actor in place of one that is gone."""
         self._ray.kill(self._actors[device])
         self._calls[device] = []
-        self._actors[device] = self._started(device)
+        self._actors[device] = self._start_actor(device)
 
     def close(self) -> None:
         """End all actors and the queue."""

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.callbacks import Audience
+from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.searchers import Decision, Entrant, Searcher
-from loadmaster.train.coordination.study_state import ENDED, Book, Entry
+from loadmaster.train.coordination.study_state import ENDED, Book, TrialEntry
 
 
 class Referee:
     """Knows how far each trial may run now."""
 
     def __init__(
-        self, book: Book, searcher: Searcher, trials: Mapping[str, Any], *, audience: Audience
+        self, book: Book, searcher: Searcher, trials: Mapping[str, Any], *, audience: CallbackList
     ) -> None:
         self._book, self._searcher, self._trials, self._audience = book, searcher, trials, audience
         searcher.begin([Entrant(name, book.entries[name].num_steps) for name in trials])
@@ -42,22 +42,22 @@ class Referee:
             }
         for name, decision in undecided.items():
             if self._book.entries[name].paused_at is not None:
-                self._released(name, decision)
+                self._handle_release(name, decision)
 
     def pending(self) -> list[str]:
         """Trials that the journal, replayed, says are to stop."""
-        for entry in self._book.unfinished(list(self._trials)):
+        for entry in self._book.list_unfinished(list(self._trials)):
             if entry.is_to_stop and entry.name not in self._stopped:
                 self._stopped.append(entry.name)
-        return self._drained()
+        return self._take_stopped()
 
-    def limit(self, entry: Entry) -> int | None:
+    def limit(self, entry: TrialEntry) -> int | None:
         """How far a trial may run now; None: it waits for a decision."""
         if entry.paused_at is not None:
             return entry.paused_at if entry.step < entry.paused_at else None
-        return self._milestone(entry, entry.step) or entry.num_steps
+        return self._next_milestone(entry, entry.step) or entry.num_steps
 
-    def _milestone(self, entry: Entry, step: int) -> int | None:
+    def _next_milestone(self, entry: TrialEntry, step: int) -> int | None:
         """The next one, the same from every step before it: a study that goes on decides as it would have."""
         found = self._searcher.milestone(entry.name, step)
         again = found if found is None else self._searcher.milestone(entry.name, found - 1)
@@ -68,81 +68,81 @@ class Referee:
             )
         return found
 
-    def next_stop(self, entry: Entry) -> int:
+    def next_stop(self, entry: TrialEntry) -> int:
         """The next step at which a turn must end, because a report is due or the trial waits there."""
         limit = self.limit(entry) or entry.num_steps
         every = self._eval_every(entry)
         return limit if every is None else min(limit, (entry.step // every + 1) * every)
 
-    def _eval_every(self, entry: Entry) -> int | None:
+    def _eval_every(self, entry: TrialEntry) -> int | None:
         trial = self._trials[entry.name]
         every: int | None = trial.eval_every if trial.evaluate is not None else None
         return every
 
-    def wants_report(self, entry: Entry, step: int) -> bool:
+    def wants_report(self, entry: TrialEntry, step: int) -> bool:
         """Whether a trial is to be evaluated at this step (and was not yet)."""
         if step <= 0 or step in entry.reports:
             return False
         every = self._eval_every(entry)
-        return (every is not None and step % every == 0) or self._milestone(entry, step - 1) == step
+        return (every is not None and step % every == 0) or self._next_milestone(entry, step - 1) == step
 
-    def owes_report(self, entry: Entry) -> bool:
+    def owes_report(self, entry: TrialEntry) -> bool:
         """Whether a trial stands at a step that it has not reported: it was killed just then."""
         return self.wants_report(entry, entry.step)
 
-    def reported(self, entry: Entry, metrics: Mapping[str, float] | None) -> list[str]:
+    def record_report(self, entry: TrialEntry, metrics: Mapping[str, float] | None) -> list[str]:
         """A trial stands at a step where a report is due; returns the trials that end by it."""
-        found = dict(metrics) if metrics else {"loss": _number(entry.loss)}
-        asked = self._milestone(entry, entry.step - 1) == entry.step
+        found = dict(metrics) if metrics else {"loss": _loss_or_nan(entry.loss)}
+        asked = self._next_milestone(entry, entry.step - 1) == entry.step
         decision = self._searcher.report(entry.name, entry.step, found) if asked else Decision.CONTINUE
         self._note(entry, found, decision, asked=asked)
         if decision == Decision.STOP:
             self._stopped.append(entry.name)
         self._collect()
-        return self._drained()
+        return self._take_stopped()
 
-    def finished(self, entry: Entry, metrics: Mapping[str, float] | None) -> list[str]:
+    def finished(self, entry: TrialEntry, metrics: Mapping[str, float] | None) -> list[str]:
         """A trial has no step left."""
         if metrics is not None or entry.step not in entry.reports:
-            found = dict(metrics) if metrics else {"loss": _number(entry.loss)}
+            found = dict(metrics) if metrics else {"loss": _loss_or_nan(entry.loss)}
             self._searcher.report(entry.name, entry.step, found)
             self._note(entry, found, Decision.CONTINUE, asked=True)
         self._collect()
-        return [name for name in self._drained() if name != entry.name]
+        return [name for name in self._take_stopped() if name != entry.name]
 
-    def _note(self, entry: Entry, metrics: dict[str, float], decision: Decision, *, asked: bool) -> None:
+    def _note(self, entry: TrialEntry, metrics: dict[str, float], decision: Decision, *, asked: bool) -> None:
         facts = {"step": entry.step, "metrics": metrics, "decision": str(decision), "asked": asked}
         self._book.note("report", trial=entry.name, **facts)
         self._audience.tell("on_report", entry.name, entry.step, metrics, str(decision))
 
-    def withdrew(self, name: str) -> list[str]:
+    def withdraw_trial(self, name: str) -> list[str]:
         """A trial failed."""
         self._searcher.withdraw(name)
         self._collect()
-        return self._drained()
+        return self._take_stopped()
 
-    def exhausted(self, paused: Sequence[Entry]) -> list[str]:
+    def exhausted(self, paused: Sequence[TrialEntry]) -> list[str]:
         """Nobody runs: those who wait go on or stop."""
         decided = self._searcher.exhausted()
         for name, decision in decided or [(entry.name, Decision.STOP) for entry in paused]:
-            self._released(name, decision)
-        return self._drained()
+            self._handle_release(name, decision)
+        return self._take_stopped()
 
     def _collect(self) -> None:
         for name, decision in self._searcher.released():
-            self._released(name, decision)
+            self._handle_release(name, decision)
 
-    def _released(self, name: str, decision: Decision) -> None:
+    def _handle_release(self, name: str, decision: Decision) -> None:
         if self._book.entries[name].status in ENDED:
             return
         self._book.note("release", trial=name, decision=str(decision))
         if decision == Decision.STOP:
             self._stopped.append(name)
 
-    def _drained(self) -> list[str]:
+    def _take_stopped(self) -> list[str]:
         stopped, self._stopped = self._stopped, []
         return stopped
 
 
-def _number(loss: float | None) -> float:
+def _loss_or_nan(loss: float | None) -> float:
     return float("nan") if loss is None else loss

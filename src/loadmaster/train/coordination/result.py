@@ -11,13 +11,13 @@ import torch
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.io import write_bytes
-from loadmaster.train.coordination.callbacks import finite
-from loadmaster.train.coordination.searchers import value_of
+from loadmaster.train.coordination.callbacks import replace_nonfinite
+from loadmaster.train.coordination.searchers import metric_value
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.tensor_files import write_tensors
 
 
-class Status(StrEnum):
+class TrialStatus(StrEnum):
     """How a trial stands."""
 
     WAITING = "waiting"
@@ -33,7 +33,7 @@ class TrialResult:
     """One trial at the end."""
 
     name: str
-    status: Status
+    status: TrialStatus
     step: int
     loss: float | None  # of the last step
     metrics: Mapping[str, float]  # of the last report
@@ -52,7 +52,7 @@ class TrialResult:
             raise InputError(
                 f"trial {self.name!r} has no checkpoint: it is {self.status} at step {self.step}"
             )
-        return checkpoints.model_of(self.folder)
+        return checkpoints.read_model(self.folder)
 
     def save_model(self, path: str | Path) -> None:
         """Write all its weights into one safetensors file."""
@@ -91,7 +91,7 @@ class Result:
     @property
     def best(self) -> TrialResult:
         """The trial with the best metric among those that were not stopped or failed."""
-        ended = [each for each in self.trials if each.status == Status.DONE]
+        ended = [each for each in self.trials if each.status == TrialStatus.DONE]
         if not ended:
             states = ", ".join(f"{each.name}: {each.status}" for each in self.trials)
             raise InputError(f"no trial is done ({states})")
@@ -103,7 +103,7 @@ class Result:
         """What trials are compared by; the last loss where nothing was evaluated."""
         if not trial.metrics and self.metric in (None, "loss"):
             return float("nan") if trial.loss is None else trial.loss
-        return value_of(trial.metrics, self.metric)
+        return metric_value(trial.metrics, self.metric)
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict a trial."""
@@ -116,7 +116,7 @@ class Result:
                 **{f"eval {name}": value for name, value in each.metrics.items() if each.is_evaluated},
                 "tokens_per_s": each.num_tokens / each.seconds if each.seconds else None,
                 "seconds": each.seconds,
-                "checked": _checked(each),
+                "checked": _format_check(each),
                 "error": each.error.strip().splitlines()[0] if each.error else "",
             }
             for each in self.trials
@@ -130,7 +130,7 @@ class Result:
         )  # a trial that failed has no metrics, and its error goes last
         columns = list(dict.fromkeys([*longest, *(name for row in rows for name in row)]))
         columns.sort(key=lambda name: name == "error")
-        cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+        cells = [columns, *([_format_cell(row.get(name)) for name in columns] for row in rows)]
         widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
         lines = (
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells
@@ -139,7 +139,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but spans and weights, as JSON."""
-        done = [each for each in self.trials if each.status == Status.DONE]
+        done = [each for each in self.trials if each.status == TrialStatus.DONE]
         document = {
             "best": self.best.name if done else None,
             "wall_s": self.wall_s,
@@ -152,7 +152,7 @@ class Result:
                 for row, each in zip(self.rows(), self.trials, strict=True)
             ],
         }
-        found = finite(document)
+        found = replace_nonfinite(document)
         assert isinstance(found, dict)
         return found
 
@@ -188,13 +188,13 @@ def chrome_trace(spans: Iterable[Span]) -> bytes:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
-def _checked(trial: TrialResult) -> str:
+def _format_check(trial: TrialResult) -> str:
     if trial.error_kind == "verify":
         return "differs"
     return {"": "-", "not": "no"}.get(trial.verified.partition(" ")[0], "yes")
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

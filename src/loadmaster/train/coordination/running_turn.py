@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loadmaster.shards.spec.engine import StepDone
-from loadmaster.train.coordination.messages import Written
+from loadmaster.train.coordination.messages import CheckpointWritten
 from loadmaster.train.coordination.result import Span
 
 
 @dataclass
-class Running:
+class RunningTurn:
     """A turn under way."""
 
     device: int
@@ -17,7 +17,7 @@ class Running:
     seconds: float = 0.0
     num_tokens: int = 0
     loss: float | None = None
-    written: Written | None = None  # sooner than the turn was over
+    written: CheckpointWritten | None = None  # sooner than the turn was over
 
     def add(self, done: StepDone) -> None:
         """One step more."""
@@ -26,7 +26,7 @@ class Running:
         self.loss = done.loss
 
 
-def spans_of(done: StepDone, *, device: str, trial: str, began: float) -> Iterator[Span]:
+def convert_spans(done: StepDone, *, device: str, trial: str, began: float) -> Iterator[Span]:
     """What a step did, on the clock of the study."""
     for lane, label, start_s, end_s in done.spans:
         yield Span(device, lane, label, trial, start_s - began, end_s - began)

@@ -27,7 +27,7 @@ PATIENCE = 4  # turns of every trial together, before one that was passed over g
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TrialStanding:
     """One unfinished trial, as the scheduler sees it."""
 
     trial: int
@@ -54,7 +54,7 @@ class Turn:
     then: int | None = None
 
 
-def quantum(standing: Standing, *, most_steps: int = MOST_STEPS) -> int:
+def compute_quantum(standing: TrialStanding, *, most_steps: int = MOST_STEPS) -> int:
     """Steps of one turn: few towards the end, and no more than make loading cheap."""
     most = most_steps
     cheap_s = SWITCH_SHARE * standing.step_s
@@ -63,8 +63,8 @@ def quantum(standing: Standing, *, most_steps: int = MOST_STEPS) -> int:
     return max(1, min(standing.num_left // 2, most))
 
 
-def choose(
-    standings: Sequence[Standing],
+def choose_turn(
+    standings: Sequence[TrialStanding],
     device: int,
     *,
     num_devices: int,
@@ -75,43 +75,44 @@ def choose(
     idle = [each for each in standings if not each.running and each.num_left > 0]
     if not idle:
         return None
-    taken = _taken(idle, standings, device, num_devices, most_steps, patience)
-    steps = quantum(taken, most_steps=most_steps)
+    taken = _choose_trial(idle, standings, device, num_devices, most_steps, patience)
+    steps = compute_quantum(taken, most_steps=most_steps)
     rest = [each for each in idle if each is not taken]
-    after = _advanced(taken, steps)
+    after = _advance_standing(taken, steps)
     if after.num_left > 0:
         rest.append(after)
-    follower = _longest(rest) if rest else None
+    follower = _find_longest(rest) if rest else None
     return Turn(taken.trial, steps, follower.trial if follower is not None else None)
 
 
-def _taken(
-    idle: Sequence[Standing],
-    everyone: Sequence[Standing],
+def _choose_trial(
+    idle: Sequence[TrialStanding],
+    everyone: Sequence[TrialStanding],
     device: int,
     num_devices: int,
     most_steps: int,
     patience: int,
-) -> Standing:
-    longest = _longest(idle)
+) -> TrialStanding:
+    longest = _find_longest(idle)
     share_s = sum(each.remaining_s for each in everyone) / num_devices
     if longest.remaining_s <= share_s:
         overdue = [each for each in idle if each.num_passed >= patience * len(everyone)]
         if overdue:
             return max(overdue, key=lambda each: (each.num_passed, each.remaining_s, -each.trial))
     slack_s = min(
-        (quantum(longest, most_steps=most_steps) - 1) * longest.step_s, longest.remaining_s / NEARLY_AS_LONG
+        (compute_quantum(longest, most_steps=most_steps) - 1) * longest.step_s,
+        longest.remaining_s / NEARLY_AS_LONG,
     )
     here = [e for e in idle if e.device == device and e.remaining_s >= longest.remaining_s - slack_s]
-    return _longest(here) if here else longest
+    return _find_longest(here) if here else longest
 
 
-def _longest(standings: Sequence[Standing]) -> Standing:
+def _find_longest(standings: Sequence[TrialStanding]) -> TrialStanding:
     return max(standings, key=lambda each: (each.remaining_s, -each.trial))
 
 
-def _advanced(standing: Standing, num_steps: int) -> Standing:
-    return Standing(
+def _advance_standing(standing: TrialStanding, num_steps: int) -> TrialStanding:
+    return TrialStanding(
         trial=standing.trial,
         num_left=standing.num_left - num_steps,
         step_s=standing.step_s,

@@ -84,7 +84,7 @@ class RunAll:
         """Nobody waits."""
 
 
-def value_of(metrics: Mapping[str, float], metric: str | None) -> float:
+def metric_value(metrics: Mapping[str, float], metric: str | None) -> float:
     """The number that is compared."""
     if metric is None:
         metric = "loss" if "loss" in metrics or len(metrics) != 1 else next(iter(metrics))
@@ -162,7 +162,7 @@ class _Rungs:
         if step not in rungs:
             return None
         rung = rungs.index(step)
-        value = value_of(metrics, self.metric)
+        value = metric_value(metrics, self.metric)
         worst = math.inf if math.isnan(value) else -value if self.mode == "max" else value
         self._values.setdefault(rung, {})[trial] = worst
         return rung

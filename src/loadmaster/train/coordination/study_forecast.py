@@ -11,13 +11,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from loadmaster.train.coordination.scheduler import MOST_STEPS, PATIENCE, Standing, Turn, choose
+from loadmaster.train.coordination.scheduler import MOST_STEPS, PATIENCE, TrialStanding, Turn, choose_turn
 
 StepTime = Callable[[int, int], float]  # trial, number of the step -> seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedTurn:
     """One turn that was given."""
 
     device: int
@@ -32,13 +32,13 @@ class Forecast:
     """What the virtual clock saw."""
 
     makespan_s: float
-    served: tuple[Served, ...]
+    served: tuple[ServedTurn, ...]
     busy_s: tuple[float, ...]  # of every device
     most_passed: int  # turns that the unluckiest trial waited
 
 
-def forecast(
-    standings: Sequence[Standing],
+def forecast_study(
+    standings: Sequence[TrialStanding],
     *,
     num_devices: int,
     step_time: StepTime | None = None,
@@ -51,17 +51,17 @@ def forecast(
 
     `left_time` is what a trial has left before a step, where the scheduler is to know it exactly.
     """
-    now: dict[int, Standing] = {each.trial: each for each in standings}
+    now: dict[int, TrialStanding] = {each.trial: each for each in standings}
     done = dict.fromkeys(now, 0)
     free = list(range(num_devices))
     running: list[tuple[float, int, int, int]] = []  # end, device, trial, steps
     stands: list[int | None] = [None] * num_devices  # whose shards are on a device
-    served: list[Served] = []
+    served: list[ServedTurn] = []
     busy = [0.0] * num_devices
     clock, most_passed = 0.0, 0
     while True:
         for device in list(free):
-            turn = choose(
+            turn = choose_turn(
                 list(now.values()),
                 device,
                 num_devices=num_devices,
@@ -80,9 +80,9 @@ def forecast(
                 first = done[turn.trial]
                 seconds += sum(step_time(turn.trial, first + k) for k in range(turn.num_steps))
             most_passed = max(most_passed, trial.num_passed)
-            _give(now, turn.trial, device)
+            _mark_given(now, turn.trial, device)
             stands[device] = turn.trial
-            served.append(Served(device, turn, clock, clock + seconds, loaded))
+            served.append(ServedTurn(device, turn, clock, clock + seconds, loaded))
             busy[device] += seconds
             heapq.heappush(running, (clock + seconds, device, turn.trial, turn.num_steps))
         if not running:
@@ -97,7 +97,7 @@ def forecast(
         free = sorted([*free, device])
 
 
-def _give(now: dict[int, Standing], taken: int, device: int) -> None:
+def _mark_given(now: dict[int, TrialStanding], taken: int, device: int) -> None:
     """Mark one as running, and every other idle one as passed over."""
     for at, each in now.items():
         if at == taken:

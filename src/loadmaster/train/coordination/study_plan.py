@@ -11,8 +11,8 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.units import format_bytes, format_seconds
 from loadmaster.shards.device.host_bytes import free_host_bytes, lockable_bytes
 from loadmaster.shards.spec.engine import TrialPlan
-from loadmaster.train.coordination.scheduler import Standing, lower_bound_s
-from loadmaster.train.coordination.study_forecast import forecast
+from loadmaster.train.coordination.scheduler import TrialStanding, lower_bound_s
+from loadmaster.train.coordination.study_forecast import forecast_study
 from loadmaster.train.disk.checkpoints import KEPT, folder_name
 
 _HOST_SHARE = 0.9  # of the memory that is free, where no cap is given
@@ -59,7 +59,7 @@ class StudyPlan:
             )
         return tuple(found)
 
-    def require(self) -> None:
+    def require_feasible(self) -> None:
         """Refuse a study that cannot run."""
         if self.problems:
             raise InputError("; ".join(self.problems))
@@ -82,7 +82,7 @@ class StudyPlan:
     def __str__(self) -> str:
         """A table, then what it comes to."""
         head = ("trial", "steps", "shards", "device peak", "host", "up/step", "down/step", "step", "bound by")
-        rows = [head, *(_row(each) for each in self.trials)]
+        rows = [head, *(_format_row(each) for each in self.trials)]
         widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
@@ -106,7 +106,7 @@ class StudyPlan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def study_plan(
+def make_study_plan(
     trials: Sequence[TrialPlan],
     devices: Sequence[str],
     *,
@@ -117,7 +117,7 @@ def study_plan(
 ) -> StudyPlan:
     """Put the plans of all trials together; those that `ended` write nothing any more."""
     standings = [
-        Standing(trial=at, num_left=max(each.num_steps, 1), step_s=each.step_s, load_s=each.load_s)
+        TrialStanding(trial=at, num_left=max(each.num_steps, 1), step_s=each.step_s, load_s=each.load_s)
         for at, each in enumerate(trials)
     ]
     works = [each.num_steps * each.step_s for each in trials]
@@ -127,16 +127,16 @@ def study_plan(
         memory_cap_bytes=memory_cap_bytes,
         host_cap_bytes=host_cap_bytes if host_cap_bytes is not None else int(_HOST_SHARE * free_host_bytes()),
         lockable_bytes=lockable_bytes() if any(name.startswith("cuda") for name in devices) else None,
-        disk_free_bytes=shutil.disk_usage(_existing(folder)).free,
-        disk_need_bytes=_disk_need(
+        disk_free_bytes=shutil.disk_usage(_find_existing_parent(folder)).free,
+        disk_need_bytes=_estimate_disk_bytes(
             [each for each in trials if each.trial not in ended], len(devices), folder / "checkpoints"
         ),
-        makespan_s=forecast(standings, num_devices=len(devices)).makespan_s,
+        makespan_s=forecast_study(standings, num_devices=len(devices)).makespan_s,
         bound_s=lower_bound_s(works, len(devices)),
     )
 
 
-def _disk_need(trials: Sequence[TrialPlan], num_devices: int, folder: Path) -> int:
+def _estimate_disk_bytes(trials: Sequence[TrialPlan], num_devices: int, folder: Path) -> int:
     """The generations that are kept, less those that are there, and one being written on every device."""
     writing = sorted((each.state_bytes for each in trials), reverse=True)[:num_devices]
     kept = sum(
@@ -154,13 +154,13 @@ def _held_bytes(folder: Path) -> int:
     return found
 
 
-def _existing(folder: Path) -> Path:
+def _find_existing_parent(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
-def _row(each: TrialPlan) -> tuple[str, ...]:
+def _format_row(each: TrialPlan) -> tuple[str, ...]:
     return (
         each.trial,
         str(each.num_steps),

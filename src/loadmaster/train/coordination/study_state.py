@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.result import Status
+from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.coordination.searchers import Decision
-from loadmaster.train.disk.checkpoints import Saved
+from loadmaster.train.disk.checkpoints import SavedCheckpoint
 from loadmaster.train.disk.journal import Journal, Record
 
-ENDED = (Status.DONE, Status.STOPPED, Status.FAILED)
+ENDED = (TrialStatus.DONE, TrialStatus.STOPPED, TrialStatus.FAILED)
 
 
 @dataclass
-class Entry:
+class TrialEntry:
     """One trial, as recorded."""
 
     name: str
     facts: dict[str, Any]
     num_steps: int
-    status: Status = Status.WAITING
+    status: TrialStatus = TrialStatus.WAITING
     step: int = 0
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Entry:
     num_tokens: int = 0
     error: str = ""
     error_kind: str = ""
-    committed: list[Saved] = field(default_factory=list)
+    committed: list[SavedCheckpoint] = field(default_factory=list)
     reports: dict[int, tuple[dict[str, float], Decision]] = field(default_factory=dict)
     paused_at: int | None = None
     verified: str = ""  # what the comparison of its first step with the plain model said
@@ -51,7 +51,7 @@ class Book:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TrialEntry] = {}
         self.reports: list[Record] = []  # in the order they came, for the searcher
         self.num_runs = 0
         self._at_commit: dict[str, tuple[float, int]] = {}
@@ -64,7 +64,7 @@ class Book:
         """Write a record, then let it count."""
         self.apply(self._journal.append(kind, **facts))
 
-    def enter(self, name: str, facts: dict[str, Any], num_steps: int) -> Entry:
+    def enter(self, name: str, facts: dict[str, Any], num_steps: int) -> TrialEntry:
         """Take a trial in, or find it; one that has changed is refused by the first fact that differs."""
         entry = self.entries.get(name)
         if entry is None:
@@ -88,29 +88,31 @@ class Book:
         kind = record["kind"]
         if kind == "trial":
             name = record["trial"]
-            self.entries[name] = Entry(name, record["facts"], record["num_steps"])
+            self.entries[name] = TrialEntry(name, record["facts"], record["num_steps"])
         elif kind == "study":
             self.num_runs = record["run"]
         elif "trial" in record:
             entry = self.entries[record["trial"]]
             getattr(self, f"_{kind}")(entry, record)
 
-    def _turn(self, entry: Entry, record: Record) -> None:
-        entry.status, entry.step, entry.loss = Status.RUNNING, record["step"], record["loss"]
+    def _turn(self, entry: TrialEntry, record: Record) -> None:
+        entry.status, entry.step, entry.loss = TrialStatus.RUNNING, record["step"], record["loss"]
         entry.seconds += record["seconds"]
         entry.num_tokens += record["num_tokens"]
         entry.verified = record.get("verified") or entry.verified
 
-    def _commit(self, entry: Entry, record: Record) -> None:
-        saved = Saved(entry.name, record["generation"], record["fence"], record["step"], record["crc"])
+    def _commit(self, entry: TrialEntry, record: Record) -> None:
+        saved = SavedCheckpoint(
+            entry.name, record["generation"], record["fence"], record["step"], record["crc"]
+        )
         entry.committed.append(saved)
         seconds, num_tokens = record.get("seconds", entry.seconds), record.get("num_tokens", entry.num_tokens)
         self._at_commit[entry.name] = seconds, num_tokens
 
-    def _uncommit(self, entry: Entry, record: Record) -> None:
+    def _uncommit(self, entry: TrialEntry, record: Record) -> None:
         entry.committed = [each for each in entry.committed if each.generation != record["generation"]]
 
-    def _report(self, entry: Entry, record: Record) -> None:
+    def _report(self, entry: TrialEntry, record: Record) -> None:
         decision = Decision(record["decision"])
         entry.is_to_stop = decision == Decision.STOP
         record = record | {"metrics": {k: math.nan if v is None else v for k, v in record["metrics"].items()}}
@@ -120,23 +122,27 @@ class Book:
         if decision == Decision.PAUSE:
             entry.paused_at = record["step"]
 
-    def _release(self, entry: Entry, record: Record) -> None:
+    def _release(self, entry: TrialEntry, record: Record) -> None:
         entry.paused_at = None
         entry.is_to_stop = record["decision"] == Decision.STOP
         self.reports.append(record)
 
-    def _fail(self, entry: Entry, record: Record) -> None:
-        entry.status, entry.error, entry.error_kind = Status.FAILED, record["error"], record["error_kind"]
+    def _fail(self, entry: TrialEntry, record: Record) -> None:
+        entry.status, entry.error, entry.error_kind = (
+            TrialStatus.FAILED,
+            record["error"],
+            record["error_kind"],
+        )
         self.reports.append(record)
 
-    def _retry(self, entry: Entry, record: Record) -> None:
-        entry.status, entry.error, entry.error_kind = Status.WAITING, "", ""
+    def _retry(self, entry: TrialEntry, record: Record) -> None:
+        entry.status, entry.error, entry.error_kind = TrialStatus.WAITING, "", ""
         self.reports.append(record)
 
-    def _done(self, entry: Entry, record: Record) -> None:
-        entry.status, entry.step, entry.paused_at = Status(record["status"]), record["step"], None
+    def _done(self, entry: TrialEntry, record: Record) -> None:
+        entry.status, entry.step, entry.paused_at = TrialStatus(record["status"]), record["step"], None
 
-    def unfinished(self, names: Sequence[str]) -> list[Entry]:
+    def list_unfinished(self, names: Sequence[str]) -> list[TrialEntry]:
         """Trials that are not at an end."""
         return [self.entries[name] for name in names if self.entries[name].status not in ENDED]
 
@@ -153,6 +159,6 @@ class Book:
         """What was in memory is gone: a trial that is not at its end stands at its last checkpoint."""
         entry = self.entries[name]
         if entry.status not in ENDED:
-            entry.status = Status.WAITING
+            entry.status = TrialStatus.WAITING
             entry.step = entry.durable_step
             entry.seconds, entry.num_tokens = self._at_commit.get(name, (0.0, 0))

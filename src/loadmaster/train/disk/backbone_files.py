@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from loadmaster.core.errors import FileError
-from loadmaster.train.disk.journal import sync_folder, unwritable
-from loadmaster.train.disk.tensor_files import read_tensors, same_tensors, write_tensors
+from loadmaster.train.disk.journal import make_write_error, sync_folder
+from loadmaster.train.disk.tensor_files import match_tensors, read_tensors, write_tensors
 
 FOLDER, LINK = ".backbones", "backbone.safetensors"  # no trial's folder begins with a dot
 _LEAST = 0.5  # of a model's bytes: less is not worth a file of its own
@@ -43,28 +43,28 @@ def frozen_part(model: Mapping[str, torch.Tensor], frozen: Iterable[str]) -> dic
     return part if sum(tensor.nbytes for tensor in part.values()) > _LEAST * total else {}
 
 
-def stored(root: Path, tensors: Mapping[str, torch.Tensor], known: dict[str, Backbone]) -> Backbone:
+def store_backbone(root: Path, tensors: Mapping[str, torch.Tensor], known: dict[str, Backbone]) -> Backbone:
     """The file of these weights; written where it is not there, or is not what it should be."""
-    key = _key(tensors)
+    key = _hash_tensors(tensors)
     folder = root / FOLDER
     path = folder / f"{key}.safetensors"
     if key in known and path.exists():
         return known[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = same_tensors(path, tensors)
+        found = match_tensors(path, tensors)
         if found is None:
             draft = folder / f"{key}.{os.getpid()}-{threading.get_ident()}.part"  # each device has a writer
             found = write_tensors(draft, tensors)
             os.replace(draft, path)
             sync_folder(folder)
     except OSError as problem:
-        raise unwritable(path, problem) from None
+        raise make_write_error(path, problem) from None
     known[key] = Backbone(key, *found)
     return known[key]
 
 
-def linked(root: Path, folder: Path, backbone: Backbone) -> None:
+def link_backbone(root: Path, folder: Path, backbone: Backbone) -> None:
     """Give the file a second name in a generation's folder, which is then whole."""
     try:
         os.link(root / FOLDER / f"{backbone.key}.safetensors", folder / LINK)
@@ -91,16 +91,16 @@ def sweep_backbones(root: Path, keys: Iterable[str]) -> None:
                 each.unlink(missing_ok=True)
 
 
-def _key(tensors: Mapping[str, torch.Tensor]) -> str:
+def _hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(_digest, tensors.values()))
+        parts = list(pool.map(_hash_tensor, tensors.values()))
     whole = hashlib.blake2b(digest_size=20)
     for name, part in zip(tensors, parts, strict=True):
         whole.update(f"{len(name)} {name} {part}\n".encode())
     return whole.hexdigest()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: torch.Tensor) -> str:
     found = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):

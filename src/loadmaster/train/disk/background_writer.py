@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import torch
 
-from loadmaster.train.disk.checkpoints import Snapshot, place_of
+from loadmaster.train.disk.checkpoints import Snapshot, memory_key
 
 
 class Writer:
@@ -33,13 +33,13 @@ class Writer:
             self._thread.join(timeout_s)
 
 
-def copied(snapshot: Snapshot) -> Snapshot:
+def copy_snapshot(snapshot: Snapshot) -> Snapshot:
     """The same state in memory of its own, which training does not change; frozen tensors are not copied."""
-    fixed = {place_of(snapshot.model[name]) for name in snapshot.frozen if name in snapshot.model}
+    fixed = {memory_key(snapshot.model[name]) for name in snapshot.frozen if name in snapshot.model}
     made: dict[object, torch.Tensor] = {}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        place = place_of(tensor)
+        place = memory_key(tensor)
         if place in fixed:
             return tensor
         if not tensor.numel():
@@ -57,8 +57,8 @@ def copied(snapshot: Snapshot) -> Snapshot:
     )
 
 
-def copy_bytes(snapshot: Snapshot) -> int:
-    """Memory that `copied` takes."""
-    fixed = {place_of(snapshot.model[name]) for name in snapshot.frozen if name in snapshot.model}
-    places = {place_of(t): t.nbytes for t in (*snapshot.model.values(), *snapshot.tensors.values())}
+def count_copy_bytes(snapshot: Snapshot) -> int:
+    """Memory that `copy_snapshot` takes."""
+    fixed = {memory_key(snapshot.model[name]) for name in snapshot.frozen if name in snapshot.model}
+    places = {memory_key(t): t.nbytes for t in (*snapshot.model.values(), *snapshot.tensors.values())}
     return sum(size for place, size in places.items() if place not in fixed)

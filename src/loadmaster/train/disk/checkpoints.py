@@ -26,12 +26,12 @@ from loadmaster.core.errors import FileError, FormatError
 from loadmaster.train.disk.backbone_files import (
     Backbone,
     frozen_part,
-    linked,
+    link_backbone,
     read_backbone,
-    stored,
+    store_backbone,
     sweep_backbones,
 )
-from loadmaster.train.disk.journal import sync_folder, unwritable
+from loadmaster.train.disk.journal import make_write_error, sync_folder
 from loadmaster.train.disk.tensor_files import read_tensors, write_tensors
 
 MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A generation that is on disk; it counts once the journal says so."""
 
     trial: str
@@ -84,30 +84,30 @@ def save(
     generation: int,
     fence: int,
     known: dict[str, Backbone] | None = None,
-) -> Saved:
+) -> SavedCheckpoint:
     """Write a generation; when this returns it is on disk. A failed one leaves nothing behind.
 
     Frozen weights are written once for all; `known`: those this process has written or compared.
     """
-    draft = Saved(trial, generation, fence, snapshot.step, 0)
+    draft = SavedCheckpoint(trial, generation, fence, snapshot.step, 0)
     folder = root / draft.folder
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         part = frozen_part(snapshot.model, snapshot.frozen)
-        backbone = stored(root, part, {} if known is None else known) if part else None
+        backbone = store_backbone(root, part, {} if known is None else known) if part else None
         if backbone is not None:
-            linked(root, folder, backbone)
+            link_backbone(root, folder, backbone)
         crc = write_snapshot(folder, snapshot, backbone=backbone, without=part)
         sync_folder(folder.parent)
         sync_folder(root)
     except OSError as problem:
         shutil.rmtree(folder, ignore_errors=True)
-        raise unwritable(folder, problem) from None
+        raise make_write_error(folder, problem) from None
     except FileError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return Saved(trial, generation, fence, snapshot.step, crc)
+    return SavedCheckpoint(trial, generation, fence, snapshot.step, crc)
 
 
 def write_snapshot(
@@ -139,17 +139,17 @@ def _without_shared(
     tensors: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors that are not in the model, and for the others their names there."""
-    places = {place_of(each): name for name, each in model.items() if each.numel()}
-    shared = {name: places[place_of(each)] for name, each in tensors.items() if place_of(each) in places}
+    places = {memory_key(each): name for name, each in model.items() if each.numel()}
+    shared = {name: places[memory_key(each)] for name, each in tensors.items() if memory_key(each) in places}
     return {name: each for name, each in tensors.items() if name not in shared}, shared
 
 
-def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor stands in memory, and how: equal for two views of the same numbers."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def load(root: Path, saved: Saved) -> Snapshot:
+def load(root: Path, saved: SavedCheckpoint) -> Snapshot:
     """The snapshot of a committed generation; damage is an error."""
     return read_snapshot(root / saved.folder, crc=saved.crc)
 
@@ -180,7 +180,7 @@ def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
         raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
 
 
-def model_of(folder: Path) -> dict[str, torch.Tensor]:
+def read_model(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a generation, frozen ones among them, for the plain model; damage is an error."""
     try:
         document = msgspec.json.decode((folder / FACTS).read_bytes())
@@ -190,11 +190,11 @@ def model_of(folder: Path) -> dict[str, torch.Tensor]:
     except (msgspec.DecodeError, KeyError, TypeError) as problem:
         raise FormatError(f"{folder / FACTS} is not what was written: {problem!r}") from None
     found = read_tensors(folder / MODEL, size=size, crc=crc)
-    key = _backbone_of(folder)
+    key = _find_backbone(folder)
     return found if key is None else found | read_backbone(folder, key)
 
 
-def _backbone_of(folder: Path) -> Backbone | None:
+def _find_backbone(folder: Path) -> Backbone | None:
     try:
         document = msgspec.json.decode((folder / FACTS).read_bytes())
         return Backbone(**document["backbone"]) if "backbone" in document else None
@@ -202,14 +202,14 @@ def _backbone_of(folder: Path) -> Backbone | None:
         return None  # whoever reads the generation says what is wrong
 
 
-def sweep_shared(root: Path, committed: Iterable[Sequence[Saved]]) -> None:
+def sweep_shared(root: Path, committed: Iterable[Sequence[SavedCheckpoint]]) -> None:
     """Delete frozen weights that no kept generation of any trial refers to."""
-    found = [_backbone_of(root / saved.folder) for each in committed for saved in each[-KEPT:]]
+    found = [_find_backbone(root / saved.folder) for each in committed for saved in each[-KEPT:]]
     sweep_backbones(root, [backbone.key for backbone in found if backbone is not None])
 
 
 def sweep(
-    root: Path, trial: str, committed: Sequence[Saved], *, kept: int = KEPT, writing: bool = False
+    root: Path, trial: str, committed: Sequence[SavedCheckpoint], *, kept: int = KEPT, writing: bool = False
 ) -> None:
     """Delete every generation of a trial but its last committed ones (committed by the caller's journal).
 

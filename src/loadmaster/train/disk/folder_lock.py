@@ -21,12 +21,12 @@ class _Handle:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         mine = weakref.ref(self)
 
-        def in_child() -> None:
+        def close_in_child() -> None:
             handle = mine()
             if handle is not None:
                 handle.close()
 
-        os.register_at_fork(after_in_child=in_child)
+        os.register_at_fork(after_in_child=close_in_child)
 
     def lock(self) -> bool:
         """Take the lock; False where somebody else has it."""
@@ -44,7 +44,7 @@ class _Handle:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """The folder, for this process alone; made where it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -53,12 +53,12 @@ def read_journal(path: Path) -> Replay:
     good = 0
     while good < len(data):
         end = data.find(b"\n", good)
-        record = _parsed(data[good:end]) if end >= 0 else None
+        record = _parse_record(data[good:end]) if end >= 0 else None
         if record is None or record["seq"] != len(records):
             break
         records.append(record)
         good = end + 1
-    follow = sum(_parsed(line) is not None for line in data[good:].split(b"\n")[1:])
+    follow = sum(_parse_record(line) is not None for line in data[good:].split(b"\n")[1:])
     if follow:
         raise JournalError(
             f"{path} is damaged at byte {good}: record {len(records)} is bad but {follow} good ones follow;"
@@ -67,7 +67,7 @@ def read_journal(path: Path) -> Replay:
     return Replay(tuple(records), good, len(data) - good)
 
 
-def _parsed(line: bytes) -> Record | None:
+def _parse_record(line: bytes) -> Record | None:
     """The record of a line, or None where it is not what was written."""
     head, body = line[:_CRC_DIGITS], line[_CRC_DIGITS + 1 :]
     if line[_CRC_DIGITS : _CRC_DIGITS + 1] != b" " or head != _crc(body):
@@ -113,8 +113,8 @@ class Journal:
             if kind in DURABLE:
                 os.fsync(self._file)
         except OSError as problem:
-            self._take_back()
-            raise unwritable(self.path, problem) from None
+            self._cut_partial_write()
+            raise make_write_error(self.path, problem) from None
         self._seq += 1
         self._good += len(line)
         return record
@@ -123,7 +123,7 @@ class Journal:
         while line:
             line = line[os.write(self._file, line) :]
 
-    def _take_back(self) -> None:
+    def _cut_partial_write(self) -> None:
         """Cut what was half written, so that the file ends in a whole record even without a restart."""
         os.ftruncate(self._file, self._good)
         os.lseek(self._file, self._good, os.SEEK_SET)
@@ -139,7 +139,7 @@ class Journal:
             self._file = -1
 
 
-def unwritable(path: Path, problem: OSError) -> FileError:
+def make_write_error(path: Path, problem: OSError) -> FileError:
     """The error of a write that failed: the disk is full, or something else is wrong."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFullError(

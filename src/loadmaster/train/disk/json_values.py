@@ -14,24 +14,27 @@ import torch
 _KIND, _CONTENT = "__kind__", "content"
 
 
-def told(value: Any) -> Any:
+def encode_plain(value: Any) -> Any:
     """The value in dicts by text, lists and numbers; what is none of the kinds known here stays as it is."""
     if isinstance(value, torch.Tensor):
         return {_KIND: "tensor", _CONTENT: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):
         if type(value) is dict and all(isinstance(key, str) for key in value) and _KIND not in value:
-            return {key: told(each) for key, each in value.items()}
+            return {key: encode_plain(each) for key, each in value.items()}
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {_KIND: kind, _CONTENT: [[told(key), told(each)] for key, each in value.items()]}
+        return {
+            _KIND: kind,
+            _CONTENT: [[encode_plain(key), encode_plain(each)] for key, each in value.items()],
+        }
     if isinstance(value, tuple):
-        return {_KIND: "tuple", _CONTENT: [told(each) for each in value]}
-    return [told(each) for each in value] if isinstance(value, list) else value
+        return {_KIND: "tuple", _CONTENT: [encode_plain(each) for each in value]}
+    return [encode_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def untold(value: Any) -> Any:
-    """What `told` was given."""
+def decode_plain(value: Any) -> Any:
+    """What `encode_plain` was given."""
     if isinstance(value, list):
-        return [untold(each) for each in value]
+        return [decode_plain(each) for each in value]
     if not isinstance(value, dict):
         return value
     content: Any = value.get(_CONTENT)
@@ -39,8 +42,8 @@ def untold(value: Any) -> Any:
         case "tensor":
             return torch.tensor(content, dtype=getattr(torch, value["dtype"]))
         case "tuple":
-            return tuple(untold(each) for each in content)
+            return tuple(decode_plain(each) for each in content)
         case "dict" | "counter" as kind:
-            pairs = {untold(key): untold(each) for key, each in content}
+            pairs = {decode_plain(key): decode_plain(each) for key, each in content}
             return Counter(pairs) if kind == "counter" else pairs
-    return {key: untold(each) for key, each in value.items()}
+    return {key: decode_plain(each) for key, each in value.items()}

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
-from loadmaster.train.disk.journal import unwritable
+from loadmaster.train.disk.journal import make_write_error
 
 _CODES = {
     torch.float64: "F64",
@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     crc = size = 0
     try:
         with open(path, "wb") as file:
-            for piece in _pieces(tensors):
+            for piece in _iter_pieces(tensors):
                 file.write(piece)
                 crc = zlib.crc32(piece, crc)
                 size += len(piece)
@@ -52,16 +52,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
             os.fsync(file.fileno())
     except OSError as problem:
         path.unlink(missing_ok=True)
-        raise unwritable(path, problem) from None
+        raise make_write_error(path, problem) from None
     return size, crc
 
 
-def same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+def match_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
     """Size and CRC-32 of a file, if it holds exactly these tensors; None: it does not, or is not there."""
     crc = size = 0
     try:
         with open(path, "rb") as file:
-            for piece in _pieces(tensors):
+            for piece in _iter_pieces(tensors):
                 if file.read(len(piece)) != piece:
                     return None
                 crc = zlib.crc32(piece, crc)
@@ -71,7 +71,7 @@ def same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, 
         return None
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview | bytes]:
+def _iter_pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview | bytes]:
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -100,15 +100,15 @@ def read_tensors(path: Path, *, size: int | None = None, crc: int | None = None)
             raise FormatError(f"{path} is damaged: {found} bytes instead of {size}")
         data = torch.empty(found, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
-            seen = _filled(file, memoryview(data.numpy()))
+            seen = _read_into(file, memoryview(data.numpy()))
     except OSError as problem:
         raise FileError(f"cannot read {path}: {problem.strerror or problem}") from None
     if crc is not None and seen != crc:
         raise FormatError(f"{path} is damaged: its check sum is {seen:08x} instead of {crc:08x}")
-    return _parsed(path, data)
+    return _parse_tensors(path, data)
 
 
-def _filled(file: Any, into: memoryview) -> int:
+def _read_into(file: Any, into: memoryview) -> int:
     crc = at = 0
     while at < len(into):
         count = file.readinto(into[at : at + _PIECE_BYTES])
@@ -119,7 +119,7 @@ def _filled(file: Any, into: memoryview) -> int:
     return crc
 
 
-def _parsed(path: Path, data: torch.Tensor) -> dict[str, torch.Tensor]:
+def _parse_tensors(path: Path, data: torch.Tensor) -> dict[str, torch.Tensor]:
     try:
         length = int.from_bytes(bytes(data[:8].tolist()), "little")
         if length > min(_MOST_HEADER_BYTES, len(data) - 8):

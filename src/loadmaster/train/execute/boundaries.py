@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from loadmaster.shards.device.arena import Arena, Booked, Region, aligned
+from loadmaster.shards.device.arena import Arena, BookingStack, Region, align_bytes
 
 
 class Boundaries:
     """A stack in a region that trials share; what does not fit is left where it is, and booked."""
 
     def __init__(self, arena: Arena, name: str) -> None:
-        self._beside = Booked(arena, name)
+        self._beside = BookingStack(arena, name)
         self._ends: list[int] = []
 
     def push(self, values: list[Any], region: Region | None) -> list[Any]:
@@ -24,21 +24,21 @@ class Boundaries:
         self._ends.append(self._ends[-1] if self._ends else 0)
         beside = 0
 
-        def kept(leaf: Any) -> Any:
+        def copy_to_region(leaf: Any) -> Any:
             nonlocal beside
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             size, at = leaf.numel() * leaf.element_size(), self._ends[-1]
             fits = region is not None and at + size <= region.memory.numel()
-            if region is None or not fits or not _dense(leaf):
+            if region is None or not fits or not _is_dense(leaf):
                 beside += size
                 return leaf
             flat = region.memory[at : at + size].view(leaf.dtype)
-            self._ends[-1] = at + aligned(size)
+            self._ends[-1] = at + align_bytes(size)
             return flat.as_strided(leaf.shape, leaf.stride()).copy_(leaf)
 
         with torch.no_grad():
-            found = [tree_map(kept, value) for value in values]
+            found = [tree_map(copy_to_region, value) for value in values]
         self._beside.push(beside)
         return found
 
@@ -54,6 +54,6 @@ class Boundaries:
         self._beside.clear()
 
 
-def _dense(leaf: torch.Tensor) -> bool:
+def _is_dense(leaf: torch.Tensor) -> bool:
     """Whether its elements lie side by side, each once, in whatever order."""
     return bool(torch.empty_like(leaf, device="meta").stride() == leaf.stride())

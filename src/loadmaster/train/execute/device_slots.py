@@ -15,8 +15,8 @@ from loadmaster.core.units import format_bytes
 from loadmaster.shards.device.arena import Region
 from loadmaster.shards.device.streams import Device, Event
 from loadmaster.shards.plan.layout import Place
-from loadmaster.shards.plan.slot_needs import Need
-from loadmaster.shards.plan.unit_order import Order
+from loadmaster.shards.plan.slot_needs import MemoryNeed
+from loadmaster.shards.plan.unit_order import UnitOrder
 
 _FAR = 1 << 60
 
@@ -24,7 +24,7 @@ _FAR = 1 << 60
 class Owner(Protocol):
     """A trial's weights, as places see them."""
 
-    order: Order
+    order: UnitOrder
     position: int  # the unit that runs, or len(order) at the end of a step
     rank: dict[int, int]  # [large piece] which of the large places is its own
 
@@ -46,7 +46,7 @@ class Slot:
         """Flat bytes."""
         return self.region.memory
 
-    def viewed(self, layout: Any, places: Sequence[Place]) -> list[torch.Tensor]:
+    def get_views(self, layout: Any, places: Sequence[Place]) -> list[torch.Tensor]:
         """A piece's parameters as they lie here; made once for all pieces that are laid out alike."""
         if layout not in self.views:
             self.views[layout] = [place.view(self.memory) for place in places]
@@ -65,7 +65,7 @@ class Ring:
     free: Event | None = None
     views: dict[Any, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # [layout of a chunk]
 
-    def viewed(self, layout: Any, places: Sequence[dict[str, Place]]) -> list[dict[str, torch.Tensor]]:
+    def get_views(self, layout: Any, places: Sequence[dict[str, Place]]) -> list[dict[str, torch.Tensor]]:
         """The tensors of a chunk as they lie here; made once for all pieces that are laid out alike."""
         if layout not in self.views:
             memory = self.region.memory
@@ -78,17 +78,17 @@ class Places:
     """Slots and rings of one device."""
 
     device: Device
-    need: Need = field(default_factory=Need)
+    need: MemoryNeed = field(default_factory=MemoryNeed)
     slots: list[Slot] = field(default_factory=list)
     rings: list[Ring] = field(default_factory=list)
     boundaries: Region | None = None
     running: Owner | None = None
     following: Owner | None = None
-    _users: dict[int, Need] = field(default_factory=dict)  # [id of a session]
+    _users: dict[int, MemoryNeed] = field(default_factory=dict)  # [id of a session]
     _turn: int = 0
     _flying: list[tuple[Event, list[torch.Tensor], int]] = field(default_factory=list)
 
-    def join(self, user: Any, need: Need) -> None:
+    def join(self, user: Any, need: MemoryNeed) -> None:
         """Make room for one more trial; places grow where it needs larger ones."""
         self._resize(self.need.joined(need))
         self._users[id(user)] = need
@@ -101,12 +101,12 @@ class Places:
                 slot.clear()
         self.running = None if self.running is owner else self.running
         self.following = None if self.following is owner else self.following
-        wanted = Need()
+        wanted = MemoryNeed()
         for need in self._users.values():
             wanted = wanted.joined(need)
         self._resize(wanted)
 
-    def turn_of(self, owner: Owner, follower: Owner | None) -> None:
+    def set_turn(self, owner: Owner, follower: Owner | None) -> None:
         """Whose step it is, and whose is next."""
         self.running, self.following = owner, follower
 
@@ -122,11 +122,11 @@ class Places:
             return ahead + owner.order.next_use(piece, 0)
         return _FAR
 
-    def holding(self, owner: Owner, piece: int) -> Slot | None:
+    def find_slot(self, owner: Owner, piece: int) -> Slot | None:
         """The place a piece stands in."""
         return next((slot for slot in self.slots if slot.piece == piece and slot.owner is owner), None)
 
-    def place_for(self, owner: Owner, piece: int) -> Slot | None:
+    def choose_slot(self, owner: Owner, piece: int) -> Slot | None:
         """An empty place, else that of the piece used last of all, if later than this one."""
         rank = owner.rank.get(piece)
         fitting = [slot for slot in self.slots if slot.rank == rank]
@@ -147,7 +147,7 @@ class Places:
             over = at >= len(running.order)
             owner = self.following if over and self.following is not None else running
             for piece in owner.order.pieces((at - len(running.order) if over else at) % len(owner.order)):
-                if (owner, piece) not in found and self.holding(owner, piece) is None:
+                if (owner, piece) not in found and self.find_slot(owner, piece) is None:
                     found.append((owner, piece))
         return found
 
@@ -156,16 +156,16 @@ class Places:
         self._turn += 1
         return self.rings[self._turn % len(self.rings)]
 
-    def flies(self, event: Event, tensors: list[torch.Tensor]) -> None:
+    def hold_in_flight(self, event: Event, tensors: list[torch.Tensor]) -> None:
         """Keep tensors until an event; where too much is under way, wait for the oldest."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.tidy()
+        self.release_landed()
         self._flying.append((event, tensors, size))
         while len(self._flying) > 1 and sum(each[2] for each in self._flying) > self.need.flight_bytes:
             self._flying.pop(0)[0].wait()
-            self.tidy()  # what came later may have landed meanwhile
+            self.release_landed()  # what came later may have landed meanwhile
 
-    def tidy(self) -> None:
+    def release_landed(self) -> None:
         """Let go of what has arrived."""
         self._flying = [each for each in self._flying if not each[0].done()]
 
@@ -174,7 +174,7 @@ class Places:
         while self._flying:
             self._flying.pop(0)[0].wait()
 
-    def _resize(self, need: Need) -> None:
+    def _resize(self, need: MemoryNeed) -> None:
         """Give all regions back and take new ones, if any must change; nothing where they would not fit."""
         arena = self.device.arena
         free = arena.cap_bytes - arena.used_bytes + self.need.num_bytes
@@ -195,7 +195,7 @@ class Places:
             self._take(before)
             raise
 
-    def _take(self, need: Need) -> None:
+    def _take(self, need: MemoryNeed) -> None:
         arena, self.need = self.device.arena, need
         arena.book("gradients", need.flight_bytes)
         for rank, size in enumerate(need.large):
@@ -228,7 +228,7 @@ class Places:
         self.slots, self.rings, self.boundaries = [], [], None
 
 
-def places_of(device: Device) -> Places:
+def get_places(device: Device) -> Places:
     """The places of a device, made when first asked for."""
     if device.places is None:
         device.places = Places(device)

@@ -15,10 +15,10 @@ from loadmaster.shards.model.optimizer_state import Hyper
 from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Packer
-from loadmaster.shards.plan.ring_chunks import COPY, MASTER, Chunk, chunks
+from loadmaster.shards.plan.ring_chunks import COPY, MASTER, Chunk, make_chunks
 from loadmaster.train.execute.device_slots import Places, Slot
-from loadmaster.train.execute.execution_config import Ledger
-from loadmaster.train.execute.optimizer_step import Entry, apply
+from loadmaster.train.execute.execution_config import TransferLedger
+from loadmaster.train.execute.optimizer_step import UpdateEntry, apply_step
 from loadmaster.train.execute.trial_state import TrialState
 
 
@@ -26,7 +26,7 @@ class StreamedUpdate:
     """Optimizer steps on the device of pieces whose state lives on the host."""
 
     def __init__(
-        self, state: TrialState, device: Device, ledger: Ledger, places: Places, *, num_bytes: int
+        self, state: TrialState, device: Device, ledger: TransferLedger, places: Places, *, num_bytes: int
     ) -> None:
         self._state, self._device, self._ledger, self._places = state, device, ledger, places
         self._limit_bytes = num_bytes
@@ -48,7 +48,7 @@ class StreamedUpdate:
         label = f"{self._state.trial.name} state {host.piece.name}"
         for chunk in self._chunks_of(host, sorted(grads)):
             ring = self._places.ring()
-            memory, views = ring.region.memory, ring.viewed(chunk.layout, chunk.places)
+            memory, views = ring.region.memory, ring.get_views(chunk.layout, chunk.places)
             self._ledger.up_bytes += chunk.up_bytes
             copies = chunk.brought(memory)
             # The newest load waits for a unit to free its place; state goes before it, and after the others.
@@ -56,7 +56,7 @@ class StreamedUpdate:
             brought = self._device.up(copies, after=free, label=label, lane=1)
             with self._device.aside(computed, brought):
                 entries = [
-                    Entry(
+                    UpdateEntry(
                         host,
                         p,
                         groups[p],
@@ -66,7 +66,7 @@ class StreamedUpdate:
                     )
                     for p, v in zip(chunk.positions, views, strict=True)
                 ]
-                apply(self._state.optimizer, entries, hyper)
+                apply_step(self._state.optimizer, entries, hyper)
                 self._copy_out(host, chunk.positions, views, slot)
             self._ledger.down_bytes += chunk.down_bytes
             stepped = [self._device.mark(aside=True), self._device.latest("down")]
@@ -79,7 +79,7 @@ class StreamedUpdate:
         whole = all(host.started[position] for position in positions)
         key = (host.piece.index, tuple(positions), whole)
         if key not in self._chunks or not whole:
-            self._chunks[key] = chunks(host, positions, self._limit_bytes)
+            self._chunks[key] = make_chunks(host, positions, self._limit_bytes)
         return self._chunks[key]
 
     @staticmethod
@@ -97,7 +97,7 @@ class StreamedUpdate:
 class PinnedPiece:
     """A piece that stays on the device with its optimizer state; home only when asked."""
 
-    def __init__(self, host: HostPiece, device: Device, ledger: Ledger, *, name: str) -> None:
+    def __init__(self, host: HostPiece, device: Device, ledger: TransferLedger, *, name: str) -> None:
         self.host, self._device, self._ledger = host, device, ledger
         packer = Packer()
         self._master = [packer.place(view.shape, view.dtype) for view in host.master]
@@ -135,10 +135,12 @@ class PinnedPiece:
     ) -> None:
         """Step the piece where it stands."""
         entries = [
-            Entry(self.host, p, groups[p], self.master[p], grads[p].to(self.master[p].dtype), self.state[p])
+            UpdateEntry(
+                self.host, p, groups[p], self.master[p], grads[p].to(self.master[p].dtype), self.state[p]
+            )
             for p in sorted(grads)
         ]
-        apply(template, entries, hyper)
+        apply_step(template, entries, hyper)
         self._dirty = True
 
     def write_back(self) -> None:

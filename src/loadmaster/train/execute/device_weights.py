@@ -7,10 +7,10 @@ import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.device.streams import Copy, Device, Event
-from loadmaster.shards.plan.unit_order import Order, split_sizes
+from loadmaster.shards.plan.unit_order import UnitOrder, split_sizes
 from loadmaster.train.execute.device_slots import Places, Slot
 from loadmaster.train.execute.device_updates import PinnedPiece
-from loadmaster.train.execute.execution_config import Ledger, Setting, on_host, pause
+from loadmaster.train.execute.execution_config import Setting, TransferLedger, is_host_event, wait_briefly
 from loadmaster.train.execute.trial_state import TrialState
 
 
@@ -18,12 +18,12 @@ class Weights:
     """The pieces of one trial, as units of one device read them."""
 
     def __init__(
-        self, state: TrialState, device: Device, places: Places, setting: Setting, ledger: Ledger
+        self, state: TrialState, device: Device, places: Places, setting: Setting, ledger: TransferLedger
     ) -> None:
         self._state, self._device, self._places = state, device, places
         self._setting, self._ledger = setting, ledger
-        streamed = streamed_of(setting)
-        self.order = Order(state.layout, streamed)
+        streamed = find_streamed(setting)
+        self.order = UnitOrder(state.layout, streamed)
         self.position = 0
         self._layouts = [
             tuple((place.offset_bytes, place.shape, place.dtype) for place in host.up_places)
@@ -38,7 +38,7 @@ class Weights:
                 name = f"{state.trial.name} pinned"
                 self.pinned[host.piece.index] = PinnedPiece(host, device, ledger, name=name)
 
-    def leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
+    def get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
         """The parameters of a shard as leaves on the device, and the slots they stand in."""
         found: dict[int, torch.Tensor] = {}
         used: list[Slot] = []
@@ -47,16 +47,16 @@ class Weights:
             if piece in self.pinned:
                 views = self.pinned[piece].compute_views()
             else:
-                slot = self._arrived(piece)
+                slot = self._await_slot(piece)
                 used.append(slot)
-                views = slot.viewed(self._layouts[piece], host.up_places)
+                views = slot.get_views(self._layouts[piece], host.up_places)
             for position, (number, view) in enumerate(zip(host.piece.parameters, views, strict=True)):
                 found[number] = view.detach().requires_grad_(host.trainable[position])
         return found, used
 
-    def holding(self, piece: int) -> Slot | None:
+    def find_slot(self, piece: int) -> Slot | None:
         """The slot a piece stands in."""
-        return self._places.holding(self, piece)
+        return self._places.find_slot(self, piece)
 
     def is_soon(self, piece: int) -> bool:
         """Whether a piece is used so soon that it may as well stay."""
@@ -74,11 +74,11 @@ class Weights:
     def awaits_host(self, piece: int) -> bool:
         """Whether the host is still to update a piece."""
         pending = self.ready.get(piece)
-        return pending is not None and on_host(pending) and not pending.done()
+        return pending is not None and is_host_event(pending) and not pending.done()
 
     def load(self, piece: int) -> Slot | None:
         """Bring a piece to a place, if one is to be had."""
-        slot = self._places.place_for(self, piece)
+        slot = self._places.choose_slot(self, piece)
         if slot is None:
             return None
         host = self._state.pieces[piece]
@@ -95,12 +95,12 @@ class Weights:
         for piece in self.pinned.values():
             piece.close()
 
-    def _arrived(self, piece: int) -> Slot:
+    def _await_slot(self, piece: int) -> Slot:
         """The slot that holds a piece, once compute may read it."""
-        slot = self.holding(piece)
+        slot = self.find_slot(piece)
         if slot is None:
             self._await_update(piece)
-            slot = self.holding(piece) or self.load(piece)
+            slot = self.find_slot(piece) or self.load(piece)
             if slot is None:
                 raise RunError(f"{self._device.name}: no slot for piece {piece}; num_slots is too small")
         self._device.hold(slot.ready)
@@ -109,16 +109,16 @@ class Weights:
     def _await_update(self, piece: int) -> None:
         """Wait for the host's update of a piece; meanwhile load what else is ready."""
         pending = self.ready.get(piece)
-        if pending is None or not on_host(pending):
+        if pending is None or not is_host_event(pending):
             return
         began = time.perf_counter()
         while not pending.done():
             self.prefetch()
-            pause(pending)
+            wait_briefly(pending)
         pending.wait()
         self._ledger.waited_s += time.perf_counter() - began
 
 
-def streamed_of(setting: Setting) -> frozenset[int]:
+def find_streamed(setting: Setting) -> frozenset[int]:
     """Pieces that come and go."""
     return frozenset(piece for piece, where in enumerate(setting.placement) if where != "pinned")

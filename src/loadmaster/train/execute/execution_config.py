@@ -25,7 +25,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Ledger:
+class TransferLedger:
     """Bytes and loads since the session began."""
 
     up_bytes: int = 0
@@ -40,24 +40,24 @@ class StepFacts:
 
     loss: float
     num_tokens: int
-    ledger: Ledger
+    ledger: TransferLedger
 
 
-def on_host(event: Event) -> bool:
+def is_host_event(event: Event) -> bool:
     """Whether a thread of this process sets it."""
     return isinstance(event, HostEvent)
 
 
-def pause(event: Event) -> None:
+def wait_briefly(event: Event) -> None:
     """Wait for it a moment."""
     flag = getattr(event, "_flag", None)
     if flag is not None:
         flag.wait(_PATIENCE_S)
 
 
-def since(before: Ledger, now: Ledger) -> Ledger:
+def subtract_ledgers(before: TransferLedger, now: TransferLedger) -> TransferLedger:
     """What was counted between the two."""
-    return Ledger(
+    return TransferLedger(
         now.up_bytes - before.up_bytes,
         now.down_bytes - before.down_bytes,
         now.loads - before.loads,

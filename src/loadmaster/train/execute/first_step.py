@@ -20,9 +20,9 @@ from loadmaster.core.units import format_bytes
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model import python_state, randomness
-from loadmaster.shards.model.blocks import Chain, call
+from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
-from loadmaster.train.execute.micro_batches import moved, next_batches
+from loadmaster.train.execute.micro_batches import move_to_device, next_batches
 from loadmaster.train.execute.trial_state import TrialState
 
 _OF_FREE = 0.25  # of the host's free memory, or of the cap that a device has left: 0.8
@@ -39,7 +39,7 @@ ByShards = Callable[[list[Any], Callable[[int, Mapping[int, torch.Tensor]], None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Numbers:
+class _StepNumbers:
     loss: float
     grads: Grads
     written: tuple[str, ...] = ()  # parameters that forward, loss or backward wrote
@@ -54,28 +54,28 @@ def is_due(state: TrialState) -> bool:
 
 def compare(state: TrialState, device: Device, units: Any, by_shards: ByShards) -> None:
     """Check the step that comes next; raises `VerifyError`, or notes what was found in the state."""
-    peek(state, device.torch_device)
+    peek_batches(state, device.torch_device)
     if not state.peeked:
         return
-    where, why = _place(state, device)
+    where, why = _choose_device(state, device)
     if where is None:
         state.verified = f"not checked: {why}"
         return
-    with alone(state, units):
+    with use_single_batch(state, units):
         try:
-            found = _by_shards(state, by_shards)
+            found = _run_by_shards(state, by_shards)
         except (torch.OutOfMemoryError, DeviceMemoryError):  # a step alone may fit: it keeps no gradients
             state.verified = f"not checked: keeping all gradients ran out of memory on {device.name}"
             return
-        state.verified = judged(state, found, device, where)
+        state.verified = judge_step(state, found, device, where)
 
 
-def judged(state: TrialState, found: _Numbers, device: Device, where: torch.device) -> str:
+def judge_step(state: TrialState, found: _StepNumbers, device: Device, where: torch.device) -> str:
     """What the comparison with a plain step says; raises where they differ."""
     if not math.isfinite(found.loss):
         return f"not checked: its first loss is {found.loss}"
     try:
-        plain = _plain(state, device, where)
+        plain = _run_plain_step(state, device, where)
     except (torch.OutOfMemoryError, DeviceMemoryError):
         plain = None
     if where.type == "cuda":
@@ -90,16 +90,16 @@ def judged(state: TrialState, found: _Numbers, device: Device, where: torch.devi
     return f"first step equal to that of {plain.of} (loss and {len(plain.grads)} gradients)"
 
 
-def peek(state: TrialState, where: torch.device) -> None:
+def peek_batches(state: TrialState, where: torch.device) -> None:
     """Take the batches of the next step; it will find them, and the generators as they are then."""
-    with randomness.kept(where):
-        randomness.install(state.generators, where)
+    with randomness.preserve_generators(where):
+        randomness.restore_generators(state.generators, where)
         state.peeked = next_batches(state, where)
-        state.generators = randomness.current(where)
+        state.generators = randomness.capture_generators(where)
 
 
 @contextmanager
-def alone(state: TrialState, units: Any) -> Iterator[None]:
+def use_single_batch(state: TrialState, units: Any) -> Iterator[None]:
     """One micro-batch with one stream of random numbers: then a plain run draws the same."""
     trial = state.trial
     state.trial = units.trial = replace(trial, rng="stream", accumulate=1)
@@ -109,29 +109,29 @@ def alone(state: TrialState, units: Any) -> Iterator[None]:
         state.trial = units.trial = trial
 
 
-def first_batch(state: TrialState) -> Any:
+def copy_first_batch(state: TrialState) -> Any:
     """A copy of the first micro-batch: a model may write into it."""
     return tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tuple(state.peeked[0])
     )
 
 
-def _by_shards(state: TrialState, by_shards: ByShards) -> _Numbers:
+def _run_by_shards(state: TrialState, by_shards: ByShards) -> _StepNumbers:
     grads: Grads = {}
 
     def take(piece: int, found: Mapping[int, torch.Tensor]) -> None:
         numbers = state.pieces[piece].piece.parameters
         grads.update({numbers[position]: grad.detach().cpu() for position, grad in found.items()})
 
-    with tracelessly(state.chain):
-        loss = by_shards([first_batch(state)], take)
-    return _Numbers(loss, grads)
+    with leave_no_trace(state.chain):
+        loss = by_shards([copy_first_batch(state)], take)
+    return _StepNumbers(loss, grads)
 
 
 @contextmanager
-def tracelessly(chain: Chain) -> Iterator[None]:
+def leave_no_trace(chain: Chain) -> Iterator[None]:
     """Nothing of a run stays: not in Python, not as gradients of the host's parameters."""
-    with python_state.kept(_modules(chain)):
+    with python_state.preserve_state(_list_modules(chain)):
         try:
             yield
         finally:
@@ -139,7 +139,7 @@ def tracelessly(chain: Chain) -> Iterator[None]:
                 parameter.grad = None
 
 
-def _place(state: TrialState, device: Device) -> tuple[torch.device | None, str]:
+def _choose_device(state: TrialState, device: Device) -> tuple[torch.device | None, str]:
     """Where a plain step runs; or None, and why nowhere."""
     facts, own = state.facts, device.torch_device
     weights = sum(parameter.nbytes for parameter in state.chain.parameters)
@@ -162,34 +162,34 @@ def _place(state: TrialState, device: Device) -> tuple[torch.device | None, str]
     )
 
 
-def _plain(state: TrialState, device: Device, where: torch.device) -> _Numbers:
+def _run_plain_step(state: TrialState, device: Device, where: torch.device) -> _StepNumbers:
     """A plain step; where the model's own forward cannot be used, its blocks in a row, weights in place."""
     try:
-        return _run(state, device, where, whole=True)
+        return _run_model_step(state, device, where, whole=True)
     except (torch.OutOfMemoryError, DeviceMemoryError):
         raise
     except Exception:  # a Sequential takes no second input, a container has no forward at all
-        return _run(state, device, where, whole=False)
+        return _run_model_step(state, device, where, whole=False)
 
 
-def _run(state: TrialState, device: Device, where: torch.device, *, whole: bool) -> _Numbers:
+def _run_model_step(state: TrialState, device: Device, where: torch.device, *, whole: bool) -> _StepNumbers:
     trial, chain = state.trial, state.chain
     dtype = COMPUTE_DTYPE[trial.precision]
     scale = state.scaler.scale if trial.precision == "fp16" else 1.0
-    inputs, targets = (moved(each, where) for each in first_batch(state))
+    inputs, targets = (move_to_device(each, where) for each in copy_first_batch(state))
     size = 2 * sum(parameter.nbytes for parameter in chain.parameters) if where.type == "cuda" else 0
     with (
-        randomness.kept(where),
+        randomness.preserve_generators(where),
         device.computing() if where.type == "cuda" else nullcontext(),
         device.arena.hold(f"{trial.name} first step", size),
-        tracelessly(chain),
-        _own_weights(chain, where) as written,
+        leave_no_trace(chain),
+        _use_weight_copies(chain, where) as written,
     ):
-        randomness.install(state.generators, where)
+        randomness.restore_generators(state.generators, where)
         with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
-            loss = _loss(trial, chain, inputs, targets, whole=whole)
+            loss = _compute_loss(trial, chain, inputs, targets, whole=whole)
         (loss * scale if scale != 1.0 else loss).backward()
-        now, before = randomness.current(where, others=False), state.generators
+        now, before = randomness.capture_generators(where, others=False), state.generators
         drew = not torch.equal(now.host, before.host)
         everyone = trial.clip_norm is not None  # whom the optimizer does not have still counts in the norm
         stepped = [
@@ -198,32 +198,32 @@ def _run(state: TrialState, device: Device, where: torch.device, *, whole: bool)
         ]
         grads = {n: p.grad.cpu() for n, p in enumerate(stepped) if p is not None and p.grad is not None}
         of = "the model itself" if whole else "its blocks in a row (its own forward cannot be used)"
-        return _Numbers(float(loss.detach()), grads, tuple(written()), drew, of)
+        return _StepNumbers(float(loss.detach()), grads, tuple(written()), drew, of)
 
 
-def _loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whole: bool) -> torch.Tensor:
+def _compute_loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whole: bool) -> torch.Tensor:
     if not whole:
         value = inputs
         for index, block in enumerate(chain.blocks):
-            value = call(block, value, first=index == 0)
+            value = call_block(block, value, first=index == 0)
         return trial.loss(value, targets)
-    out = call(chain.model, inputs, first=True)
+    out = call_block(chain.model, inputs, first=True)
     try:
-        return _one_number(trial.loss(out, targets))
+        return _require_scalar(trial.loss(out, targets))
     except Exception:
         if trial.blocks is None or not hasattr(out, "logits"):
             raise
-        return _one_number(trial.loss(out.logits, targets))  # of transformers: the blocks give logits
+        return _require_scalar(trial.loss(out.logits, targets))  # of transformers: the blocks give logits
 
 
-def _one_number(loss: Any) -> torch.Tensor:
+def _require_scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RunError("the loss of the model's own output is no number with a gradient")
     return loss
 
 
 @contextmanager
-def _own_weights(chain: Chain, where: torch.device) -> Iterator[Callable[[], list[str]]]:
+def _use_weight_copies(chain: Chain, where: torch.device) -> Iterator[Callable[[], list[str]]]:
     """Every parameter and buffer with a copy of its value, on the device; gives which parameters changed."""
     held = [parameter.data for parameter in chain.parameters]
     copies = {id(buffer): buffer.to(where, copy=True) for buffer in chain.buffers}
@@ -235,7 +235,7 @@ def _own_weights(chain: Chain, where: torch.device) -> Iterator[Callable[[], lis
     try:
         for parameter, before in zip(chain.parameters, held, strict=True):
             parameter.data = before.to(where, copy=True)
-        for module in _modules(chain):
+        for module in _list_modules(chain):
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) in copies:
                     module._buffers[name] = copies[id(buffer)]
@@ -246,13 +246,13 @@ def _own_weights(chain: Chain, where: torch.device) -> Iterator[Callable[[], lis
             parameter.data = before
 
 
-def _modules(chain: Chain) -> list[nn.Module]:
+def _list_modules(chain: Chain) -> list[nn.Module]:
     """Those of the model and of its blocks, each once."""
     roots = [chain.model, *(block for block in chain.blocks if isinstance(block, nn.Module))]
     return list({id(each): each for root in roots for each in root.modules()}.values())
 
 
-def _require_same(state: TrialState, ours: _Numbers, plain: _Numbers, factor: float) -> None:
+def _require_same(state: TrialState, ours: _StepNumbers, plain: _StepNumbers, factor: float) -> None:
     """Raise by the first thing that differs: the loss, a weight that was written, a gradient."""
     dtype = COMPUTE_DTYPE[state.trial.precision]
     widest = torch.float64 if any(p.dtype == torch.float64 for p in state.chain.parameters) else torch.float32
@@ -260,22 +260,22 @@ def _require_same(state: TrialState, ours: _Numbers, plain: _Numbers, factor: fl
     tolerance = min(_LARGEST, factor * _TOLERANCE[dtype or (torch.bfloat16 if narrow else widest)])
     told = max(tolerance, _OF_A_LOSS)
     if abs(ours.loss - plain.loss) > told * max(abs(plain.loss), 1e-6):
-        _differs(state, f"the loss is {ours.loss:.7g} by shards and {plain.loss:.7g} by {plain.of}")
+        _raise_difference(state, f"the loss is {ours.loss:.7g} by shards and {plain.loss:.7g} by {plain.of}")
     if plain.written:
         more = f" and {len(plain.written) - 1} more" if len(plain.written) > 1 else ""
-        _differs(state, f"parameter {plain.written[0]!r}{more} is written outside of the optimizer")
-    odd = _odd_gradients(ours.grads, plain.grads, tolerance)
+        _raise_difference(state, f"parameter {plain.written[0]!r}{more} is written outside of the optimizer")
+    odd = _find_odd_gradients(ours.grads, plain.grads, tolerance)
     if odd:
         number, mine, theirs, apart = odd[0]
         more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-        _differs(
+        _raise_difference(
             state,
             f"the gradient of {state.chain.parameter_name[number]!r}{more} has the norm {mine:.7g} by shards"
             f" and {theirs:.7g} by {plain.of}, and they are {apart:.3g} apart",
         )
 
 
-def _odd_gradients(ours: Grads, plain: Grads, tolerance: float) -> list[tuple[int, float, float, float]]:
+def _find_odd_gradients(ours: Grads, plain: Grads, tolerance: float) -> list[tuple[int, float, float, float]]:
     """Parameters whose gradients differ, with both norms and the norm of the difference."""
     rows = []
     for number in sorted(ours.keys() | plain.keys()):
@@ -290,7 +290,7 @@ def _odd_gradients(ours: Grads, plain: Grads, tolerance: float) -> list[tuple[in
     return [row for row in rows if not row[3] <= tolerance * (row[2] + _SMALL * total)]
 
 
-def _differs(state: TrialState, what: str) -> None:
+def _raise_difference(state: TrialState, what: str) -> None:
     given, instead = "its blocks do what forward does, in that order", ""
     if state.chain.traced:
         given = "forward decides nothing in Python that changes (it was traced once)"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from loadmaster.core.errors import RunError
-from loadmaster.train.execute.optimizer_step import scaled
+from loadmaster.train.execute.optimizer_step import scale_grad
 from loadmaster.train.execute.trial_state import TrialState
-from loadmaster.train.execute.units import Moment
+from loadmaster.train.execute.units import MicroBatch
 
 
 class Gradients:
@@ -32,7 +32,7 @@ class Gradients:
         """The leaves the coming unit fills."""
         self._leaves = dict(leaves)
 
-    def take(self, shard: int, moment: Moment) -> None:
+    def take(self, shard: int, moment: MicroBatch) -> None:
         """Add what the unit's leaves got for one micro-batch."""
         for number, leaf in self._leaves.items():
             grad, leaf.grad = leaf.grad, None
@@ -85,11 +85,11 @@ class Gradients:
         host = self._state.pieces[piece]
         self.noted[piece] = sorted(grads)
         for position, grad in grads.items():
-            wide = scaled(grad, host.master[position].dtype, () if scale == 1.0 else (1 / scale,))
+            wide = scale_grad(grad, host.master[position].dtype, () if scale == 1.0 else (1 / scale,))
             if self._state.trial.precision == "fp16":
                 self._finite.append(torch.isfinite(wide).all())
             if self._state.trial.clip_norm is not None:
-                self._norms[host.piece.parameters[position]] = _norm(wide)
+                self._norms[host.piece.parameters[position]] = _grad_norm(wide)
 
     def factors(self, scale: float) -> tuple[tuple[float, ...], bool]:
         """What every gradient is to be multiplied by in turn; and whether one is not finite."""
@@ -109,9 +109,9 @@ class Gradients:
         self.noted.clear()
 
     @staticmethod
-    def widened(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> torch.Tensor:
+    def widen_grad(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> torch.Tensor:
         """The gradient in the parameter's dtype with its factors."""
-        return scaled(grad, dtype, factors)
+        return scale_grad(grad, dtype, factors)
 
     def _add(self, number: int, grad: torch.Tensor, num_micro_batches: int) -> None:
         if number in self._sum:
@@ -122,7 +122,7 @@ class Gradients:
             self._sum[number] = grad
 
 
-def _norm(grad: torch.Tensor) -> torch.Tensor:
+def _grad_norm(grad: torch.Tensor) -> torch.Tensor:
     """As `clip_grad_norm_` takes it on this kind of device."""
     if grad.device.type == "cuda":
         return torch._foreach_norm([grad])[0]

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.loaders import LoaderError, has_state, loaded_state
+from loadmaster.shards.model.loaders import LoaderError, decode_loader_state, has_state
 from loadmaster.train.execute.trial_state import TrialState
 
 
@@ -19,8 +19,8 @@ def next_batches(state: TrialState, device: torch.device) -> list[Any]:
     while state.epoch < state.trial.epochs:
         if state.trial.max_steps is not None and state.step >= state.trial.max_steps:
             break
-        _open(state, device)
-        taken = _take(state)
+        _open_epoch(state, device)
+        taken = _take_batches(state)
         if taken:
             return taken
         state.iterator = state.source = None
@@ -31,7 +31,7 @@ def next_batches(state: TrialState, device: torch.device) -> list[Any]:
     return []
 
 
-def _take(state: TrialState) -> list[Any]:
+def _take_batches(state: TrialState) -> list[Any]:
     taken: list[Any] = []
     assert state.iterator is not None
     while len(taken) < state.trial.accumulate:
@@ -44,21 +44,21 @@ def _take(state: TrialState) -> list[Any]:
     return taken
 
 
-def _open(state: TrialState, device: torch.device) -> None:
+def _open_epoch(state: TrialState, device: torch.device) -> None:
     """Open this epoch's data; after a resume, go to where it was left."""
     if state.iterator is not None:
         return
     if state.epoch_generators is None:
-        state.epoch_generators = randomness.current(device)
+        state.epoch_generators = randomness.capture_generators(device)
         state.source = state.trial.data()
         state.iterator = iter(state.source)
         return
-    with randomness.kept(device):
-        randomness.install(state.epoch_generators, device)
+    with randomness.preserve_generators(device):
+        randomness.restore_generators(state.epoch_generators, device)
         state.source = state.trial.data()
         position, state.position = state.position, None
         if position is not None and has_state(state.source):
-            state.source.load_state_dict(loaded_state(position))
+            state.source.load_state_dict(decode_loader_state(position))
             state.iterator = iter(state.source)
             return
         state.iterator = iter(state.source)
@@ -70,7 +70,7 @@ def _open(state: TrialState, device: torch.device) -> None:
                 )
 
 
-def moved(tree: Any, device: torch.device) -> Any:
+def move_to_device(tree: Any, device: torch.device) -> Any:
     """A batch on the device; through pinned memory, so that the caller need not wait for what runs there."""
     if device.type == "cpu":
         return tree

@@ -1,7 +1,8 @@
 """Optimizer steps of a piece: on the host, streamed through the device, or where it is pinned.
 
-An entry is one parameter with everything a step needs, wherever it stands. `apply` runs the user's optimizer
-on some entries; `HostUpdate` takes the one-pass kernel for Adam and AdamW where it gives the same bits.
+An entry is one parameter with everything a step needs, wherever it stands. `apply_step` runs the user's
+optimizer on some entries; `HostUpdate` takes the one-pass kernel for Adam and AdamW where it gives the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,13 @@ import numpy as np
 import torch
 from torch.optim.adam import adam
 
-from loadmaster.shards.device.host_kernels import Launch, cores_here, prepare, table_of
+from loadmaster.shards.device.host_kernels import AdamLaunch, compile_kernels, current_worker_cores, table_of
 from loadmaster.shards.model.optimizer_state import (
     Hyper,
-    Member,
-    beginning,
-    hyper_of,
-    on_host,
+    StepMember,
+    adapt_hyper_to_host,
+    copy_hyper,
+    make_initial_state,
     starts_at_zero,
     step_members,
 )
@@ -31,7 +32,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "grad_scale
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class UpdateEntry:
     """One parameter in a step."""
 
     host: HostPiece
@@ -42,11 +43,11 @@ class Entry:
     views: dict[str, torch.Tensor]  # where large state belongs
 
 
-def apply(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hyper) -> None:
+def apply_step(template: torch.optim.Optimizer, entries: Sequence[UpdateEntry], hyper: Hyper) -> None:
     """One step; large state ends in the entries' views, small state beside the piece."""
-    if _is_bare(template, entries, hyper):
+    if _is_plain_fused_adam(template, entries, hyper):
         for group in sorted({entry.group for entry in entries}):
-            _bare_step([entry for entry in entries if entry.group == group], hyper[group])
+            _run_fused_adam([entry for entry in entries if entry.group == group], hyper[group])
         return
     members = []
     for entry in entries:
@@ -60,10 +61,10 @@ def apply(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hype
         if entry.host.started[entry.position]:
             state |= entry.views
         elif starts_at_zero(template) and {"exp_avg", "exp_avg_sq"} <= entry.views.keys():
-            state = beginning(
+            state = make_initial_state(
                 options, entry.views, small_device
             )  # made elsewhere, it would stand there twice
-        members.append(Member(entry.group, entry.param, entry.grad, state))
+        members.append(StepMember(entry.group, entry.param, entry.grad, state))
     step_members(template, members, hyper)
     for entry, member in zip(entries, members, strict=True):
         small = entry.host.small[entry.position]
@@ -75,7 +76,9 @@ def apply(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hype
         entry.host.started[entry.position] = True
 
 
-def _is_bare(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: Hyper) -> bool:
+def _is_plain_fused_adam(
+    template: torch.optim.Optimizer, entries: Sequence[UpdateEntry], hyper: Hyper
+) -> bool:
     """Whether a step is the framework's fused Adam and nothing besides: what surrounds it takes longer."""
     return (
         type(template) in _ADAMS
@@ -91,7 +94,7 @@ def _is_bare(template: torch.optim.Optimizer, entries: Sequence[Entry], hyper: H
     )
 
 
-def _bare_step(entries: Sequence[Entry], options: dict[str, Any]) -> None:
+def _run_fused_adam(entries: Sequence[UpdateEntry], options: dict[str, Any]) -> None:
     """Of one group, by the function its optimizer calls."""
     small = [entry.host.small[entry.position] for entry in entries]
     for entry, each in zip(entries, small, strict=True):
@@ -112,7 +115,7 @@ def _bare_step(entries: Sequence[Entry], options: dict[str, Any]) -> None:
     )
 
 
-def scaled(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> torch.Tensor:
+def scale_grad(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> torch.Tensor:
     """The gradient in the parameter's dtype, times each factor in turn."""
     wide = grad.to(dtype)
     for factor in factors:
@@ -121,11 +124,11 @@ def scaled(grad: torch.Tensor, dtype: torch.dtype, factors: Sequence[float]) -> 
 
 
 @dataclass(slots=True, eq=False)
-class _Ready:
+class _PreparedStep:
     """Parameters that the kernel steps together, and what their next step is."""
 
     groups: list[int]
-    launch: Launch
+    launch: AdamLaunch
     ages: list[int]  # [group] steps done
     steps: np.ndarray[Any, Any]  # [parameter] the same, which its state's tensor looks at
 
@@ -141,60 +144,60 @@ class HostUpdate:
     ) -> None:
         self._template, self._host, self._groups = template, host, groups
         self._num_threads = num_threads
-        self._cores = cores_here()  # of the thread that makes it, which steps nothing
+        self._cores = current_worker_cores()  # of the thread that makes it, which steps nothing
         self._grads = host.grads
         self._known: tuple[Any, ...] = ()  # positions and options of the last step
-        self._ready: _Ready | None = None  # those of these that the kernel steps, None: none
+        self._ready: _PreparedStep | None = None  # those of these that the kernel steps, None: none
         self._plain: list[int] = []  # those that the framework steps
-        hyper = on_host(hyper_of(template))
+        hyper = adapt_hyper_to_host(copy_hyper(template))
         trained = [p for p, grad in enumerate(host.grads) if grad is not None]
-        if any(self._by_kernel(p, hyper[groups[p]], ()) for p in trained):
-            prepare()
+        if any(self._fits_kernel(p, hyper[groups[p]], ()) for p in trained):
+            compile_kernels()
 
     def step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         """One step of these parameters; writes their compute copies."""
-        asked = (*positions, len(factors), *(self._kind(options) for options in hyper))
-        hyper = on_host(hyper)
+        asked = (*positions, len(factors), *(self._options_key(options) for options in hyper))
+        hyper = adapt_hyper_to_host(hyper)
         if self._ready is None or asked != self._known:
             self._known, self._ready = asked, None
-            self._ready, self._plain = self._divided(positions, hyper, factors)
+            self._ready, self._plain = self._divide_positions(positions, hyper, factors)
         if self._ready is not None:
-            self._again(self._ready, hyper, factors)
+            self._run_kernel(self._ready, hyper, factors)
         if self._plain:
-            self._plain_step(self._plain, hyper, factors)
+            self._run_framework_step(self._plain, hyper, factors)
 
-    def _divided(
+    def _divide_positions(
         self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]
-    ) -> tuple[_Ready | None, list[int]]:
+    ) -> tuple[_PreparedStep | None, list[int]]:
         """What the kernel steps, and what the framework does."""
-        quick = [p for p in positions if self._by_kernel(p, hyper[self._groups[p]], factors)]
+        quick = [p for p in positions if self._fits_kernel(p, hyper[self._groups[p]], factors)]
         ages = {
             group: {self._age(p) for p in quick if self._groups[p] == group} for group in range(len(hyper))
         }
         if any(len(age) > 1 for age in ages.values()):  # a parameter that sometimes has no gradient
             quick = []
         plain = [p for p in positions if p not in set(quick)]
-        return self._prepared(quick) if quick else None, plain
+        return self._prepare_kernel(quick) if quick else None, plain
 
-    def _plain_step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
+    def _run_framework_step(self, positions: Sequence[int], hyper: Hyper, factors: Sequence[float]) -> None:
         host = self._host
         entries = [
-            Entry(
+            UpdateEntry(
                 host,
                 p,
                 self._groups[p],
                 host.master[p],
-                scaled(self._grad(p), host.master[p].dtype, factors),
+                scale_grad(self._grad(p), host.master[p].dtype, factors),
                 host.state[p],
             )
             for p in positions
         ]
-        apply(self._template, entries, hyper)
+        apply_step(self._template, entries, hyper)
         for position in positions:
             if host.separate[position]:
                 host.compute[position].copy_(host.master[position])
 
-    def _prepared(self, positions: list[int]) -> _Ready:
+    def _prepare_kernel(self, positions: list[int]) -> _PreparedStep:
         """For parameters of equal age in each group."""
         host = self._host
         groups = sorted({self._groups[p] for p in positions})
@@ -217,27 +220,27 @@ class HostUpdate:
         for at, position in enumerate(positions):
             host.small[position]["step"] = torch.from_numpy(steps[at : at + 1]).reshape(())
             host.started[position] = True
-        launch = Launch(host.slab, table, num_threads=self._num_threads, cores=self._cores)
-        return _Ready(groups, launch, ages, steps)
+        launch = AdamLaunch(host.slab, table, num_threads=self._num_threads, cores=self._cores)
+        return _PreparedStep(groups, launch, ages, steps)
 
-    def _again(self, ready: _Ready, hyper: Hyper, factors: Sequence[float]) -> None:
+    def _run_kernel(self, ready: _PreparedStep, hyper: Hyper, factors: Sequence[float]) -> None:
         options = [hyper[group] for group in ready.groups]
         ready.ages = [age + 1 for age in ready.ages]
         ready.launch.step(
             steps=ready.ages,
             options=options,
-            decoupled=[self._decoupled(each) for each in options],
+            decoupled=[self._is_decoupled(each) for each in options],
             factors=factors,
         )
         ready.steps += 1
 
     @staticmethod
-    def _kind(options: dict[str, Any]) -> tuple[Any, ...]:
+    def _options_key(options: dict[str, Any]) -> tuple[Any, ...]:
         """What decides who steps a group."""
         words = (options.get(name, False) for name in ("fused", "foreach", "amsgrad", "differentiable"))
         return (*words, isinstance(options.get("lr"), torch.Tensor), options.get("betas"))
 
-    def _by_kernel(self, position: int, options: dict[str, Any], factors: Sequence[float]) -> bool:
+    def _fits_kernel(self, position: int, options: dict[str, Any], factors: Sequence[float]) -> bool:
         """Whether the one-pass kernel gives what the framework's fused step would."""
         master, grad = self._host.master[position], self._grad(position)
         return (
@@ -261,5 +264,5 @@ class HostUpdate:
     def _age(self, position: int) -> int:
         return int(self._host.small[position].get("step", 0))
 
-    def _decoupled(self, options: dict[str, Any]) -> bool:
+    def _is_decoupled(self, options: dict[str, Any]) -> bool:
         return bool(options.get("decoupled_weight_decay", isinstance(self._template, torch.optim.AdamW)))

@@ -17,7 +17,7 @@ from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.built_model import first_batch
+from loadmaster.shards.model.built_model import take_first_batch
 from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.trial import Trial
 from loadmaster.train.execute.execution_config import Setting
@@ -43,12 +43,12 @@ class Rehearsal:
         """Why a step does not fit as it is planned; '' = it does."""
         if not device.rehearses or device.name in self.done_on:
             return ""
-        found = self._tried(session, device)
+        found = self._try_fit(session, device)
         if not found:
             self.done_on.add(device.name)
         return found
 
-    def planned_anew(self, device: Device, why: str) -> tuple[ShardPlan, Setting] | None:
+    def replan(self, device: Device, why: str) -> tuple[ShardPlan, Setting] | None:
         """Another plan, with more kept free; None where there is none."""
         if self.planned is None or self.num_plans >= _MOST_PLANS:
             return None
@@ -66,14 +66,14 @@ class Rehearsal:
         warnings.warn(note, RuntimeWarning, stacklevel=2)
         return found
 
-    def _tried(self, session: Session, device: Device) -> str:
-        with randomness.kept(device.torch_device):
-            batch, _ = first_batch(self.trial)
+    def _try_fit(self, session: Session, device: Device) -> str:
+        with randomness.preserve_generators(device.torch_device):
+            batch, _ = take_first_batch(self.trial)
             batches = [batch] * self.trial.accumulate
         retries = 0
         for _ in range(_NUM_SWEEPS):
             before = device.num_retries()
-            why = _outcome(session, batches)
+            why = _rehearse_once(session, batches)
             if why:
                 device.release()  # only now: the error held what the step had made
                 return why
@@ -84,7 +84,7 @@ class Rehearsal:
         return ""
 
 
-def _outcome(session: Session, batches: list[Any]) -> str:
+def _rehearse_once(session: Session, batches: list[Any]) -> str:
     """What became of one sweep; the error and all it holds is gone when this returns."""
     try:
         session.rehearse(batches)

@@ -16,18 +16,18 @@ from loadmaster.core.units import format_bytes
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.built_model import build
+from loadmaster.shards.model.built_model import build_trial
 from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import SIMULATED, TYPICAL_GPU, Rates
 from loadmaster.shards.plan.shard_plan import ShardPlan
-from loadmaster.shards.spec.engine import not_a_number
-from loadmaster.shards.spec.trial import Trial, numbers_of
+from loadmaster.shards.spec.engine import make_nan_error
+from loadmaster.shards.spec.trial import Trial, compute_metrics
 from loadmaster.train.execute import first_step
 from loadmaster.train.execute.execution_config import Setting
 from loadmaster.train.execute.rehearsal import Rehearsal
 from loadmaster.train.execute.shard_executor import Session
-from loadmaster.train.execute.trial_state import TrialState, frozen_names, hold
+from loadmaster.train.execute.trial_state import TrialState, frozen_names, store_on_host
 
 _SWITCH_S = 2e-4
 
@@ -92,7 +92,7 @@ class ShardRunner:
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
-            session = self._on(device)  # others may have had it leave between two steps
+            session = self._ensure_session(device)  # others may have had it leave between two steps
             last = number == num_steps - 1
             follower = (
                 after._session if last and isinstance(after, ShardRunner) and after is not self else None
@@ -102,14 +102,14 @@ class ShardRunner:
             if first_step.is_due(self.state):
                 first_step.compare(self.state, device, session.units, session.rehearse)
             began = time.perf_counter()
-            with _quick_switches():
+            with _shorten_switch_interval():
                 facts = session.step(follower)
             if facts is None:
                 return
             taken = time.perf_counter() - began
             self._step_s = taken if not self._step_s else 0.7 * self._step_s + 0.3 * taken
             if facts.loss != facts.loss and self.trial.on_nan == "fail":
-                raise not_a_number(self.trial.name, facts.loss, self.step)
+                raise make_nan_error(self.trial.name, facts.loss, self.step)
             over = last or not self.state.steps_left  # or the data does not say: then it may be over
             yield StepDone(
                 self.step,
@@ -127,28 +127,32 @@ class ShardRunner:
         """The trial's own metrics of the model as it is, in eval mode."""
         if self.trial.evaluate is None:
             return {}
-        session = self._on(device)
+        session = self._ensure_session(device)
         model = self.state.chain.model
         model.eval()
         try:
-            with randomness.kept(device.torch_device), device.computing(), session.units.buffers_bound():
-                return numbers_of(self.trial, session.predict)
+            with (
+                randomness.preserve_generators(device.torch_device),
+                device.computing(),
+                session.units.bind_buffers(),
+            ):
+                return compute_metrics(self.trial, session.predict)
         finally:
             model.train()
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors by name (views of the host store) and facts (JSON), at a step boundary."""
         self.settle()
-        from loadmaster.train.execute.snapshots import facts_of, tensors_of
+        from loadmaster.train.execute.snapshots import collect_facts, collect_tensors
 
-        return tensors_of(self.state), facts_of(self.state)
+        return collect_tensors(self.state), collect_facts(self.state)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a snapshot."""
-        from loadmaster.train.execute.snapshots import put_back
+        from loadmaster.train.execute.snapshots import restore_state
 
         self.leave()
-        put_back(self.state, tensors, facts)
+        restore_state(self.state, tensors, facts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights and buffers; they load into the plain model."""
@@ -194,14 +198,14 @@ class ShardRunner:
                 self._pinned_on.unpin(host.slab)
         self._pinned_on = None
 
-    def _on(self, device: Device) -> Session:
+    def _ensure_session(self, device: Device) -> Session:
         if self._session is not None and self._session.device is not device:
             self.leave()
         if self._pinned_on is not device:
             self._unpin()
             self._pinned_on = device
         if self._session is None:
-            self._session = self._entered(device)
+            self._session = self._open_session(device)
         return self._session
 
     @property
@@ -209,14 +213,14 @@ class ShardRunner:
         """What was planned anew, and why."""
         return self._rehearsal.notes
 
-    def _entered(self, device: Device) -> Session:
+    def _open_session(self, device: Device) -> Session:
         """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
         while True:
-            session, why = self._tried(device)
+            session, why = self._try_fit(device)
             if session is not None:
                 device.tenants.append(self)
                 return session
-            again = self._rehearsal.planned_anew(device, why) if why else None
+            again = self._rehearsal.replan(device, why) if why else None
             if again is not None:
                 self.plan, self.setting = again
             elif device.tenants:
@@ -228,7 +232,7 @@ class ShardRunner:
                     " take a smaller batch"
                 )
 
-    def _tried(self, device: Device) -> tuple[Session | None, str]:
+    def _try_fit(self, device: Device) -> tuple[Session | None, str]:
         """A session in which a step fits; or None, and why a rehearsal failed."""
         try:
             session = Session(self.state, device, self.setting, self._updater, self._sequence)
@@ -249,7 +253,7 @@ class ShardRunner:
 
 
 @contextmanager
-def _quick_switches() -> Iterator[None]:
+def _shorten_switch_interval() -> Iterator[None]:
     """Python's lock changes hands sooner: updates must not wait for the thread that issues units."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
@@ -275,11 +279,13 @@ def open_runner(
     sequence: Iterator[int] | None = None,
 ) -> "ShardRunner":
     """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
-    built = build(trial, device=device.torch_device)
+    built = build_trial(trial, device=device.torch_device)
     threads = num_threads or default_threads()
     about: dict[str, Any] = {"updater": updater or HostUpdater(), "sequence": sequence or itertools.count()}
     if placement is not None:
-        state = hold(built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True)
+        state = store_on_host(
+            built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True
+        )
         ahead = depth if depth is not None else num_slots - 1
         setting = make_setting(
             state, placement, num_slots=num_slots, depth=ahead, ring_bytes=None, num_threads=threads
@@ -298,14 +304,14 @@ def open_runner(
     def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
         """The same cuts, for what is held lies in them, with more kept free."""
         found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
-        return found, setting_of(found, num_threads=threads)
+        return found, to_setting(found, num_threads=threads)
 
-    state = hold(built, starts, landing=True)
-    setting = setting_of(plan, num_threads=threads)
+    state = store_on_host(built, starts, landing=True)
+    setting = to_setting(plan, num_threads=threads)
     return ShardRunner(state, setting, plan=plan, planned=planned, **about)
 
 
-def setting_of(plan: ShardPlan, *, num_threads: int) -> Setting:
+def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
     """How a plan is run."""
     return Setting(
         plan.placement,

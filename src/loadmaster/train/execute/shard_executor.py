@@ -14,21 +14,21 @@ import torch
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.optimizer_state import Hyper, hyper_of
+from loadmaster.shards.model.optimizer_state import Hyper, copy_hyper
 from loadmaster.shards.model.profile import num_tokens, tree_bytes
 from loadmaster.shards.plan.shard_plan import flight_bytes, unit_bytes, update_bytes
-from loadmaster.shards.plan.slot_needs import Need, boundary_bytes, need_of
+from loadmaster.shards.plan.slot_needs import MemoryNeed, boundary_bytes, compute_memory_need
 from loadmaster.shards.spec.engine import mean_loss
 from loadmaster.train.execute.boundaries import Boundaries
-from loadmaster.train.execute.device_slots import places_of
+from loadmaster.train.execute.device_slots import get_places
 from loadmaster.train.execute.device_updates import StreamedUpdate
-from loadmaster.train.execute.device_weights import Weights, streamed_of
-from loadmaster.train.execute.execution_config import Ledger, Setting, StepFacts, since
+from loadmaster.train.execute.device_weights import Weights, find_streamed
+from loadmaster.train.execute.execution_config import Setting, StepFacts, TransferLedger, subtract_ledgers
 from loadmaster.train.execute.gradients import Gradients
-from loadmaster.train.execute.micro_batches import moved, next_batches
+from loadmaster.train.execute.micro_batches import move_to_device, next_batches
 from loadmaster.train.execute.optimizer_step import HostUpdate
 from loadmaster.train.execute.trial_state import TrialState
-from loadmaster.train.execute.units import Kept, Moment, Units
+from loadmaster.train.execute.units import ForwardRecord, MicroBatch, Units
 
 
 @dataclass(eq=False)
@@ -40,12 +40,12 @@ class Session:
     setting: Setting
     updater: HostUpdater
     sequence: Iterator[int]
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: TransferLedger = field(default_factory=TransferLedger)
     rehearsing: Callable[[int, dict[int, torch.Tensor]], None] | None = None
 
     def __post_init__(self) -> None:
         """Take regions, pin slabs for as long as the trial is held, bring pieces up; all or nothing."""
-        self.places = places_of(self.device)
+        self.places = get_places(self.device)
         self.places.join(self, self._need())
         before = self.device.arena.mark()
         try:
@@ -54,7 +54,7 @@ class Session:
             self.device.arena.rewind(before)
             self.places.leave(self, None)
             raise
-        self._told = Ledger()
+        self._told = TransferLedger()
 
     def _enter(self) -> None:
         state, device, setting = self.state, self.device, self.setting
@@ -75,10 +75,10 @@ class Session:
         }
         self.weights = Weights(state, device, self.places, setting, self.ledger)
 
-    def _need(self) -> Need:
+    def _need(self) -> MemoryNeed:
         state, setting = self.state, self.setting
-        streamed = streamed_of(setting)
-        return need_of(
+        streamed = find_streamed(setting)
+        return compute_memory_need(
             [host.up.numel() for host in state.pieces],
             streamed,
             num_slots=setting.num_slots,
@@ -93,29 +93,29 @@ class Session:
     def step(self, follower: "Session | None" = None) -> StepFacts | None:
         """One optimizer step, None where the data is at its end; the follower's weights come at its end."""
         state, where = self.state, self.device.torch_device
-        self.places.turn_of(self.weights, None if follower is None else follower.weights)
+        self.places.set_turn(self.weights, None if follower is None else follower.weights)
         self.weights.position = 0
-        with self._own_randomness(), self.device.computing(), self.units.buffers_bound():
+        with self._own_randomness(), self.device.computing(), self.units.bind_buffers():
             batches = next_batches(state, where)
             if not batches:
                 return None
             if not state.trial.counted_rng:
                 return self._run(batches)
-            with randomness.kept(where):  # the data's draws go on as if no block had drawn
+            with randomness.preserve_generators(where):  # the data's draws go on as if no block had drawn
                 return self._run(batches)
 
     def _run(self, batches: list[Any]) -> StepFacts:
         state, trial = self.state, self.state.trial
-        hyper = hyper_of(state.optimizer)
+        hyper = copy_hyper(state.optimizer)
         self.turn = next(self.sequence)
-        moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
-        inputs = [moved(batch[0], self.device.torch_device) for batch in batches]
-        targets = [moved(batch[1], self.device.torch_device) for batch in batches]
+        moments = [MicroBatch(state.step, number, len(batches)) for number in range(len(batches))]
+        inputs = [move_to_device(batch[0], self.device.torch_device) for batch in batches]
+        targets = [move_to_device(batch[1], self.device.torch_device) for batch in batches]
         count = sum(num_tokens(each) for each in inputs)
         scale = state.scaler.scale if trial.precision == "fp16" else 1.0
         losses = self._sweep(inputs, targets, moments, hyper, scale)
         if trial.deferred:
-            self._deferred(hyper, scale)
+            self._run_deferred_updates(hyper, scale)
         if not state.checked:
             self.grads.check_all_seen()
             state.checked = True
@@ -123,23 +123,23 @@ class Session:
             state.schedule.step()
         state.step += 1
         before, self._told = self._told, replace(self.ledger)
-        return StepFacts(mean_loss(losses), count, since(before, self._told))
+        return StepFacts(mean_loss(losses), count, subtract_ledgers(before, self._told))
 
     def _sweep(
-        self, values: list[Any], targets: list[Any], moments: list[Moment], hyper: Hyper, scale: float
+        self, values: list[Any], targets: list[Any], moments: list[MicroBatch], hyper: Hyper, scale: float
     ) -> list[float]:
         """All units of a step, a shard visiting every micro-batch before it leaves."""
         last = self.state.layout.num_shards - 1
-        kept: list[list[Kept]] = []
+        kept: list[list[ForwardRecord]] = []
         for shard in range(last):
-            with self._unit("F", shard):
+            with self._bind_unit("F", shard):
                 outs = [self.units.forward(shard, value, m) for value, m in zip(values, moments, strict=True)]
             kept.append([keep for _, keep in outs])
             values = self._boundaries.push([out for out, _ in outs], self.places.boundaries)
             del outs
         losses = []
         slopes: list[Any] = []
-        with self._unit("L", last):
+        with self._bind_unit("L", last):
             for value, target, moment in zip(values, targets, moments, strict=True):
                 loss, slope = self.units.last(value, target, moment, scale=scale)
                 self.grads.take(last, moment)
@@ -150,7 +150,7 @@ class Session:
         self._finish(last, hyper)
         self.device.gather()  # compute is busy for a while
         for shard in reversed(range(last)):
-            with self._unit("B", shard):
+            with self._bind_unit("B", shard):
                 for number, moment in enumerate(moments):
                     slopes[number] = self.units.backward(shard, kept[shard][number], slopes[number], moment)
                     self.grads.take(shard, moment)
@@ -165,16 +165,16 @@ class Session:
         """Losses go down by themselves: reading them must not wait for the backward pass."""
         copies = [Copy(box, loss.double()) for box, loss in zip(self._losses, losses, strict=False)]
         landed = self.device.down(copies, after=[self.device.mark()], label=f"{self.state.trial.name} loss")
-        self.places.flies(landed, [copy.source for copy in copies])
+        self.places.hold_in_flight(landed, [copy.source for copy in copies])
         return landed
 
     def predict(self, inputs: Any) -> Any:
         """Outputs of the model for some inputs, shard by shard, without gradients."""
-        self.places.turn_of(self.weights, None)
-        value = moved(inputs, self.device.torch_device)
+        self.places.set_turn(self.weights, None)
+        value = move_to_device(inputs, self.device.torch_device)
         for shard in range(self.state.layout.num_shards):
             self.weights.position = shard  # as in a forward pass: what this shard follows is used again last
-            leaves, used = self.weights.leaves(shard)
+            leaves, used = self.weights.get_leaves(shard)
             self.units.bind(shard, leaves)
             value = self.units.evaluate(shard, value)
             self.units.unbind(shard)
@@ -185,10 +185,10 @@ class Session:
         return value
 
     @contextmanager
-    def _unit(self, kind: str, shard: int) -> Iterator[None]:
+    def _bind_unit(self, kind: str, shard: int) -> Iterator[None]:
         """Bind the shard's weights, loading what is missing; afterwards look ahead."""
-        self.places.tidy()
-        leaves, used = self.weights.leaves(shard)
+        self.places.release_landed()
+        leaves, used = self.weights.get_leaves(shard)
         self.weights.prefetch()
         self.units.bind(shard, leaves)
         self.grads.watch(shard, leaves)
@@ -219,9 +219,9 @@ class Session:
                 self.rehearsing(index, grads)
             elif self.state.trial.deferred:
                 self.grads.note_norms(index, grads, self._scale())
-                self._land(index, grads)
+                self._send_grads(index, grads)
             elif self.setting.placement[index] == "host":
-                self._update_on_host(index, self._land(index, grads), sorted(grads), hyper, ())
+                self._update_on_host(index, self._send_grads(index, grads), sorted(grads), hyper, ())
             else:
                 self._update_on_device(index, grads, hyper)
 
@@ -234,16 +234,16 @@ class Session:
         with self.device.computing():  # which writes them
             kept = [buffer.clone() for buffer in self.units.buffers]
         told, grads = replace(self.ledger), self.grads
-        self.places.turn_of(self.weights, None)
+        self.places.set_turn(self.weights, None)
         self.weights.position = 0
-        self.grads, self.rehearsing = Gradients(state, where), then or self._as_if
+        self.grads, self.rehearsing = Gradients(state, where), then or self._rehearse_update
         try:
-            with randomness.kept(where), self.device.computing(), self.units.buffers_bound():
-                randomness.install(state.generators, where)
-                moments = [Moment(state.step, number, len(batches)) for number in range(len(batches))]
-                inputs = [moved(each[0], where) for each in batches]
-                targets = [moved(each[1], where) for each in batches]
-                losses = self._sweep(inputs, targets, moments, hyper_of(state.optimizer), self._scale())
+            with randomness.preserve_generators(where), self.device.computing(), self.units.bind_buffers():
+                randomness.restore_generators(state.generators, where)
+                moments = [MicroBatch(state.step, number, len(batches)) for number in range(len(batches))]
+                inputs = [move_to_device(each[0], where) for each in batches]
+                targets = [move_to_device(each[1], where) for each in batches]
+                losses = self._sweep(inputs, targets, moments, copy_hyper(state.optimizer), self._scale())
                 return mean_loss(losses)
         finally:
             with self.device.computing():  # after a failure too
@@ -258,12 +258,12 @@ class Session:
             for name in ("up_bytes", "down_bytes", "loads", "waited_s"):
                 setattr(self.ledger, name, getattr(told, name))
 
-    def _as_if(self, index: int, grads: dict[int, torch.Tensor]) -> None:
+    def _rehearse_update(self, index: int, grads: dict[int, torch.Tensor]) -> None:
         """The memory of an update, without it."""
         host = self.state.pieces[index]
         where = self.setting.placement[index]
         if where == "host" or self.state.trial.deferred:
-            self._land(index, grads)
+            self._send_grads(index, grads)
             return
         computed = self.device.mark()
         with nullcontext() if where == "pinned" else self.device.aside(computed):
@@ -271,12 +271,12 @@ class Session:
             if any(self.state.sizes.start_bytes):
                 wide |= {-1 - p: torch.empty_like(grad) for p, grad in wide.items()}
         if where != "pinned":
-            self.places.flies(self.device.mark(aside=True), list(grads.values()))
+            self.places.hold_in_flight(self.device.mark(aside=True), list(grads.values()))
 
     def _scale(self) -> float:
         return self.state.scaler.scale if self.state.trial.precision == "fp16" else 1.0
 
-    def _land(self, index: int, grads: dict[int, torch.Tensor]) -> Event:
+    def _send_grads(self, index: int, grads: dict[int, torch.Tensor]) -> Event:
         """Send gradients down; they stay alive until they have landed."""
         host = self.state.pieces[index]
         views = host.grads
@@ -284,7 +284,7 @@ class Session:
         label = f"{self.state.trial.name} grads {host.piece.name}"
         landed = self.device.down(copies, after=[self.device.mark()], label=label)
         self.ledger.down_bytes += sum(tree_bytes(copy.target) for copy in copies)
-        self.places.flies(landed, list(grads.values()))
+        self.places.hold_in_flight(landed, list(grads.values()))
         return landed
 
     def _update_on_host(
@@ -305,7 +305,7 @@ class Session:
         urgency = (self.turn, host.piece.shards[0])
         label = f"{self.state.trial.name} update {host.piece.name}"
         self.weights.ready[index] = self.updater.submit(work, landed=landed, urgency=urgency, label=label)
-        slot = self.weights.holding(index)
+        slot = self.weights.find_slot(index)
         if slot is not None:  # what stands on the device is now the past
             slot.clear()
 
@@ -322,7 +322,7 @@ class Session:
             ):
                 weights.pinned[index].update(self.state.optimizer, groups, grads, hyper)
             return
-        slot = weights.holding(index)
+        slot = weights.find_slot(index)
         kept = slot if weights.is_soon(index) else None
         if slot is not None and kept is None:  # it will have left before it is wanted again
             slot.clear()
@@ -332,9 +332,9 @@ class Session:
         updated = self.device.mark(aside=True)
         if kept is not None:
             kept.ready = kept.free = updated
-        self.places.flies(updated, list(grads.values()))
+        self.places.hold_in_flight(updated, list(grads.values()))
 
-    def _deferred(self, hyper: Hyper, scale: float) -> None:
+    def _run_deferred_updates(self, hyper: Hyper, scale: float) -> None:
         """The update sweep of clipping and loss scaling, lowest shard first: the next step wants it first."""
         state = self.state
         factors, overflow = self.grads.factors(scale)
@@ -349,10 +349,10 @@ class Session:
             if self.setting.placement[index] == "host":
                 self._update_on_host(index, None, positions, hyper, factors)
             else:
-                self._update_on_device(index, self._raised(index, positions, factors), hyper)
+                self._update_on_device(index, self._fetch_grads(index, positions, factors), hyper)
         self.grads.forget()
 
-    def _raised(
+    def _fetch_grads(
         self, index: int, positions: Sequence[int], factors: Sequence[float]
     ) -> dict[int, torch.Tensor]:
         """Landed gradients back on the device, with their factors."""
@@ -365,7 +365,7 @@ class Session:
             self.device.up(copies, after=after, label=f"{self.state.trial.name} grads {host.piece.name}")
         )
         self.ledger.up_bytes += sum(tree_bytes(copy.source) for copy in copies)
-        return {p: self.grads.widened(grad, host.master[p].dtype, factors) for p, grad in raised.items()}
+        return {p: self.grads.widen_grad(grad, host.master[p].dtype, factors) for p, grad in raised.items()}
 
     def settle(self) -> None:
         """Bring every update and pinned piece home: then host memory is the whole truth."""
@@ -391,9 +391,9 @@ class Session:
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         where = self.device.torch_device
-        with randomness.kept(where):
-            randomness.install(self.state.generators, where)
+        with randomness.preserve_generators(where):
+            randomness.restore_generators(self.state.generators, where)
             try:
                 yield
             finally:
-                self.state.generators = randomness.current(where)
+                self.state.generators = randomness.capture_generators(where)

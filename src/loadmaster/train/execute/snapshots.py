@@ -12,19 +12,19 @@ import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.loaders import has_state, saved_state
+from loadmaster.shards.model.loaders import encode_loader_state, has_state
 from loadmaster.shards.model.randomness import Generators
 from loadmaster.shards.plan.host_store import HostPiece
-from loadmaster.train.disk.json_values import told, untold
+from loadmaster.train.disk.json_values import decode_plain, encode_plain
 from loadmaster.train.execute.trial_state import TrialState
 
 _COUNTS = ("step", "epoch", "batch", "exhausted", "checked")
 
 
-def tensors_of(state: TrialState) -> dict[str, torch.Tensor]:
+def collect_tensors(state: TrialState) -> dict[str, torch.Tensor]:
     """Every tensor that must survive, by name."""
     found: dict[str, torch.Tensor] = {}
-    for host, position, name in _members(state):
+    for host, position, name in _iter_parameters(state):
         found[f"model/{name}"] = host.master[position]
         if host.started[position]:
             for key, value in host.state[position].items():
@@ -40,28 +40,28 @@ def tensors_of(state: TrialState) -> dict[str, torch.Tensor]:
             if generators.device is not None:
                 found[f"{name}/device"] = generators.device
             if generators.others is not None:
-                found[f"{name}/others"] = randomness.packed(generators.others)
+                found[f"{name}/others"] = randomness.pack_others(generators.others)
     return found
 
 
-def facts_of(state: TrialState) -> dict[str, Any]:
+def collect_facts(state: TrialState) -> dict[str, Any]:
     """Counts, options and the schedule, as JSON."""
     facts: dict[str, Any] = {name: getattr(state, name) for name in _COUNTS}
     if state.iterator is not None and state.batch and has_state(state.source):
-        facts["loader"] = saved_state(state.source, trial=state.trial.name)
+        facts["loader"] = encode_loader_state(state.source, trial=state.trial.name)
     facts["scaler"] = [state.scaler.scale, state.scaler.good_steps]
     facts["pieces"] = [host.step for host in state.pieces]
-    facts["started"] = {name: host.started[position] for host, position, name in _members(state)}
+    facts["started"] = {name: host.started[position] for host, position, name in _iter_parameters(state)}
     facts["small"] = {
         name: {k: v for k, v in host.small[position].items() if not isinstance(v, torch.Tensor)}
-        for host, position, name in _members(state)
+        for host, position, name in _iter_parameters(state)
     }
     facts["groups"] = [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
+        {key: _as_number(value) for key, value in group.items() if key != "params"}
         for group in state.optimizer.param_groups
     ]
     if state.schedule is not None:
-        facts["schedule"] = told(state.schedule.state_dict())
+        facts["schedule"] = encode_plain(state.schedule.state_dict())
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as problem:
@@ -72,41 +72,39 @@ def facts_of(state: TrialState) -> dict[str, Any]:
     return facts
 
 
-def put_back(state: TrialState, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+def restore_state(state: TrialState, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
     """Stand where a snapshot was taken; the store keeps its memory, only values change."""
     with torch.no_grad():
-        for host, position, name in _members(state):
+        for host, position, name in _iter_parameters(state):
             master = host.master[position]
-            master.copy_(_found(tensors, f"model/{name}", state))
+            master.copy_(_require_tensor(tensors, f"model/{name}", state))
             if host.compute[position] is not master:
                 host.compute[position].copy_(master)
             host.started[position] = facts["started"][name]
             for key, value in host.state[position].items():
                 if host.started[position]:
-                    value.copy_(_found(tensors, f"optim/{name}/{key}", state))
+                    value.copy_(_require_tensor(tensors, f"optim/{name}/{key}", state))
                 else:
                     value.zero_()  # as memory is at the beginning: an update on the host begins in it
             begins = f"small/{name}/"
             numbers = {k.removeprefix(begins): v.clone() for k, v in tensors.items() if k.startswith(begins)}
             host.small[position] = numbers | facts["small"][name]
         for name, buffer in zip(state.chain.buffer_name, state.chain.buffers, strict=True):
-            buffer.copy_(_found(tensors, f"buffer/{name}", state))
+            buffer.copy_(_require_tensor(tensors, f"buffer/{name}", state))
     for host, step in zip(state.pieces, facts["pieces"], strict=True):
         host.step = step
-    _put_back_counts(state, tensors, facts)
+    _restore_counts(state, tensors, facts)
 
 
-def _put_back_counts(
-    state: TrialState, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
-) -> None:
+def _restore_counts(state: TrialState, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         setattr(state, name, facts[name])
     state.scaler.scale, state.scaler.good_steps = facts["scaler"]
-    rng = _generators(tensors, "rng")
+    rng = _read_generators(tensors, "rng")
     assert rng is not None, "every snapshot has it"
-    state.generators, state.epoch_generators = rng, _generators(tensors, "epoch_rng")
+    state.generators, state.epoch_generators = rng, _read_generators(tensors, "epoch_rng")
     if state.schedule is not None:
-        state.schedule.load_state_dict({**state.schedule.state_dict(), **untold(facts["schedule"])})
+        state.schedule.load_state_dict({**state.schedule.state_dict(), **decode_plain(facts["schedule"])})
     for group, options in zip(state.optimizer.param_groups, facts["groups"], strict=True):
         for key, value in options.items():
             before = group[key]
@@ -119,7 +117,7 @@ def _put_back_counts(
     state.peeked.clear()
 
 
-def _generators(tensors: Mapping[str, torch.Tensor], name: str) -> Generators | None:
+def _read_generators(tensors: Mapping[str, torch.Tensor], name: str) -> Generators | None:
     host, device = tensors.get(f"{name}/host"), tensors.get(f"{name}/device")
     if host is None:
         return None
@@ -127,18 +125,18 @@ def _generators(tensors: Mapping[str, torch.Tensor], name: str) -> Generators | 
     return Generators(
         host.clone(),
         None if device is None else device.clone(),
-        None if others is None else randomness.unpacked(others),
+        None if others is None else randomness.unpack_others(others),
     )
 
 
-def _members(state: TrialState) -> Iterator[tuple[HostPiece, int, str]]:
+def _iter_parameters(state: TrialState) -> Iterator[tuple[HostPiece, int, str]]:
     """Every parameter once: its piece, its position there, its name."""
     for host in state.pieces:
         for position, number in enumerate(host.piece.parameters):
             yield host, position, state.chain.parameter_name[number]
 
 
-def _found(tensors: Mapping[str, torch.Tensor], name: str, state: TrialState) -> torch.Tensor:
+def _require_tensor(tensors: Mapping[str, torch.Tensor], name: str, state: TrialState) -> torch.Tensor:
     if name not in tensors:
         raise RunError(
             f"the checkpoint of trial {state.trial.name!r} has no {name!r}: its model or optimizer is another"
@@ -147,5 +145,5 @@ def _found(tensors: Mapping[str, torch.Tensor], name: str, state: TrialState) ->
     return tensors[name]
 
 
-def _plain(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -9,13 +9,13 @@ import torch
 
 from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain
-from loadmaster.shards.model.built_model import Built
-from loadmaster.shards.model.meta_build import reset
+from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.meta_build import reset_modules
 from loadmaster.shards.model.optimizer_state import check_optimizer
 from loadmaster.shards.model.profile import Profile
-from loadmaster.shards.plan.host_store import HostPiece, host_piece
+from loadmaster.shards.plan.host_store import HostPiece, make_host_piece
 from loadmaster.shards.plan.layout import Layout, lay_out
-from loadmaster.shards.plan.sizes import Sizes, _states, sizes_of
+from loadmaster.shards.plan.sizes import Sizes, _find_state_layouts, measure_sizes
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 
@@ -91,8 +91,8 @@ def frozen_names(state: TrialState) -> frozenset[str]:
     return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
-def hold(
-    built: Built,
+def store_on_host(
+    built: BuiltModel,
     cuts: Sequence[int],
     *,
     landing: Sequence[bool] | bool,
@@ -111,7 +111,7 @@ def hold(
     trained = [parameter for parameter in chain.parameters if parameter.requires_grad]
     probe = trial.optim(trained)
     check_optimizer(probe, name=trial.name)
-    states, group_of = _states(probe, chain)
+    states, group_of = _find_state_layouts(probe, chain)
     wide = trial.accumulate > 1
     grad_dtype = [
         parameter.dtype if wide else layout.compute_dtype[number]
@@ -120,7 +120,7 @@ def hold(
     pieces = []
     for piece in layout.pieces:
         lands = landing if isinstance(landing, bool) else landing[piece.index]
-        host = (shared or {}).get(piece.index) or host_piece(
+        host = (shared or {}).get(piece.index) or make_host_piece(
             piece,
             layout,
             chain.parameters,
@@ -132,7 +132,7 @@ def hold(
         for number, view in zip(piece.parameters, host.master, strict=True):
             chain.parameters[number].data = view
         pieces.append(host)
-    generators = _filled(built, pieces) if built.empty else built.generators
+    generators = _draw_weights(built, pieces) if built.empty else built.generators
     optimizer = trial.optim(trained)
     for parameter in trained:  # made as it was, and never used: state lies beside its weights
         if parameter in optimizer.state:
@@ -152,20 +152,20 @@ def hold(
         group_of,
         generators,
         Scaler(),
-        sizes_of(built),
+        measure_sizes(built),
     )
     state.num_batches = built.num_batches
     return state
 
 
-def _filled(built: Built, pieces: Sequence[HostPiece]) -> randomness.Generators:
+def _draw_weights(built: BuiltModel, pieces: Sequence[HostPiece]) -> randomness.Generators:
     """Draw the numbers of a model built without memory, where it is held; the generators as they then are."""
     other = built.generators.device
     device = torch.device("cpu" if other is None else "cuda")
-    with randomness.kept(device):
+    with randomness.preserve_generators(device):
         randomness.seed_all(built.trial.seed, device)
-        reset(built.chain.model)
-        now = randomness.current(device, others=False)
+        reset_modules(built.chain.model)
+        now = randomness.capture_generators(device, others=False)
         generators = replace(now, others=built.generators.others)  # as the build left them
     for host in pieces:
         for copy, master in zip(host.compute, host.master, strict=True):

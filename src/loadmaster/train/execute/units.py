@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.model import python_state, randomness
-from loadmaster.shards.model.blocks import Chain, call
+from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class ForwardRecord:
     """What a forward unit leaves for its backward."""
 
     value: Any
@@ -31,7 +31,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MicroBatch:
     """Which micro-batch of which step."""
 
     step: int
@@ -72,7 +72,7 @@ class Units:
                 slot.module._parameters[slot.attribute] = self.chain.parameters[slot.tensor]
 
     @contextmanager
-    def buffers_bound(self) -> Iterator[None]:
+    def bind_buffers(self) -> Iterator[None]:
         """Let every block see the device's buffers."""
         self._bind_buffers(self.buffers)
         try:
@@ -80,34 +80,36 @@ class Units:
         finally:
             self._bind_buffers(self.chain.buffers)
 
-    def forward(self, shard: int, value: Any, moment: Moment) -> tuple[Any, Kept]:
+    def forward(self, shard: int, value: Any, moment: MicroBatch) -> tuple[Any, ForwardRecord]:
         """F: the shard's output, without a graph."""
         counted = self.trial.counted_rng
-        generators = None if counted else randomness.current(self.device, others=self.draws_others(shard))
+        generators = (
+            None if counted else randomness.capture_generators(self.device, others=self.draws_others(shard))
+        )
         careful = self._careful.get(shard, True)
-        before, untouched = self._before(shard), self._untouched(shard)
-        attributes = [(table, dict(table)) for table in self._tables(shard)]
-        given = tree_map(_copied, value) if careful else value
-        versions = [leaf._version for leaf in _tensors(given)]
+        before, untouched = self._copy_buffers(shard), self._get_untouched_versions(shard)
+        attributes = [(table, dict(table)) for table in self._get_attribute_tables(shard)]
+        given = tree_map(_clone_tensor, value) if careful else value
+        versions = [leaf._version for leaf in _list_tensors(given)]
         with torch.no_grad():
             out = self.run(shard, given, moment)
         if shard not in self._careful:
-            changed = [leaf._version for leaf in _tensors(given)] != versions
+            changed = [leaf._version for leaf in _list_tensors(given)] != versions
             self._careful[shard] = changed
-        self._still_untouched(untouched)
+        self._check_untouched(untouched)
         if shard not in self._changing:
             self._changing[shard] = [table for table, was in attributes if python_state.differs(table, was)]
         changing = {id(table) for table in self._changing[shard]}
         attributes = [row for row in attributes if id(row[0]) in changing]
-        return out, Kept(value, generators, self._changed(shard, before), attributes)
+        return out, ForwardRecord(value, generators, self._changed(shard, before), attributes)
 
-    def last(self, value: Any, targets: Any, moment: Moment, *, scale: float) -> tuple[torch.Tensor, Any]:
+    def last(self, value: Any, targets: Any, moment: MicroBatch, *, scale: float) -> tuple[torch.Tensor, Any]:
         """L: the loss of this micro-batch (before scaling) and the gradient of the shard's input."""
         shard = len(self.cuts) - 1
-        given = leaves_of(value, wanted=shard > 0)
+        given = make_leaves(value, wanted=shard > 0)
         with self._autocast():
-            out = self.run(shard, self.passed(shard, given), moment)
-            self._reread(shard)
+            out = self.run(shard, self.prepare_input(shard, given), moment)
+            self._sync_buffers(shard)
             loss = self.trial.loss(out, targets)
         if isinstance(loss, FakeTensor):
             raise RunError(
@@ -125,23 +127,23 @@ class Units:
                 f"trial {self.trial.name!r}: its loss holds a parameter that has no values: the model was"
                 " built without memory first; look parameters up in the model when they are used"
             ) from problem
-        return loss.detach(), gradients_of(given)
+        return loss.detach(), collect_gradients(given)
 
-    def backward(self, shard: int, kept: Kept, gradient: Any, moment: Moment) -> Any:
+    def backward(self, shard: int, kept: ForwardRecord, gradient: Any, moment: MicroBatch) -> Any:
         """B: recompute the shard as its forward ran, then the gradient of its input."""
-        given = leaves_of(kept.value, wanted=shard > 0)
-        untouched = self._untouched(shard)
-        with self._as_it_was(kept):
-            out = self.run(shard, self.passed(shard, given), moment)
-        self._still_untouched(untouched)
+        given = make_leaves(kept.value, wanted=shard > 0)
+        untouched = self._get_untouched_versions(shard)
+        with self._restore_forward(kept):
+            out = self.run(shard, self.prepare_input(shard, given), moment)
+        self._check_untouched(untouched)
         pairs = [
             (leaf, slope)
-            for leaf, slope in zip(_tensors(out), gradient, strict=True)
+            for leaf, slope in zip(_list_tensors(out), gradient, strict=True)
             if slope is not None and leaf.requires_grad
         ]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [slope for _, slope in pairs])
-        return gradients_of(given)
+        return collect_gradients(given)
 
     def draws_others(self, shard: int) -> bool:
         """Whether a shard's blocks draw from Python's generator or NumPy's, as far as is known."""
@@ -151,24 +153,24 @@ class Units:
         """The shard's output in eval mode."""
         with torch.no_grad(), self._autocast():
             for block in range(*self.cuts[shard]):
-                value = call(self.chain.blocks[block], value, first=block == 0)
+                value = call_block(self.chain.blocks[block], value, first=block == 0)
         return value
 
-    def run(self, shard: int, value: Any, moment: Moment) -> Any:
+    def run(self, shard: int, value: Any, moment: MicroBatch) -> Any:
         """The shard's blocks, one after the other."""
         with self._autocast():
             for block in range(*self.cuts[shard]):
                 if self.trial.counted_rng and not self.recording:
-                    seed = randomness.counted_seed(
+                    seed = randomness.derive_seed(
                         self.trial.seed, step=moment.step, micro_batch=moment.micro_batch, block=block
                     )
                     randomness.seed_all(seed, self.device, others=self._others.get(block, True))
-                before = randomness.mark(self.device) if self.watching else None
-                others = randomness.of_others() if block not in self._others else None
-                value = call(self.chain.blocks[block], value, first=block == 0)
+                before = randomness.fingerprint_generators(self.device) if self.watching else None
+                others = randomness.capture_others() if block not in self._others else None
+                value = call_block(self.chain.blocks[block], value, first=block == 0)
                 if others is not None:
-                    self._others[block] = not randomness.same_others(others, randomness.of_others())
-                if before is not None and randomness.mark(self.device) != before:
+                    self._others[block] = not randomness.is_same_others(others, randomness.capture_others())
+                if before is not None and randomness.fingerprint_generators(self.device) != before:
                     self._draws.add(shard)
         return value
 
@@ -178,39 +180,39 @@ class Units:
         wrote = seen and (self._careful[shard] or self._written[shard] or self._changing[shard])
         return seen and not wrote and shard not in self._draws
 
-    def passed(self, shard: int, given: Any) -> Any:
+    def prepare_input(self, shard: int, given: Any) -> Any:
         """A shard that writes into its input gets a copy: neither a leaf nor what is kept may change.
 
         Others get what is no leaf either: autocast casts a leaf once for all its readers, whose gradients
         would then be added before they are widened.
         """
-        return tree_map(_copied if self._careful.get(shard, True) else _aliased, given)
+        return tree_map(_clone_tensor if self._careful.get(shard, True) else _alias_leaf, given)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     @contextmanager
-    def _as_it_was(self, kept: Kept) -> Iterator[None]:
+    def _restore_forward(self, kept: ForwardRecord) -> Iterator[None]:
         """Generators and buffers of the forward pass; afterwards what they had become since."""
         now = None
         if kept.generators is not None:
-            now = randomness.current(self.device, others=kept.generators.others is not None)
-            randomness.install(kept.generators, self.device)
+            now = randomness.capture_generators(self.device, others=kept.generators.others is not None)
+            randomness.restore_generators(kept.generators, self.device)
         if kept.buffers:
             stand_ins = list(self.buffers)
             for number, copy in kept.buffers.items():
                 stand_ins[number] = copy
             self._bind_buffers(stand_ins)
         try:
-            with python_state.standing_in(kept.attributes):
+            with python_state.swap_attributes(kept.attributes):
                 yield
         finally:
             if now is not None:
-                randomness.install(now, self.device)
+                randomness.restore_generators(now, self.device)
             if kept.buffers:
                 self._bind_buffers(self.buffers)
 
-    def _tables(self, shard: int) -> list[dict[str, Any]]:
+    def _get_attribute_tables(self, shard: int) -> list[dict[str, Any]]:
         """Attributes of the shard's modules; of those that its first forward changed, once that is known."""
         if shard in self._changing:
             return self._changing[shard]
@@ -223,24 +225,24 @@ class Units:
             for slot in slots:
                 slot.module._buffers[slot.attribute] = tensors[slot.tensor]
 
-    def _before(self, shard: int) -> dict[int, tuple[int, torch.Tensor]]:
+    def _copy_buffers(self, shard: int) -> dict[int, tuple[int, torch.Tensor]]:
         """Copies of the buffers the shard may write, with their versions."""
         numbers = self._written.get(shard, set(self._buffers_of[shard]))
         return {n: (self.buffers[n]._version, self.buffers[n].clone()) for n in numbers}
 
     def _changed(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        self._reread(shard)
+        self._sync_buffers(shard)
         if shard not in self._written:
-            self._written[shard] = self._found_written(shard, before)
+            self._written[shard] = self._find_written_buffers(shard, before)
         return {number: copy for number, (_, copy) in before.items() if number in self._written[shard]}
 
-    def _untouched(self, shard: int) -> dict[int, int]:
+    def _get_untouched_versions(self, shard: int) -> dict[int, int]:
         """Versions of the buffers that the shard did not write in its first forward."""
         if shard not in self._written:
             return {}
         return {n: self.buffers[n]._version for n in set(self._buffers_of[shard]) - self._written[shard]}
 
-    def _still_untouched(self, versions: Mapping[int, int]) -> None:
+    def _check_untouched(self, versions: Mapping[int, int]) -> None:
         for number, version in versions.items():
             if self.buffers[number]._version != version:
                 raise RunError(
@@ -249,7 +251,7 @@ class Units:
                     " every step"
                 )
 
-    def _found_written(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> set[int]:
+    def _find_written_buffers(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> set[int]:
         """Buffers that changed, by version or value (batch norm gives no new version), and their likes."""
         changed = {
             number
@@ -260,7 +262,7 @@ class Units:
         writers = {id(slot.module) for slot in slots if slot.tensor in changed}
         return changed | {slot.tensor for slot in slots if id(slot.module) in writers}
 
-    def _reread(self, shard: int) -> None:
+    def _sync_buffers(self, shard: int) -> None:
         """A block may also put another tensor in a buffer's place; take its value over."""
         for block in range(*self.cuts[shard]):
             for slot in self.chain.buffer_slots[block]:
@@ -274,19 +276,19 @@ class Units:
                     slot.module._buffers[slot.attribute] = self.buffers[slot.tensor]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _copied(value: Any) -> Any:
+def _clone_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _aliased(value: Any) -> Any:
+def _alias_leaf(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def leaves_of(tree: Any, *, wanted: bool) -> Any:
+def make_leaves(tree: Any, *, wanted: bool) -> Any:
     """The tree with floating tensors as leaves that want a gradient."""
 
     def leaf(value: Any) -> Any:
@@ -297,7 +299,7 @@ def leaves_of(tree: Any, *, wanted: bool) -> Any:
     return tree_map(leaf, tree)
 
 
-def gradients_of(tree: Any) -> list[torch.Tensor | None]:
+def collect_gradients(tree: Any) -> list[torch.Tensor | None]:
     """The gradient of each tensor leaf, in order."""
     return [
         leaf.grad if leaf.requires_grad else None

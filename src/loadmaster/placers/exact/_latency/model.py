@@ -21,10 +21,10 @@ import numpy as np
 
 from loadmaster.core.graph import NO_STORAGE, held_bytes, home_bytes, units
 from loadmaster.core.problem import Links, Problem, allowed_devices
-from loadmaster.placers.exact._latency.symmetry import alike
+from loadmaster.placers.exact._latency.symmetry import find_alike_devices
 from loadmaster.placers.exact._latency.ticks import Ticks
 from loadmaster.simulator.bounds.favourite_children import pair_table
-from loadmaster.simulator.bounds.travel import travel
+from loadmaster.simulator.bounds.travel import compute_travel
 
 MOST_MOVES = 30_000  # intervals of transfers on links; beyond, transfers do not wait for each other
 _MOST_GRAINS = 2**21
@@ -51,7 +51,7 @@ class Builder:
         self.problem, self.ticks, self.horizon = problem, ticks, horizon
         self.unit, self.num_units = units(problem.graph)
         self.allowed = allowed_devices(problem, self.unit, self.num_units)
-        self.travel = travel(problem)
+        self.travel = compute_travel(problem)
         self.cp = cp_model.CpModel()
         self.model: Model
 
@@ -59,9 +59,9 @@ class Builder:
         """All of it."""
         self._places()
         self._ops()
-        self._transfers()
-        self._memory()
-        self._symmetry()
+        self._add_transfers()
+        self._add_memory_limits()
+        self._break_symmetry()
         self.cp.minimize(self.model.step)
         return self.model
 
@@ -105,7 +105,7 @@ class Builder:
             cp.add_no_overlap(lane)
             cp.add(sum(load[engine]) <= model.step)
 
-    def _transfers(self) -> None:
+    def _add_transfers(self) -> None:
         """Copies of tensors: when they are under way, and what they occupy."""
         graph = self.problem.graph
         users: dict[int, list[int]] = {}
@@ -188,7 +188,7 @@ class Builder:
             for resource in {int(link) for link in used if link >= 0}:
                 lanes.setdefault(resource, []).append(moves)
 
-    def _memory(self) -> None:
+    def _add_memory_limits(self) -> None:
         graph, usable = self.problem.graph, self.problem.cluster.usable_bytes
         held = np.zeros(self.num_units, dtype=np.int64)
         np.add.at(held, self.unit, held_bytes(graph))
@@ -251,7 +251,7 @@ class Builder:
                     int(graph.workspace_bytes[v]),
                     False,
                 )
-        grain = _grain([*sizes, *(size for size, _ in resident)])
+        grain = _byte_unit([*sizes, *(size for size, _ in resident)])
         free = cp.new_int_var(0, room // grain, f"free{d}")
         cp.add(free + sum(size // grain * x for size, x in resident) <= room // grain)
         cp.add_cumulative(spans, [size // grain for size in sizes], free)
@@ -269,11 +269,11 @@ class Builder:
         devices = range(self.problem.cluster.num_devices)
         return [] if host else [c for c in devices if c != d and (t, c) in self.model.sent]
 
-    def _symmetry(self) -> None:
+    def _break_symmetry(self) -> None:
         """Of devices alike a later one is used only by a unit after the first unit of the one before it."""
         seconds = np.bincount(self.unit, self.travel.op_s.min(axis=1), self.num_units)
         order = np.argsort(-seconds, kind="stable").tolist()
-        for devices in alike(self.problem):
+        for devices in find_alike_devices(self.problem):
             for before, after in itertools.pairwise(devices):
                 earlier: list[Any] = []
                 for u in order:
@@ -282,7 +282,7 @@ class Builder:
                         earlier.append(self.model.place[u][before])
 
 
-def _grain(sizes: list[int]) -> int:
+def _byte_unit(sizes: list[int]) -> int:
     """Bytes to count in, so that bytes times ticks stay whole numbers of a computer.
 
     What divides all sizes if that is enough: then nothing is lost. Else sizes are rounded down, and the room

@@ -21,8 +21,8 @@ from loadmaster.core.graph import edges, units
 from loadmaster.core.problem import Links, Problem
 from loadmaster.core.run import Budget
 from loadmaster.graph.measures import longest_path
-from loadmaster.placers.exact._latency.solver import configured, require_solver
-from loadmaster.placers.exact._latency.ticks import Ticks, ticks_for
+from loadmaster.placers.exact._latency.solver import make_solver, require_solver
+from loadmaster.placers.exact._latency.ticks import Ticks, choose_ticks
 
 CPU = -1  # the piece of an op that runs on a CPU
 
@@ -41,11 +41,11 @@ def best_pieces(problem: Problem, budget: Budget, *, per_device: int = 1) -> Pie
     _require_host(problem)
     cp_model = require_solver("the latency model of pieces")
     accelerators = np.flatnonzero(~problem.cluster.on_host[problem.cluster.kind]).astype(np.int32)
-    first = _first(problem, accelerators, per_device)
+    first = _first_placement(problem, accelerators, per_device)
     horizon_s = pieces_latency_s(problem, first)
     model = _Model(cp_model, problem, accelerators, per_device, horizon_s)
     model.build(first)
-    solver = configured(cp_model, budget)
+    solver = make_solver(cp_model, budget)
     status = solver.solve(model.cp)
     bound_s = model.ticks.seconds(solver.best_objective_bound) if status != cp_model.UNKNOWN else 0.0
     piece = first
@@ -57,7 +57,7 @@ def best_pieces(problem: Problem, budget: Budget, *, per_device: int = 1) -> Pie
 
 def pieces_latency_s(problem: Problem, piece: Ints) -> float:
     """The latency of a placement in pieces; infinite where pieces wait for each other in a circle."""
-    graph, kind = problem.graph, _kinds(problem)
+    graph, kind = problem.graph, _find_kinds(problem)
     num = int(piece.max(initial=CPU)) + 1
     node = np.where(piece == CPU, num + np.arange(graph.num_ops), piece)  # an op on a CPU is alone
     seconds = np.zeros(num + graph.num_ops)
@@ -112,16 +112,16 @@ def _require_host(problem: Problem) -> None:
         )
 
 
-def _kinds(problem: Problem) -> Ints:
+def _find_kinds(problem: Problem) -> Ints:
     """The kind of the accelerators, then that of the CPUs."""
     cluster = problem.cluster
     on_host = cluster.on_host[cluster.kind]
     return np.array([cluster.kind[~on_host][0], cluster.kind[on_host][0]])
 
 
-def _first(problem: Problem, accelerators: Ints, per_device: int) -> Ints:
+def _first_placement(problem: Problem, accelerators: Ints, per_device: int) -> Ints:
     """Everything on CPUs, or accelerators filled in topological order, whatever is faster."""
-    graph, kind = problem.graph, _kinds(problem)
+    graph, kind = problem.graph, _find_kinds(problem)
     unit, num_units = units(graph)
     size = np.bincount(unit, graph.resident_bytes, num_units)
     runs = np.ones(num_units, dtype=np.bool_)
@@ -149,11 +149,11 @@ class _Model:
         self.problem, self.accelerators, self.per_device = problem, accelerators, per_device
         self.unit, self.num_units = units(problem.graph)
         self.num_pieces = len(accelerators) * per_device
-        kind = _kinds(problem)
+        kind = _find_kinds(problem)
         self.on = problem.costs.compute_s[:, kind[0]]
         self.off = problem.costs.compute_s[:, kind[1]]
         known = np.concatenate([self.on, self.off, problem.costs.transfer_s])
-        self.ticks: Ticks = ticks_for(known, horizon_s)
+        self.ticks: Ticks = choose_ticks(known, horizon_s)
         self.horizon = self.ticks.one(horizon_s) + problem.graph.num_ops + 1
         self.cp = cp_model.CpModel()
         # One variable for every unit where an accelerator has one piece, else for every op.
@@ -169,13 +169,13 @@ class _Model:
         for k in keys:
             cp.add_exactly_one(self.x[k])
         self._units()
-        self._paths(step)
-        finish = [self._piece(j) for j in range(num)]
+        self._add_path_rows(step)
+        finish = [self._add_piece_rows(j) for j in range(num)]
         for j in range(num):
             if j % self.per_device:
                 cp.add(finish[j][0] >= finish[j - 1][1])
-        self._memory()
-        self._symmetry()
+        self._add_memory_limits()
+        self._break_symmetry()
         for v, k in enumerate(self.key.tolist()):
             for j in range(num + 1):
                 if v == int(np.flatnonzero(self.key == k)[0]):
@@ -200,7 +200,7 @@ class _Model:
                     mine = range(a * self.per_device, (a + 1) * self.per_device)
                     self.cp.add(sum(self._at(v, j) for j in mine) == sum(self._at(first, j) for j in mine))
 
-    def _paths(self, step: Any) -> None:
+    def _add_path_rows(self, step: Any) -> None:
         """Latencies along edges, from below by the fastest times, and on CPUs."""
         graph, cpu = self.problem.graph, self.num_pieces
         fastest = np.minimum(self.on, self.off)
@@ -213,7 +213,7 @@ class _Model:
         for u, v in zip(*map(np.ndarray.tolist, edges(graph)), strict=True):
             self.cp.add(self.latency[v] >= self.latency[u] + int(own[v]) * self._at(v, cpu))
 
-    def _piece(self, j: int) -> tuple[Any, Any]:
+    def _add_piece_rows(self, j: int) -> tuple[Any, Any]:
         """Start and finish of a piece: what it reads, computes and writes."""
         graph, cp = self.problem.graph, self.cp
         start, finish = (cp.new_int_var(0, self.horizon, f"{name}{j}") for name in ("s", "f"))
@@ -239,14 +239,14 @@ class _Model:
             cp.add(self.latency[v] >= finish).only_enforce_if(self._at(v, j))
         return start, finish
 
-    def _memory(self) -> None:
+    def _add_memory_limits(self) -> None:
         size = self.problem.graph.resident_bytes
         for a, device in enumerate(self.accelerators.tolist()):
             mine = range(a * self.per_device, (a + 1) * self.per_device)
             held = [int(size[v]) * self._at(v, j) for v in np.flatnonzero(size).tolist() for j in mine]
             self.cp.add(sum(held) <= int(self.problem.cluster.usable_bytes[device]))
 
-    def _symmetry(self) -> None:
+    def _break_symmetry(self) -> None:
         """Of equal accelerators a later one is used only after the one before it."""
         if self.per_device > 1 or len(np.unique(self.problem.cluster.usable_bytes[self.accelerators])) > 1:
             return

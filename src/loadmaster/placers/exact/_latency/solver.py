@@ -23,7 +23,7 @@ def require_solver(what: str) -> Any:
     return cp_model
 
 
-def configured(cp_model: Any, budget: Budget, *, seed: int = 0, share: float = 1.0) -> Any:
+def make_solver(cp_model: Any, budget: Budget, *, seed: int = 0, share: float = 1.0) -> Any:
     """A solver that stops when this share of a budget is used up."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = WORKERS

@@ -8,7 +8,7 @@ from loadmaster.core.problem import FREE, Links, Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 
 
-def alike(problem: Problem) -> list[list[int]]:
+def find_alike_devices(problem: Problem) -> list[list[int]]:
     """Sets of two or more devices of which any two may change places; none if an op is pinned."""
     cluster = problem.cluster
     alone = len(np.unique(cluster.engine)) == cluster.num_devices
@@ -17,7 +17,7 @@ def alike(problem: Problem) -> list[list[int]]:
     tables = np.stack([route_latency_s(cluster), route_bytes_per_s(cluster)])
     sets: list[list[int]] = []
     for d in range(cluster.num_devices):
-        home = next((known for known in sets if all(_swap(problem, tables, k, d) for k in known)), None)
+        home = next((known for known in sets if all(_can_swap(problem, tables, k, d) for k in known)), None)
         if home is None:
             sets.append([d])
         else:
@@ -25,7 +25,7 @@ def alike(problem: Problem) -> list[list[int]]:
     return [known for known in sets if len(known) > 1]
 
 
-def _swap(problem: Problem, tables: Floats, a: int, b: int) -> bool:
+def _can_swap(problem: Problem, tables: Floats, a: int, b: int) -> bool:
     """Whether exchanging two devices changes nothing but names."""
     cluster = problem.cluster
     if cluster.kind[a] != cluster.kind[b] or cluster.usable_bytes[a] != cluster.usable_bytes[b]:

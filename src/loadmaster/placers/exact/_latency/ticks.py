@@ -31,7 +31,7 @@ class Ticks:
         """Whole ticks, rounded down; infinite is 0 (and forbidden elsewhere)."""
         scaled = np.where(np.isfinite(seconds), seconds, 0.0) * self.per_s
         near = np.rint(scaled)
-        whole: Longs = np.where(_near(scaled), near, np.floor(scaled)).astype(np.int64)
+        whole: Longs = np.where(_is_near_whole(scaled), near, np.floor(scaled)).astype(np.int64)
         return whole
 
     def one(self, seconds: float) -> int:
@@ -43,18 +43,18 @@ class Ticks:
         return ticks / self.per_s * (1.0 - 4 * _SAME)
 
 
-def ticks_for(durations: Floats, horizon_s: float) -> Ticks:
+def choose_ticks(durations: Floats, horizon_s: float) -> Ticks:
     """The tick for durations of a step that takes at most `horizon_s`."""
     known = np.unique(durations[np.isfinite(durations)])
     finest = _MOST / max(horizon_s, 1e-300)
     for base in (2.0, 10.0):
         power = math.floor(math.log(finest, base))
         for per_s in (base ** (power - step) for step in range(10, -1, -1)):
-            if per_s <= finest and _near(known * per_s).all():
+            if per_s <= finest and _is_near_whole(known * per_s).all():
                 return Ticks(per_s, True)
     return Ticks(2.0 ** math.floor(math.log2(finest) - 1), False)
 
 
-def _near(scaled: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+def _is_near_whole(scaled: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
     """Where a number of ticks is whole, but for the last bits."""
     return np.asarray(np.abs(scaled - np.rint(scaled)) <= _SAME * scaled)

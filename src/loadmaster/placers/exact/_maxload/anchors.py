@@ -18,10 +18,10 @@ def held_loads(model: MaxLoad, limit_s: float) -> Floats:
     if class_work(model) > MOST_WORK:
         return np.where(allowed_types(model), model.seconds * _SHARE[model.load], np.inf)
     every = np.arange(model.num_classes, dtype=np.int64)
-    return parted_loads(model, every, np.full(model.num_classes, -1, dtype=np.int64), limit_s)
+    return least_parted_loads(model, every, np.full(model.num_classes, -1, dtype=np.int64), limit_s)
 
 
-def parted_loads(model: MaxLoad, inside: Longs, outside: Longs, limit_s: float) -> Floats:
+def least_parted_loads(model: MaxLoad, inside: Longs, outside: Longs, limit_s: float) -> Floats:
     """[P, T] the least load of a device that holds one class and not another (-1: whatever else)."""
     found = np.full((len(inside), model.num_types), np.inf)
     known: dict[bytes, int] = {}
@@ -34,34 +34,36 @@ def parted_loads(model: MaxLoad, inside: Longs, outside: Longs, limit_s: float) 
         elif not any(column.any() for column in costs):
             found[:, t] = model.seconds[inside, t]
         else:
-            found[:, t] = _loads(model, t, inside, outside, limit_s)
+            found[:, t] = _compute_loads(model, t, inside, outside, limit_s)
         known[key] = t
     return np.where(allowed[inside], found, np.inf)
 
 
 def class_work(model: MaxLoad) -> int:
     """Classes times the size of the network."""
-    return model.num_classes * _size(model)
+    return model.num_classes * _network_size(model)
 
 
 def pair_work(model: MaxLoad) -> int:
     """Pairs of a net's home and user, both ways, times the size of the network."""
-    return 2 * len(model.nets.user) * _size(model)
+    return 2 * len(model.nets.user) * _network_size(model)
 
 
-def _size(model: MaxLoad) -> int:
+def _network_size(model: MaxLoad) -> int:
     return model.num_classes + model.nets.num + len(model.nets.user)
 
 
-def _loads(model: MaxLoad, kind: int, inside: Longs, outside: Longs, limit_s: float) -> Floats:
+def _compute_loads(model: MaxLoad, kind: int, inside: Longs, outside: Longs, limit_s: float) -> Floats:
     scale = _UNITS / max(limit_s, 1e-200)  # a limit of nothing still has finite units
-    ptr, arc, head, capacity, sink = _network(model, kind, scale * _SHARE[model.load])
+    ptr, arc, head, capacity, sink = _build_network(model, kind, scale * _SHARE[model.load])
     units = least_loads(ptr, arc, head, capacity, inside, outside, sink, int(limit_s * scale))
     loads: Floats = units / scale
     return loads
 
 
-def _network(model: MaxLoad, kind: int, scale: float) -> tuple[Longs, Longs, Longs, NDArray[np.int64], int]:
+def _build_network(
+    model: MaxLoad, kind: int, scale: float
+) -> tuple[Longs, Longs, Longs, NDArray[np.int64], int]:
     """Arcs out of each node, and head and capacity of each arc; arc 2v leads from class v to the sink."""
     nets, num = model.nets, model.num_classes
     count = nets.num
@@ -71,11 +73,11 @@ def _network(model: MaxLoad, kind: int, scale: float) -> tuple[Longs, Longs, Lon
     head = np.concatenate([np.full(num, sink), num + every, nets.user, num + count + of_use, nets.home])
     endless = np.full(len(of_use), ENDLESS)
     parts = (
-        _whole(model.seconds[:, kind], scale),
-        _whole(nets.write_s[kind], scale),
+        _to_whole_units(model.seconds[:, kind], scale),
+        _to_whole_units(nets.write_s[kind], scale),
         endless,
         endless,
-        _whole(nets.read_s[kind], scale),
+        _to_whole_units(nets.read_s[kind], scale),
     )
     both = np.stack([tail, head], axis=1).reshape(-1)
     ends = np.stack([head, tail], axis=1).reshape(-1)
@@ -85,7 +87,7 @@ def _network(model: MaxLoad, kind: int, scale: float) -> tuple[Longs, Longs, Lon
     return ptr.astype(np.int64), np.argsort(both, kind="stable"), ends.astype(np.int64), capacity, sink
 
 
-def _whole(seconds: Floats, scale: float) -> Longs:
+def _to_whole_units(seconds: Floats, scale: float) -> Longs:
     """Seconds in units, rounded down so that a cut is never above the truth."""
     finite = np.isfinite(seconds) & (seconds * scale < float(ENDLESS))
     whole: Longs = np.where(finite, np.floor(np.where(finite, seconds, 0.0) * scale), float(ENDLESS)).astype(

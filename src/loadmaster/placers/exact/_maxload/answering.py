@@ -38,14 +38,14 @@ def chain_builder(problem: Problem, solve: Solve) -> tuple[Builder, Cargo]:
     def build(unit_bytes: Floats, room: Floats) -> Ints:
         found = None
         if unit_bytes is own and np.array_equal(room, usable):
-            found = _solved(chain, chain.model, solve)
+            found = _solve_devices(chain, chain.model, solve)
             if found is not None and (np.bincount(found, unit_bytes, len(room)) <= room).all():
                 return found
         apart = chain_model(problem, merge=False)
         count = apart.model.num_classes
         num_bytes = np.bincount(apart.class_of_unit, unit_bytes, count).astype(np.int64)
         within = np.maximum(room, 0.0).astype(np.int64)
-        again = _solved(apart, apart.model.with_memory(problem, num_bytes, within), solve)
+        again = _solve_devices(apart, apart.model.with_memory(problem, num_bytes, within), solve)
         found = found if again is None else again
         if found is not None:
             return found
@@ -55,13 +55,13 @@ def chain_builder(problem: Problem, solve: Solve) -> tuple[Builder, Cargo]:
     return build, chain.cargo
 
 
-def _solved(chain: Chain, model: MaxLoad, solve: Solve) -> Ints | None:
+def _solve_devices(chain: Chain, model: MaxLoad, solve: Solve) -> Ints | None:
     """[units] devices of the model's best stages."""
     stages = solve(model)
     return None if stages is None else stages.device(model)[chain.class_of_unit].astype(np.int32)
 
 
-def limit(run: Run, *, per_plan: int = _PER_PLAN, share: float = 1.0) -> Callable[[int], bool]:
+def make_budget_check(run: Run, *, per_plan: int = _PER_PLAN, share: float = 1.0) -> Callable[[int], bool]:
     """Whether so many elementary steps, or the time since the start, use up a share of a run's budget."""
     if run.budget.count is not None:
         most = share * run.budget.count * per_plan

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, offsets
 from loadmaster.core.problem import Load
-from loadmaster.placers.exact._maxload.ideals import enumerate_ideals, totals
-from loadmaster.placers.exact._maxload.lines import Stages, sequences, stages_of
+from loadmaster.placers.exact._maxload.ideals import enumerate_ideals, sum_by_ideal
+from loadmaster.placers.exact._maxload.lines import Stages, list_sequences, stages_of
 from loadmaster.placers.exact._maxload.model import MaxLoad
 from loadmaster.placers.exact._maxload.packed import (
     LOAD_CODE,
-    Packed,
+    PackedModel,
     States,
-    counted,
-    in_sequence,
     num_states,
-    packed,
+    pack_model,
+    states_by_count,
+    states_in_sequence,
     user_words,
 )
 from loadmaster.placers.exact._maxload.prices import Prices
@@ -63,7 +63,7 @@ class Found:
     looked: int  # stages looked at
 
 
-def ideals_of(model: MaxLoad, *, most: int, max_bytes: int) -> Ideals | None:
+def find_ideals(model: MaxLoad, *, most: int, max_bytes: int) -> Ideals | None:
     """All ideals, or None where there are more than `most` or than fit in half of `max_bytes`."""
     num = model.num_classes
     words = num // _WORD + 1
@@ -113,13 +113,15 @@ def best_chain(
     improve: Improve,
 ) -> Found:
     """Pass after pass from the chain known; in sequence (not `exact`) every sequence has its passes."""
-    tables = [_counted(model)] if exact else [_sequenced(model, s) for s in sequences(model)]
+    tables = (
+        [_table_by_count(model)] if exact else [_table_by_sequence(model, s) for s in list_sequences(model)]
+    )
     best, looked, proven = start, 0, True
     for table in tables:
         passes = _Passes(model, ideals, price, table)
         while best is None or best.value_s > price.bound_s * (1 + _BETTER):  # else nothing is better
             upper = passes.most_s if best is None else best.value_s
-            stages, ended, count = passes.under(upper * (1 - _UNDER), _after(spent, looked))
+            stages, ended, count = passes.find_stages_under(upper * (1 - _UNDER), _count_from(spent, looked))
             looked += count
             if stages is None:
                 proven &= ended
@@ -131,15 +133,15 @@ def best_chain(
     return Found(best, proven and exact, looked)
 
 
-def _after(spent: Spent, looked: int) -> Spent:
+def _count_from(spent: Spent, looked: int) -> Spent:
     return lambda more: spent(looked + more)
 
 
 def devices_needed(model: MaxLoad, ideals: Ideals, *, spent: Spent) -> int | None:
     """How many devices of the commonest type would hold everything with the others as they are."""
-    table = _counted(model)
+    table = _table_by_count(model)
     passes = _Passes(model, ideals, None, _Table(table.order, table.states, table.count))
-    return passes.least(spent)
+    return passes.find_least_devices(spent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,19 +153,21 @@ class _Table:
     count: Longs  # [T']
 
 
-def _counted(model: MaxLoad) -> _Table:
+def _table_by_count(model: MaxLoad) -> _Table:
     order = np.argsort(-model.count, kind="stable")
     count = model.count[order].astype(np.int64)
-    return _Table(order.astype(np.int32), counted(count[1:].tolist()) if len(order) > 1 else None, count)
+    return _Table(
+        order.astype(np.int32), states_by_count(count[1:].tolist()) if len(order) > 1 else None, count
+    )
 
 
-def _sequenced(model: MaxLoad, sequence: tuple[int, ...]) -> _Table:
+def _table_by_sequence(model: MaxLoad, sequence: tuple[int, ...]) -> _Table:
     order = np.concatenate([[-1], np.arange(model.num_types)]).astype(np.int32)
     count = np.concatenate([[0], model.count]).astype(np.int64)
-    return _Table(order, in_sequence(sequence, model.num_types), count)
+    return _Table(order, states_in_sequence(sequence, model.num_types), count)
 
 
-def tracks(arrays: Packed, load: Load) -> tuple[Ints, Floats, Floats]:
+def make_tracks(arrays: PackedModel, load: Load) -> tuple[Ints, Floats, Floats]:
     """What is carried along a walk: reads and writes of a port in one number, or in two where they differ."""
     if load != Load.MAX3:
         return arrays.column, arrays.read_s, arrays.write_s
@@ -179,8 +183,8 @@ class _Passes:
 
     def __init__(self, model: MaxLoad, ideals: Ideals, price: Prices | None, table: _Table) -> None:
         self.model, self.ideals, self.price, self.table = model, ideals, price, table
-        arrays = packed(model)
-        self.track, read_s, write_s = tracks(arrays, model.load)
+        arrays = pack_model(model)
+        self.track, read_s, write_s = make_tracks(arrays, model.load)
         ptr, word, mask = user_words(model.nets)
         homes, users = (arrays.home_ptr, arrays.home_net), (arrays.user_ptr, arrays.user_net)
         # Unsigned: an index that may be negative costs a comparison each time.
@@ -193,7 +197,7 @@ class _Passes:
         barred = ~np.isfinite(seconds)
         self.room = np.where(order >= 0, model.room[order], -1)
         worth = price.worth if price is not None else np.zeros(model.num_classes)
-        self.seconds, self.barred, self.num_bytes, self.worth = totals(
+        self.seconds, self.barred, self.num_bytes, self.worth = sum_by_ideal(
             ideals.ptr,
             ideals.up,
             ideals.more,
@@ -207,13 +211,13 @@ class _Passes:
         moved = nets.read_s.max(axis=0, initial=0.0).sum() + nets.write_s.max(axis=0, initial=0.0).sum()
         self.most_s = 1.01 * float(finite.max(axis=1).sum() + moved) + 1e-300
 
-    def least(self, spent: Spent) -> int | None:
+    def find_least_devices(self, spent: Spent) -> int | None:
         """The least number of devices of the first type, however long they take."""
         used, *_, ended, _ = self._run(self.most_s, spent, most_first=UNREACHED - 1)
         found = int(used[-1, -1])
         return found if ended and found < UNREACHED else None
 
-    def under(self, limit_s: float, spent: Spent) -> tuple[Stages | None, bool, int]:
+    def find_stages_under(self, limit_s: float, spent: Spent) -> tuple[Stages | None, bool, int]:
         """Stages with all loads within a limit, whether the pass came to its end, and stages looked at."""
         most = int(self.table.count[0])
         used, came_from, came_by, ended, looked = self._run(limit_s, spent, most_first=most)
@@ -226,7 +230,7 @@ class _Passes:
     ) -> tuple[NDArray[np.uint8], Ints, NDArray[np.int8], bool, int]:
         table, num = self.table, self.ideals.num
         states, stride, step_ptr, step, used_of = self._states()
-        carries, shared, left = self._worths(limit_s, used_of)
+        carries, shared, left = self._compute_worths(limit_s, used_of)
         used = np.full((num, states), UNREACHED, dtype=np.uint8)
         used[0] = 0
         came_from = np.zeros((num, states), dtype=np.int32)
@@ -257,7 +261,7 @@ class _Passes:
         used = np.concatenate([np.zeros((1, states.num), dtype=np.int64), states.used])
         return states.num, stride, np.concatenate([[0], states.step_ptr]), states.step, used
 
-    def _worths(self, limit_s: float, used: Longs) -> tuple[Floats, Bools, Floats]:
+    def _compute_worths(self, limit_s: float, used: Longs) -> tuple[Floats, Bools, Floats]:
         """Worth that a device carries, where stages may end, and worth that the devices left carry."""
         count, order = self.table.count, self.table.order
         if self.price is None:

@@ -15,7 +15,7 @@ from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.lines import best_line
 from loadmaster.placers.exact._maxload.model import MaxLoad
 from loadmaster.placers.exact._maxload.moves import anneal
-from loadmaster.placers.exact._maxload.packed import LOAD_CODE, loads_s, packed
+from loadmaster.placers.exact._maxload.packed import LOAD_CODE, loads_s, pack_model
 
 _HEATS = (0.01, 0.05, 0.003, 0.03, 0.001, 0.1)  # of the mean load; every other run starts from the best
 _COLDEST = 1e-3  # of the heat it began with
@@ -23,16 +23,16 @@ _LOSS = 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assigned:
+class Assignment:
     """A device for every class and the busiest load."""
 
     device: Ints  # [C]
     value_s: float
 
 
-def assigned(model: MaxLoad, device: Ints) -> Assigned:
+def make_assignment(model: MaxLoad, device: Ints) -> Assignment:
     """An assignment with the value that its loads have."""
-    return Assigned(device, float(loads_s(model, device).max()))
+    return Assignment(device, float(loads_s(model, device).max()))
 
 
 def kind_of_device(model: MaxLoad) -> Ints:
@@ -54,7 +54,7 @@ def fits(model: MaxLoad, device: Ints) -> bool:
 
 def first_split(
     problem: Problem, model: MaxLoad, rng: np.random.Generator, *, bound_s: float
-) -> Assigned | None:
+) -> Assignment | None:
     """The best cut of an order as an assignment of the model's classes, else a packing that fits."""
     chain = chain_model(problem)
     stages = best_line(chain.model, rng, rounds=0, bound_s=bound_s)
@@ -62,12 +62,12 @@ def first_split(
         device = np.zeros(model.num_classes, dtype=np.int32)
         device[model.of_op] = stages.device(chain.model)[chain.model.of_op]
         if fits(model, device):
-            return assigned(model, device)
-    packing = _packed(model)
-    return None if packing is None else assigned(model, packing)
+            return make_assignment(model, device)
+    packing = _pack_largest_first(model)
+    return None if packing is None else make_assignment(model, packing)
 
 
-def _packed(model: MaxLoad) -> Ints | None:
+def _pack_largest_first(model: MaxLoad) -> Ints | None:
     """The largest class first, each where most room is left; None where one has no room."""
     kind = kind_of_device(model)
     left = model.room[kind].astype(np.float64)
@@ -82,18 +82,18 @@ def _packed(model: MaxLoad) -> Ints | None:
     return device
 
 
-def climbed(
+def anneal_repeatedly(
     model: MaxLoad,
-    start: Assigned,
+    start: Assignment,
     rng: np.random.Generator,
     *,
     runs: int,
     tries: int,
     bound_s: float,
     spent: Callable[[int], bool] = lambda _tries: False,
-) -> Assigned:
+) -> Assignment:
     """The best of several annealing runs, never worse than the start."""
-    arrays, kind, best = packed(model), kind_of_device(model), start
+    arrays, kind, best = pack_model(model), kind_of_device(model), start
     code, good_s = LOAD_CODE[model.load], bound_s * (1 + _LOSS)
     for run in range(runs):
         if best.value_s <= good_s or spent(run * tries):
@@ -123,5 +123,5 @@ def climbed(
             good_s,
         )
         if value < best.value_s * (1 - _LOSS):
-            best = assigned(model, device)
+            best = make_assignment(model, device)
     return best

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.run import Bound, Run
-from loadmaster.placers.exact._maxload.climb import Assigned, assigned, fits
-from loadmaster.placers.exact._maxload.cpsat import MOST_BOOLEANS, Effort, decided, num_booleans
+from loadmaster.placers.exact._maxload.climb import Assignment, fits, make_assignment
+from loadmaster.placers.exact._maxload.cpsat import MOST_BOOLEANS, Effort, decide_limit, num_booleans
 from loadmaster.placers.exact._maxload.model import MaxLoad
-from loadmaster.placers.exact._maxload.prices import prices
-from loadmaster.placers.exact._maxload.reduce import least_busiest_s, reduced
+from loadmaster.placers.exact._maxload.prices import find_prices
+from loadmaster.placers.exact._maxload.reduce import least_busiest_s, reduce_model
 
 _UNDER = 5e-10  # a split that is better by less than this share is not looked for
 _CLOSE = 2e-3  # of the value: an open interval so small is not halved again before more time is given
@@ -28,10 +28,10 @@ MOST_CLASSES = 1000  # beyond, the bound is that of work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Closed:
+class ClosedGap:
     """The best split, and a proven bound of all splits of the model."""
 
-    best: Assigned
+    best: Assignment
     bound_s: float
     bound_name: str
 
@@ -64,15 +64,15 @@ class Clock:
         return Effort(seconds=max(min(wanted_s, left), 1e-3))
 
 
-def closed(
+def close_gap(
     model: MaxLoad,
-    best: Assigned,
+    best: Assignment,
     bound_s: float,
     clock: Clock,
     *,
     chain: bool,
-    improve: Callable[[Assigned], Assigned],
-) -> Closed:
+    improve: Callable[[Assignment], Assignment],
+) -> ClosedGap:
     """Ask until the gap is closed or the clock is over."""
     gap = _Gap(model, best, bound_s, chain=chain)
     if model.num_classes <= MOST_CLASSES:
@@ -101,8 +101,8 @@ def free_bound(model: MaxLoad, value_s: float, *, probes: int = _PROBES) -> Boun
     """What prices and cuts alone prove of a model, given that a split has this value."""
     if not model.bounding or model.restricted or model.num_classes > MOST_CLASSES:
         return Bound(0.0, "none")
-    best = Assigned(np.zeros(0, dtype=np.int32), value_s)
-    gap = _Gap(model, best, prices(model).bound_s, chain=False)
+    best = Assignment(np.zeros(0, dtype=np.int32), value_s)
+    gap = _Gap(model, best, find_prices(model).bound_s, chain=False)
     gap.halve_by_reduction(probes)
     return Bound(gap.bound_s * (1 - 1e-12), gap.name)
 
@@ -110,7 +110,7 @@ def free_bound(model: MaxLoad, value_s: float, *, probes: int = _PROBES) -> Boun
 class _Gap:
     """The best split and the bound so far."""
 
-    def __init__(self, model: MaxLoad, best: Assigned, bound_s: float, *, chain: bool) -> None:
+    def __init__(self, model: MaxLoad, best: Assignment, bound_s: float, *, chain: bool) -> None:
         self.model, self.best, self.bound_s, self.chain = model, best, bound_s, chain
         self.name = "work"
 
@@ -124,49 +124,49 @@ class _Gap:
         """Whether the bound is as good as the best."""
         return self.bound_s >= self.best.value_s * (1 - 2 * _UNDER)
 
-    def result(self) -> Closed:
+    def result(self) -> ClosedGap:
         """As it stands."""
-        return Closed(self.best, self.bound_s, self.name)
+        return ClosedGap(self.best, self.bound_s, self.name)
 
     def halve_by_reduction(self, probes: int = _PROBES, *, over: Callable[[], bool] = lambda: False) -> None:
         """Raise the bound as far as prices and cuts alone refute limits."""
-        self._raise(least_busiest_s(self.model), "anchored cut")
-        if probes and self._reduced(self.under_best) is None:
-            self._raise(self.under_best, "reduction")
+        self._raise_bound(least_busiest_s(self.model), "anchored cut")
+        if probes and self._reduce_model(self.under_best) is None:
+            self._raise_bound(self.under_best, "reduction")
         low_s, high_s = self.bound_s, self.under_best
         for _ in range(probes):
             if self.shut or over():
                 break
             middle_s = (low_s + high_s) / 2
-            if self._reduced(middle_s) is None:
+            if self._reduce_model(middle_s) is None:
                 low_s = middle_s
-                self._raise(middle_s, "reduction")
+                self._raise_bound(middle_s, "reduction")
             else:
                 high_s = middle_s
 
-    def _raise(self, bound_s: float, name: str) -> None:
+    def _raise_bound(self, bound_s: float, name: str) -> None:
         if bound_s > self.bound_s:
             self.bound_s, self.name = bound_s, name
 
-    def _reduced(self, limit_s: float) -> tuple[MaxLoad, "np.typing.NDArray[np.int32]"] | None:
-        found = reduced(self.model, limit_s)
+    def _reduce_model(self, limit_s: float) -> tuple[MaxLoad, "np.typing.NDArray[np.int32]"] | None:
+        found = reduce_model(self.model, limit_s)
         return None if found is None else (found.model, found.of_class)
 
-    def ask(self, limit_s: float, effort: Effort, improve: Callable[[Assigned], Assigned]) -> bool:
+    def ask(self, limit_s: float, effort: Effort, improve: Callable[[Assignment], Assignment]) -> bool:
         """Whether a limit was decided; bound or best are what follows."""
-        small = self._reduced(limit_s)
+        small = self._reduce_model(limit_s)
         refuted, device = small is None, None
         if small is not None:
             model, label = small
-            reply = decided(model, limit_s, effort, chain=self.chain)
+            reply = decide_limit(model, limit_s, effort, chain=self.chain)
             refuted = reply.refuted
             device = None if reply.device is None else reply.device[label]
         if refuted:
-            self._raise(limit_s, "CP-SAT" if small is not None else "reduction")
+            self._raise_bound(limit_s, "CP-SAT" if small is not None else "reduction")
             return True
         if device is None or not fits(self.model, device):
             return False
-        found = assigned(self.model, device)
+        found = make_assignment(self.model, device)
         if found.value_s < self.best.value_s:
             self.best = improve(found)
         return True

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Ints, distinct
+from loadmaster.core.arrays import Bools, Ints, sorted_unique
 from loadmaster.core.check import stage_order
 from loadmaster.core.graph import Phase, edges
 from loadmaster.core.problem import Problem, allowed_devices
-from loadmaster.placers.exact._maxload.model import MaxLoad, model_of, riding_units
+from loadmaster.placers.exact._maxload.model import MaxLoad, make_model, riding_units
 from loadmaster.placers.placement_units import Cargo
 
 _NO_TIME_S = 1e-6  # the authors': such classes join their only neighbour
@@ -38,28 +38,28 @@ def chain_model(problem: Problem, *, merge: bool = True) -> Chain:
     cargo, riding = riding_units(problem)
     unit, num = cargo.of_op, cargo.num_units
     before, after = stage_order(problem.graph)
-    source, target = _between(unit[before], unit[after], num)
-    component = _components(source, target, num)
-    ends = _between(component[source], component[target], int(component.max()) + 1)
-    into, absorbed = _absorbed(problem, component[unit], *ends)
-    class_of_unit = _numbered(into[component] if merge else component)
-    model = model_of(problem, class_of_unit[unit], int(class_of_unit.max()) + 1)
+    source, target = _distinct_edges(unit[before], unit[after], num)
+    component = _strong_components(source, target, num)
+    ends = _distinct_edges(component[source], component[target], int(component.max()) + 1)
+    into, absorbed = _absorb_idle_classes(problem, component[unit], *ends)
+    class_of_unit = _renumber_labels(into[component] if merge else component)
+    model = make_model(problem, class_of_unit[unit], int(class_of_unit.max()) + 1)
     if merge and absorbed.any():
-        model = _less(problem, model, absorbed[component[unit]])
+        model = _without_absorbed(problem, model, absorbed[component[unit]])
     reason = "parameters are kept with their first reader" if riding else ""
-    order = _between(class_of_unit[source], class_of_unit[target], model.num_classes)
+    order = _distinct_edges(class_of_unit[source], class_of_unit[target], model.num_classes)
     model = replace(model, source=order[0], target=order[1], restricted=reason)
     return Chain(model, cargo, class_of_unit)
 
 
-def _between(source: Ints, target: Ints, num: int) -> tuple[Ints, Ints]:
+def _distinct_edges(source: Ints, target: Ints, num: int) -> tuple[Ints, Ints]:
     """Distinct edges between different ends."""
-    pair = distinct(source.astype(np.int64) * num + target)
+    pair = sorted_unique(source.astype(np.int64) * num + target)
     pair = pair[pair // num != pair % num]
     return (pair // num).astype(np.int32), (pair % num).astype(np.int32)
 
 
-def _components(source: Ints, target: Ints, num: int) -> Ints:
+def _strong_components(source: Ints, target: Ints, num: int) -> Ints:
     """[num] strongly connected component of each node."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
@@ -69,7 +69,7 @@ def _components(source: Ints, target: Ints, num: int) -> Ints:
     return np.asarray(label, dtype=np.int32)
 
 
-def _absorbed(problem: Problem, of_op: Ints, source: Ints, target: Ints) -> tuple[Ints, Bools]:
+def _absorb_idle_classes(problem: Problem, of_op: Ints, source: Ints, target: Ints) -> tuple[Ints, Bools]:
     """[classes] the class each joins, itself if none, and whether it joined: to a fixpoint."""
     graph, num = problem.graph, int(of_op.max()) + 1
     seconds = np.zeros((num, problem.costs.compute_s.shape[1]))
@@ -81,8 +81,8 @@ def _absorbed(problem: Problem, of_op: Ints, source: Ints, target: Ints) -> tupl
     mixed &= of_op[one] != of_op[other]
     for end in (one, other):
         idle[of_op[end[mixed]]] = False
-    every = _between(of_op[one], of_op[other], num)
-    return _leaves_joined(idle, _neighbours(source, target, num), _neighbours(*every, num))
+    every = _distinct_edges(of_op[one], of_op[other], num)
+    return _join_leaves(idle, _neighbours(source, target, num), _neighbours(*every, num))
 
 
 def _neighbours(source: Ints, target: Ints, num: int) -> list[set[int]]:
@@ -93,7 +93,7 @@ def _neighbours(source: Ints, target: Ints, num: int) -> list[set[int]]:
     return around
 
 
-def _leaves_joined(idle: Bools, ordered: list[set[int]], around: list[set[int]]) -> tuple[Ints, Bools]:
+def _join_leaves(idle: Bools, ordered: list[set[int]], around: list[set[int]]) -> tuple[Ints, Bools]:
     """Idle classes with one ordered neighbour and no other join it, until there are none."""
     num = len(ordered)
     into = np.arange(num, dtype=np.int32)
@@ -114,9 +114,9 @@ def _leaves_joined(idle: Bools, ordered: list[set[int]], around: list[set[int]])
     return into, joined
 
 
-def _less(problem: Problem, model: MaxLoad, absorbed: Bools) -> MaxLoad:
+def _without_absorbed(problem: Problem, model: MaxLoad, absorbed: Bools) -> MaxLoad:
     """The model without the bytes and seconds of absorbed ops."""
-    light = model_of(problem, np.where(absorbed, model.num_classes, model.of_op), model.num_classes + 1)
+    light = make_model(problem, np.where(absorbed, model.num_classes, model.of_op), model.num_classes + 1)
     num_bytes = light.num_bytes[:-1].copy()
     type_of = {d: t for t, alike in enumerate(light.devices) for d in alike}
     pick = [type_of[alike[0]] for alike in model.devices]
@@ -124,7 +124,7 @@ def _less(problem: Problem, model: MaxLoad, absorbed: Bools) -> MaxLoad:
     return slim.with_memory(problem, num_bytes, problem.cluster.usable_bytes)
 
 
-def _numbered(label: Ints) -> Ints:
+def _renumber_labels(label: Ints) -> Ints:
     """Labels renumbered densely, by the first unit of each."""
     _, first, dense = np.unique(label, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)

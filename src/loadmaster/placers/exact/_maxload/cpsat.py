@@ -50,7 +50,7 @@ def num_booleans(model: MaxLoad) -> int:
     return (model.num_classes + model.nets.num) * devices
 
 
-def decided(
+def decide_limit(
     model: MaxLoad, limit_s: float, effort: Effort, *, chain: bool, hint: Ints | None = None
 ) -> Reply:
     """Whether a split has all loads within a limit, as far as the effort goes."""
@@ -88,15 +88,17 @@ class _Free:
             for d in np.flatnonzero(~np.isfinite(model.seconds[i, self.kind])).tolist():
                 add.add(self.on[i][d] == 0)
         for d in range(devices):
-            _limits(self.programme, self.model, self._column(d), int(self.kind[d]), self.scale, self.most, [])
-        self.rank = _by_time(model)
+            _add_limits(
+                self.programme, self.model, self._column(d), int(self.kind[d]), self.scale, self.most, []
+            )
+        self.rank = _order_by_time(model)
         for alike in model.devices:
-            self._told_apart(alike)
+            self._break_symmetry(alike)
 
     def _column(self, d: int) -> list[Any]:
         return [row[d] for row in self.on]
 
-    def _told_apart(self, alike: tuple[int, ...]) -> None:
+    def _break_symmetry(self, alike: tuple[int, ...]) -> None:
         """A device may hold a class only if the one before it holds a class that comes earlier."""
         add = self.programme
         for before, d in itertools.pairwise(alike):
@@ -164,7 +166,7 @@ class _Chain:
                 here = self.is_kind[s][t]
                 for i in np.flatnonzero(~np.isfinite(model.seconds[:, t])).tolist():
                     add.add_bool_or([column[i].negated(), here.negated()])
-                _limits(add, model, column, t, self.scale, most, [here])
+                _add_limits(add, model, column, t, self.scale, most, [here])
 
     def hint(self, device: Ints) -> None:
         """Nothing: a chain is hinted by its limit."""
@@ -181,13 +183,13 @@ class _Chain:
         return device
 
 
-def _by_time(model: MaxLoad) -> list[int]:
+def _order_by_time(model: MaxLoad) -> list[int]:
     longest = np.where(np.isfinite(model.seconds), model.seconds, 0.0).max(axis=1)
     order: list[int] = np.argsort(-longest, kind="stable").tolist()
     return order
 
 
-def _limits(
+def _add_limits(
     add: Any, model: MaxLoad, column: list[Any], kind: int, scale: float, most: int, only_if: list[Any]
 ) -> None:
     """Load and memory of the set `column` on a device of a type, where `only_if` holds."""
@@ -196,7 +198,7 @@ def _limits(
         unit = max(total // _ROOM_UNITS, 1)
         sizes = [int(size) // unit for size in model.num_bytes]
         held = sum(size * v for size, v in zip(sizes, column, strict=True) if size)
-        _enforced(add, held, int(model.room[kind]) // unit, only_if)
+        _add_limit(add, held, int(model.room[kind]) // unit, only_if)
     whole = [int(s * scale) if np.isfinite(s) else 0 for s in model.seconds[:, kind].tolist()]
     compute = sum(s * v for s, v in zip(whole, column, strict=True) if s)
     reads, writes = [], []
@@ -221,10 +223,10 @@ def _limits(
             *([sum(reads) + sum(writes)] if model.load == Load.MAX2 else [sum(reads), sum(writes)]),
         ]
     for row in rows:
-        _enforced(add, row, most, only_if)
+        _add_limit(add, row, most, only_if)
 
 
-def _enforced(add: Any, amount: Any, most: int, only_if: list[Any]) -> None:
+def _add_limit(add: Any, amount: Any, most: int, only_if: list[Any]) -> None:
     if isinstance(amount, int):
         return  # nothing can be there
     row = add.add(amount <= most)

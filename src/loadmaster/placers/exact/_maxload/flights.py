@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.placers.exact._maxload.wires import carry
+from loadmaster.placers.exact._maxload.wires import carry_transfers
 from loadmaster.simulator.jit import kernel
 
 _ONE = np.uint64(1)
@@ -22,7 +22,7 @@ _MADE, _COPY = 0, 2
 
 
 @kernel
-def flights(
+def sweep_flights(
     begin: Any,
     fuel: Any,  # stages looked at before the kernel comes back
     limit_s: Any,
@@ -144,7 +144,7 @@ def flights(
                     any_fits = any_fits or fits[t]
                 if not any_fits:
                     continue
-                carry(
+                carry_transfers(
                     rows, base, inner, outer, v, home_ptr, home_net, user_ptr, user_net, net_home,
                     word_ptr, word, mask, read_s, write_s, moved,
                 )  # fmt: skip

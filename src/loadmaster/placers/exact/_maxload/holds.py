@@ -16,7 +16,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipelining import kept_storages, mirrored
+from loadmaster.core.pipelining import find_mirrored_ops, kept_storages
 from loadmaster.core.problem import Problem
 from loadmaster.placers.exact._maxload.model import MaxLoad
 
@@ -43,7 +43,7 @@ class Holds:
 def holds_of(problem: Problem, model: MaxLoad) -> Holds:
     """What the classes of a model keep for each other."""
     sizes: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], int] = {}
-    for code, home, saved, again, size in _storages(problem, model.of_op):
+    for code, home, saved, again, size in _list_storages(problem, model.of_op):
         key = (code, home, saved, again)
         sizes[key] = sizes.get(key, 0) + size
     ptr, word, saved_mask, needed_mask = [0], [], [], []
@@ -51,8 +51,8 @@ def holds_of(problem: Problem, model: MaxLoad) -> Holds:
     for net, (_, home, saved, again) in enumerate(sizes):
         for w in sorted({v // 64 for v in (*saved, *again)}):
             word.append(w)
-            saved_mask.append(_mask(saved, w))
-            needed_mask.append(_mask((*saved, *again), w))
+            saved_mask.append(_class_mask(saved, w))
+            needed_mask.append(_class_mask((*saved, *again), w))
         ptr.append(len(word))
         for v in sorted({home, *saved, *again}):
             touched[v].append(net)
@@ -67,28 +67,28 @@ def holds_of(problem: Problem, model: MaxLoad) -> Holds:
         needed=np.array(needed_mask, dtype=np.uint64),
         of_class=counts.astype(np.int64),
         net=np.array([net for nets in touched for net in nets], dtype=np.int32),
-        again_s=_again_s(problem, model),
+        again_s=_recompute_s(problem, model),
     )
 
 
-def _mask(classes: tuple[int, ...], word: int) -> int:
+def _class_mask(classes: tuple[int, ...], word: int) -> int:
     return sum(1 << (v % 64) for v in set(classes) if v // 64 == word)
 
 
-def _again_s(problem: Problem, model: MaxLoad) -> Floats:
+def _recompute_s(problem: Problem, model: MaxLoad) -> Floats:
     """[C, T] seconds of the ops that a recomputed class runs again."""
-    rerun = mirrored(problem.graph)
+    rerun = find_mirrored_ops(problem.graph)
     kind = problem.cluster.kind[[alike[0] for alike in model.devices]]
     found = np.zeros((model.num_classes, model.num_types))
     np.add.at(found, model.of_op[rerun], problem.costs.compute_s[rerun][:, kind])
     return np.where(np.isfinite(found), found, 0.0)  # a class that cannot run there is barred anyway
 
 
-def _storages(problem: Problem, of_op: Ints) -> list[Storage]:
+def _list_storages(problem: Problem, of_op: Ints) -> list[Storage]:
     """Every storage that counts."""
     graph = problem.graph
     later = np.isin(graph.phase, (Phase.BACKWARD, Phase.UPDATE))
-    rerun, kept = mirrored(graph), kept_storages(graph)
+    rerun, kept = find_mirrored_ops(graph), kept_storages(graph)
     saved: list[set[int]] = [set() for _ in range(graph.num_tensors)]
     again: list[set[int]] = [set() for _ in range(graph.num_tensors)]
     for tensor, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):

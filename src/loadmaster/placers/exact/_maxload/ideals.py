@@ -37,7 +37,7 @@ def enumerate_ideals(
     while at < count and complete:
         v = -1
         while True:
-            v = _next(ready, at, v + 1, num)
+            v = _next_ready(ready, at, v + 1, num)
             if v == num:
                 break
             word, bit = v >> 6, _ONE << np.uint64(v & 63)
@@ -63,8 +63,8 @@ def enumerate_ideals(
                     break
                 if count == size:
                     size *= 2
-                    rows = _grown(rows, size)
-                    ready = _grown(ready, size)
+                    rows = _grow_rows(rows, size)
+                    ready = _grow_rows(ready, size)
                     longer = np.zeros(size, np.uint64)
                     longer[:count] = code
                     code = longer
@@ -88,15 +88,15 @@ def enumerate_ideals(
                         ready[found, u >> 6] |= _ONE << np.uint64(u & 63)
                 table[slot] = found
                 if 2 * count > len(table):
-                    table = _rehashed(code, count, 2 * len(table))
+                    table = _rehash(code, count, 2 * len(table))
             if made == links:
                 if links >= most_links:
                     complete = False
                     break
                 links = min(2 * links, most_links)
-                above = _longer(above, links)
-                below = _longer(below, links)
-                gone = _longer(gone, links)
+                above = _grow_column(above, links)
+                below = _grow_column(below, links)
+                gone = _grow_column(gone, links)
             above[made], below[made], gone[made] = found, at, v
             made += 1
         at += 1
@@ -109,7 +109,7 @@ def enumerate_ideals(
 
 
 @kernel
-def _next(ready: Any, at: Any, v: Any, num: Any) -> Any:
+def _next_ready(ready: Any, at: Any, v: Any, num: Any) -> Any:
     """The first class from `v` on that may be added, `num` if there is none."""
     while v < num:
         part = ready[at, v >> 6] >> np.uint64(v & 63)
@@ -127,21 +127,21 @@ def _next(ready: Any, at: Any, v: Any, num: Any) -> Any:
 
 
 @kernel
-def _grown(rows: Any, size: Any) -> Any:
+def _grow_rows(rows: Any, size: Any) -> Any:
     more = np.zeros((size, rows.shape[1]), np.uint64)
     more[: len(rows)] = rows
     return more
 
 
 @kernel
-def _longer(column: Any, size: Any) -> Any:
+def _grow_column(column: Any, size: Any) -> Any:
     more = np.empty(size, np.int32)
     more[: len(column)] = column
     return more
 
 
 @kernel
-def _rehashed(code: Any, count: Any, size: Any) -> Any:
+def _rehash(code: Any, count: Any, size: Any) -> Any:
     table = np.full(size, _EMPTY, np.int32)
     for i in range(count):
         slot = np.int64(code[i] >> np.uint64(1)) & (size - 1)
@@ -152,7 +152,7 @@ def _rehashed(code: Any, count: Any, size: Any) -> Any:
 
 
 @kernel
-def totals(ptr: Any, up: Any, more: Any, seconds: Any, barred: Any, num_bytes: Any, price: Any) -> Any:
+def sum_by_ideal(ptr: Any, up: Any, more: Any, seconds: Any, barred: Any, num_bytes: Any, price: Any) -> Any:
     """Of each ideal: seconds [I, T], classes barred from a type [I, T], bytes [I] and price [I]."""
     num, types = len(ptr) - 1, seconds.shape[1]
     of_seconds = np.zeros((num, types))

@@ -15,7 +15,7 @@ SUM, MAX2 = 0, 1
 
 
 @kernel
-def linear(
+def cut_linearly(
     order: Any,  # [C] classes in topological order
     seconds: Any,  # [C, T]
     num_bytes: Any,

@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Floats, Ints, offsets
-from loadmaster.placers.exact._maxload.linear import linear
+from loadmaster.placers.exact._maxload.linear import cut_linearly
 from loadmaster.placers.exact._maxload.model import MaxLoad
 from loadmaster.placers.exact._maxload.packed import (
     LOAD_CODE,
-    Packed,
+    PackedModel,
     States,
-    counted,
-    in_sequence,
     loads_s,
     num_states,
-    packed,
+    pack_model,
+    states_by_count,
+    states_in_sequence,
 )
-from loadmaster.placers.exact._maxload.reduce import contracted
+from loadmaster.placers.exact._maxload.reduce import contract_classes
 
 _MOST_STATES = 512
 _MOST_PLACES = 600  # of a longer order, rows of neighbours stay together
@@ -70,20 +70,20 @@ def best_line(
     """
     line, best = _Line(model), start
     good_s = bound_s * (1 + _BETTER)
-    for order in orders(model) if start is None else ():
-        best = line.first(order, bound_s) if best is None else line.cut(order, _less(best)) or best
+    for order in list_orders(model) if start is None else ():
+        best = line.first(order, bound_s) if best is None else line.cut(order, _limit_below(best)) or best
         if best is not None and (spent() or best.value_s <= good_s):
             return best
     for at in range(rounds if best is not None else 0):
         assert best is not None
         if spent() or best.value_s <= good_s:
             break
-        order = topological(model, best.stage, rng.random(model.num_classes), newest=at % 2 == 0)
+        order = order_topologically(model, best.stage, rng.random(model.num_classes), newest=at % 2 == 0)
         best = line.cut(order, best.value_s * (1 + _BETTER)) or best
     return best
 
 
-def _less(stages: Stages) -> float:
+def _limit_below(stages: Stages) -> float:
     return stages.value_s * (1 - _BETTER)
 
 
@@ -92,8 +92,8 @@ class _Line:
 
     def __init__(self, model: MaxLoad) -> None:
         self.model = model
-        self.arrays: Packed = packed(model)
-        self.tables = _tables(model)
+        self.arrays: PackedModel = pack_model(model)
+        self.tables = _list_tables(model)
 
     def first(self, order: Ints, bound_s: float) -> Stages | None:
         """The best cut of an order; short stages are looked at first."""
@@ -106,7 +106,7 @@ class _Line:
     def cut(self, order: Ints, limit_s: float) -> Stages | None:
         """The best cut under a limit over all tables of states, None if there is none."""
         if len(order) > _MOST_PLACES:
-            coarse, block = in_blocks(self.model, order, _MOST_PLACES)
+            coarse, block = merge_into_blocks(self.model, order, _MOST_PLACES)
             found = _Line(coarse).cut(np.arange(coarse.num_classes, dtype=np.int32), limit_s)
             return None if found is None else Stages(found.stage[block], found.kind, found.value_s)
         best = None
@@ -124,7 +124,7 @@ class _Line:
 
     def _run(self, order: Ints, states: States, limit_s: float) -> tuple[float, Ints, NDArray[np.int8]]:
         model, arrays = self.model, self.arrays
-        value, begins, kinds = linear(
+        value, begins, kinds = cut_linearly(
             order,
             model.seconds,
             model.num_bytes,
@@ -148,23 +148,23 @@ class _Line:
         return float(value), begins, kinds
 
 
-def in_blocks(model: MaxLoad, order: Ints, most: int) -> tuple[MaxLoad, Ints]:
+def merge_into_blocks(model: MaxLoad, order: Ints, most: int) -> tuple[MaxLoad, Ints]:
     """The model with rows of neighbours in an order as classes, and the block of each class."""
     num = model.num_classes
     block = np.empty(num, dtype=np.int32)
     block[order] = (np.arange(num, dtype=np.int64) * most // num).astype(np.int32)
-    return contracted(model, block, most), block
+    return contract_classes(model, block, most), block
 
 
-def _tables(model: MaxLoad) -> list[States]:
+def _list_tables(model: MaxLoad) -> list[States]:
     """Every count of every type, or where those are too many a few sequences of devices."""
     count = model.count.tolist()
     if num_states(count) <= _MOST_STATES:
-        return [counted(count)]
-    return [in_sequence(sequence, model.num_types) for sequence in sequences(model)]
+        return [states_by_count(count)]
+    return [states_in_sequence(sequence, model.num_types) for sequence in list_sequences(model)]
 
 
-def sequences(model: MaxLoad) -> list[tuple[int, ...]]:
+def list_sequences(model: MaxLoad) -> list[tuple[int, ...]]:
     """Orders of devices, as types: fastest, largest and first named come first, and the other way round."""
     total = np.where(np.isfinite(model.seconds), model.seconds, 0.0).sum(axis=0)
     named = np.repeat(np.arange(model.num_types), model.count)
@@ -175,10 +175,13 @@ def sequences(model: MaxLoad) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(int(t) for t in order) for order in both))
 
 
-def orders(model: MaxLoad) -> Iterator[Ints]:
+def list_orders(model: MaxLoad) -> Iterator[Ints]:
     """Topological orders of different kinds, each once."""
     num = model.num_classes
-    early, late = _depth(num, model.source, model.target), _depth(num, model.target, model.source)
+    early, late = (
+        _compute_depth(num, model.source, model.target),
+        _compute_depth(num, model.target, model.source),
+    )
     number = np.arange(num, dtype=np.float64)
     flat = np.zeros(num, dtype=np.int32)
     seen: set[bytes] = set()
@@ -193,7 +196,7 @@ def orders(model: MaxLoad) -> Iterator[Ints]:
         (_seconds(model), True),
     ):
         for backwards in (False, True):
-            order = topological(model, flat, key, newest=newest, backwards=backwards)
+            order = order_topologically(model, flat, key, newest=newest, backwards=backwards)
             if order.tobytes() not in seen:
                 seen.add(order.tobytes())
                 yield order
@@ -204,9 +207,9 @@ def _seconds(model: MaxLoad) -> Floats:
     return -longest
 
 
-def _depth(num: int, source: Ints, target: Ints) -> Floats:
+def _compute_depth(num: int, source: Ints, target: Ints) -> Floats:
     """[num] the longest way to each class, in edges."""
-    heads, pointer, waiting = _csr(num, source, target)
+    heads, pointer, waiting = _to_csr(num, source, target)
     depth = [0.0] * num
     ready = [v for v in range(num) if waiting[v] == 0]
     while ready:
@@ -219,16 +222,18 @@ def _depth(num: int, source: Ints, target: Ints) -> Floats:
     return np.array(depth)
 
 
-def _csr(num: int, source: Ints, target: Ints) -> tuple[list[int], list[int], list[int]]:
+def _to_csr(num: int, source: Ints, target: Ints) -> tuple[list[int], list[int], list[int]]:
     heads = target[np.argsort(source, kind="stable")].tolist()
     return heads, offsets(source, num).tolist(), np.bincount(target, minlength=num).tolist()
 
 
-def topological(model: MaxLoad, stage: Ints, key: Floats, *, newest: bool, backwards: bool = False) -> Ints:
+def order_topologically(
+    model: MaxLoad, stage: Ints, key: Floats, *, newest: bool, backwards: bool = False
+) -> Ints:
     """Stage by stage, inside a stage the class that became ready last first (`newest`), or by key."""
     num = model.num_classes
     ends = (model.target, model.source) if backwards else (model.source, model.target)
-    heads, pointer, waiting = _csr(num, *ends)
+    heads, pointer, waiting = _to_csr(num, *ends)
     at, by = (-stage if backwards else stage).tolist(), key.tolist()
     heap = [(at[v], 0, by[v], v) for v in range(num) if waiting[v] == 0]
     heapq.heapify(heap)

@@ -76,7 +76,7 @@ class MaxLoad:
         """The same classes with other bytes [C] and other room [D]; types are told apart anew."""
         column = {d: t for t, alike in enumerate(self.devices) for d in alike}
         type_of = np.array([column[d] for d in range(problem.cluster.num_devices)])
-        devices = _types(self.seconds[:, type_of], self.nets, type_of, num_bytes, room)
+        devices = _group_types(self.seconds[:, type_of], self.nets, type_of, num_bytes, room)
         pick = type_of[[alike[0] for alike in devices]]
         nets = replace(self.nets, read_s=self.nets.read_s[pick], write_s=self.nets.write_s[pick])
         return replace(
@@ -84,7 +84,7 @@ class MaxLoad:
             seconds=self.seconds[:, pick],
             num_bytes=num_bytes,
             devices=devices,
-            room=_clipped(room, num_bytes)[[alike[0] for alike in devices]],
+            room=_clip_room(room, num_bytes)[[alike[0] for alike in devices]],
             nets=nets,
         )
 
@@ -93,7 +93,7 @@ class MaxLoad:
         column = {d: t for t, alike in enumerate(self.devices) for d in alike}
         type_of = np.array([column[d] for d in range(problem.cluster.num_devices)])
         apart = np.full(1, 2**62, dtype=np.int64)
-        devices = _types(self.seconds[:, type_of], self.nets, type_of, apart, room)
+        devices = _group_types(self.seconds[:, type_of], self.nets, type_of, apart, room)
         first = [alike[0] for alike in devices]
         pick = type_of[first]
         nets = replace(self.nets, read_s=self.nets.read_s[pick], write_s=self.nets.write_s[pick])
@@ -106,7 +106,7 @@ class MaxLoad:
 def free_model(problem: Problem) -> MaxLoad:
     """The units of a problem; nothing is left out, so that its optimum is the problem's."""
     unit, num = units(problem.graph)
-    return model_of(problem, unit, num)
+    return make_model(problem, unit, num)
 
 
 def riding_units(problem: Problem) -> tuple[Cargo, bool]:
@@ -115,7 +115,7 @@ def riding_units(problem: Problem) -> tuple[Cargo, bool]:
     return cargo, cargo.num_units < units(problem.graph)[1]
 
 
-def model_of(problem: Problem, of_op: Ints, num: int) -> MaxLoad:
+def make_model(problem: Problem, of_op: Ints, num: int) -> MaxLoad:
     """Classes as given, without an order between them."""
     graph, cluster = problem.graph, problem.cluster
     by_kind = [np.bincount(of_op, seconds, num) for seconds in problem.costs.compute_s.T]
@@ -123,10 +123,10 @@ def model_of(problem: Problem, of_op: Ints, num: int) -> MaxLoad:
     seconds = np.where(allowed, np.stack(by_kind, axis=1)[:, cluster.kind], np.inf)
     num_bytes = np.zeros(num, dtype=np.int64)
     np.add.at(num_bytes, of_op, held_bytes(graph))
-    read_s, write_s, bounding = _hops(problem)
-    nets = _nets(problem, of_op, read_s, write_s)
+    read_s, write_s, bounding = _hop_seconds(problem)
+    nets = _build_nets(problem, of_op, read_s, write_s)
     every = np.arange(cluster.num_devices)
-    devices = _types(seconds, nets, every, num_bytes, cluster.usable_bytes)
+    devices = _group_types(seconds, nets, every, num_bytes, cluster.usable_bytes)
     pick = np.array([alike[0] for alike in devices])
     alone = len(np.unique(cluster.engine)) == cluster.num_devices
     none = np.zeros(0, dtype=np.int32)
@@ -135,7 +135,7 @@ def model_of(problem: Problem, of_op: Ints, num: int) -> MaxLoad:
         seconds=np.ascontiguousarray(seconds[:, pick]),
         num_bytes=num_bytes,
         devices=devices,
-        room=_clipped(cluster.usable_bytes, num_bytes)[pick],
+        room=_clip_room(cluster.usable_bytes, num_bytes)[pick],
         nets=replace(nets, read_s=nets.read_s[pick], write_s=nets.write_s[pick]),
         source=none,
         target=none,
@@ -149,17 +149,17 @@ def model_of(problem: Problem, of_op: Ints, num: int) -> MaxLoad:
 _LOAD = {Links.SHARED: Load.MAX3, Links.HALF_DUPLEX: Load.MAX2, Links.PARALLEL: Load.MAX3}
 
 
-def _clipped(room: Longs, num_bytes: Longs) -> Longs:
+def _clip_room(room: Longs, num_bytes: Longs) -> Longs:
     """Room beyond all there is makes no difference."""
     most = int(min(int(num_bytes.sum()), 2**62))
     return np.minimum(room, most).astype(np.int64)
 
 
-def _types(
+def _group_types(
     seconds: Floats, nets: Nets, column: Longs, num_bytes: Longs, room: Longs
 ) -> tuple[tuple[int, ...], ...]:
     """Devices that are alike in everything, as lists in order of their first; `column`: net costs."""
-    room = _clipped(room, num_bytes)
+    room = _clip_room(room, num_bytes)
     alike: dict[tuple[bytes, bytes, bytes, int], list[int]] = {}
     for d in range(seconds.shape[1]):
         reads, writes = nets.read_s[column[d]], nets.write_s[column[d]]
@@ -168,7 +168,7 @@ def _types(
     return tuple(tuple(devices) for devices in alike.values())
 
 
-def _hops(problem: Problem) -> tuple[Floats, Floats, bool]:
+def _hop_seconds(problem: Problem) -> tuple[Floats, Floats, bool]:
     """[D, T] seconds that a device reads and writes each tensor, and whether no plan does in less."""
     num, tensors = problem.cluster.num_devices, problem.graph.num_tensors
     read_s, write_s = np.zeros((num, tensors)), np.zeros((num, tensors))
@@ -191,10 +191,10 @@ def _hops(problem: Problem) -> tuple[Floats, Floats, bool]:
         ):
             routed = (lat[:, None] + problem.graph.tensor_bytes / per_s[:, None]).min(axis=0)
             table[d] = np.where(given == BY_ROUTE, routed, given)
-    return read_s, write_s, problem.links == Links.HALF_DUPLEX or _one_port(problem)
+    return read_s, write_s, problem.links == Links.HALF_DUPLEX or _has_one_port(problem)
 
 
-def _one_port(problem: Problem) -> bool:
+def _has_one_port(problem: Problem) -> bool:
     """Whether all that a device reads passes one link, and all that it writes."""
     route, num = problem.cluster.route, problem.cluster.num_devices
     for d in range(num):
@@ -205,7 +205,7 @@ def _one_port(problem: Problem) -> bool:
     return True
 
 
-def _nets(problem: Problem, of_op: Ints, read_s: Floats, write_s: Floats) -> Nets:
+def _build_nets(problem: Problem, of_op: Ints, read_s: Floats, write_s: Floats) -> Nets:
     """One net for all tensors with the same home and users; those that no device pays for are left out."""
     graph, home_of = problem.graph, of_op[problem.graph.tensor_op]
     costs: Bools = np.asarray((read_s + write_s).any(axis=0))

@@ -22,13 +22,13 @@ _RANGE = 2.0**31
 
 
 @kernel
-def _drawn(state: Any, below: Any) -> Any:
+def _draw_number(state: Any, below: Any) -> Any:
     state[0] = state[0] * _MULTIPLIER + _STEP
     return np.int64((state[0] >> _HIGH) * np.uint64(below) >> np.uint64(31))
 
 
 @kernel
-def _load(load: Any, compute: Any, reads: Any, writes: Any) -> Any:
+def _combine_load(load: Any, compute: Any, reads: Any, writes: Any) -> Any:
     if load == SUM:
         return compute + reads + writes
     if load == MAX2:
@@ -37,7 +37,7 @@ def _load(load: Any, compute: Any, reads: Any, writes: Any) -> Any:
 
 
 @kernel
-def _value(load_s: Any, a: Any, load_a: Any, b: Any, load_b: Any) -> Any:
+def _evaluate_loads(load_s: Any, a: Any, load_a: Any, b: Any, load_b: Any) -> Any:
     """Busiest load and a little of the mean square, with other loads at two devices."""
     top, square, mean = 0.0, 0.0, 0.0
     for d in range(len(load_s)):
@@ -49,7 +49,7 @@ def _value(load_s: Any, a: Any, load_a: Any, b: Any, load_b: Any) -> Any:
 
 
 @kernel
-def _change(
+def _transfer_change(
     i: Any,
     a: Any,
     b: Any,
@@ -95,7 +95,7 @@ def _change(
 
 
 @kernel
-def _shift(
+def _move_class(
     i: Any,
     a: Any,
     b: Any,
@@ -174,8 +174,8 @@ def anneal(
                 reads[d] += read_s[kind[d], e]
     load_s = np.empty(devices)
     for d in range(devices):
-        load_s[d] = _load(load, compute[d], reads[d], writes[d])
-    top, value = _value(load_s, 0, load_s[0], 0, load_s[0])
+        load_s[d] = _combine_load(load, compute[d], reads[d], writes[d])
+    top, value = _evaluate_loads(load_s, 0, load_s[0], 0, load_s[0])
     best, best_device = top, device.copy()
     heat = hot
     cooling = (cold / hot) ** (1.0 / max(tries, 1))
@@ -183,8 +183,8 @@ def anneal(
         heat *= cooling
         if best <= stop_s:
             break
-        i = _drawn(state, num)
-        choice = _drawn(state, 8)
+        i = _draw_number(state, num)
+        choice = _draw_number(state, 8)
         if choice < 3:  # something of the busiest device
             busiest = 0
             for d in range(devices):
@@ -193,18 +193,18 @@ def anneal(
             for _k in range(16):
                 if device[i] == busiest:
                     break
-                i = _drawn(state, num)
+                i = _draw_number(state, num)
         a = device[i]
-        b = _drawn(state, devices)
+        b = _draw_number(state, devices)
         links = home_ptr[i + 1] - home_ptr[i] + user_ptr[i + 1] - user_ptr[i]
         if choice != 0 and choice != 7 and links > 0:  # to a device where a neighbour is
-            k = _drawn(state, links)
+            k = _draw_number(state, links)
             if k < home_ptr[i + 1] - home_ptr[i]:
                 e = home_net[home_ptr[i] + k]
-                b = device[net_user[net_ptr[e] + _drawn(state, net_size[e])]]
+                b = device[net_user[net_ptr[e] + _draw_number(state, net_size[e])]]
             else:
                 e = user_net[user_ptr[i] + k - (home_ptr[i + 1] - home_ptr[i])]
-                pin = _drawn(state, net_size[e] + 1)
+                pin = _draw_number(state, net_size[e] + 1)
                 b = device[net_home[e]] if pin == net_size[e] else device[net_user[net_ptr[e] + pin]]
         if a == b or seconds[i, kind[b]] == np.inf:
             continue
@@ -212,7 +212,7 @@ def anneal(
         j = i
         if swap:
             for _k in range(16):
-                j = _drawn(state, num)
+                j = _draw_number(state, num)
                 if device[j] == b:
                     break
             if device[j] != b or seconds[j, kind[a]] == np.inf:
@@ -223,7 +223,7 @@ def anneal(
                 continue
         elif room_used[b] + num_bytes[i] > room[b]:
             continue
-        moved = _change(
+        moved = _transfer_change(
             i,
             a,
             b,
@@ -240,7 +240,7 @@ def anneal(
             write_s,
         )
         if swap:
-            _shift(
+            _move_class(
                 i,
                 a,
                 b,
@@ -257,7 +257,7 @@ def anneal(
                 num_bytes,
                 kind,
             )
-            back = _change(
+            back = _transfer_change(
                 j,
                 b,
                 a,
@@ -273,7 +273,7 @@ def anneal(
                 read_s,
                 write_s,
             )
-            _shift(
+            _move_class(
                 j,
                 b,
                 a,
@@ -290,12 +290,16 @@ def anneal(
                 num_bytes,
                 kind,
             )
-            load_a = _load(load, compute[a], reads[a], writes[a])
-            load_b = _load(load, compute[b], reads[b], writes[b])
+            load_a = _combine_load(load, compute[a], reads[a], writes[a])
+            load_b = _combine_load(load, compute[b], reads[b], writes[b])
         else:
-            load_a = _load(load, compute[a] - seconds[i, kind[a]], reads[a] + moved[0], writes[a] + moved[1])
-            load_b = _load(load, compute[b] + seconds[i, kind[b]], reads[b] + moved[2], writes[b] + moved[3])
-        new_top, new = _value(load_s, a, load_a, b, load_b)
+            load_a = _combine_load(
+                load, compute[a] - seconds[i, kind[a]], reads[a] + moved[0], writes[a] + moved[1]
+            )
+            load_b = _combine_load(
+                load, compute[b] + seconds[i, kind[b]], reads[b] + moved[2], writes[b] + moved[3]
+            )
+        new_top, new = _evaluate_loads(load_s, a, load_a, b, load_b)
         worse = new - value
         taken = worse <= 0
         if not taken and worse < _STEEP * heat:
@@ -304,7 +308,7 @@ def anneal(
         if not taken:
             if swap:
                 undo = (-back[2], -back[3], -back[0], -back[1])
-                _shift(
+                _move_class(
                     j,
                     a,
                     b,
@@ -322,7 +326,7 @@ def anneal(
                     kind,
                 )
                 undo = (-moved[2], -moved[3], -moved[0], -moved[1])
-                _shift(
+                _move_class(
                     i,
                     b,
                     a,
@@ -341,7 +345,7 @@ def anneal(
                 )
             continue
         if not swap:
-            _shift(
+            _move_class(
                 i,
                 a,
                 b,

@@ -1,7 +1,8 @@
 """A max-load model as arrays for compiled loops, and the states that count the devices used.
 
-A state is a count of every type (`counted`): prod(n_t + 1) of them, exact. Where that is too many, devices
-are taken in one fixed sequence and a state is how many were taken (`in_sequence`): a stated heuristic.
+A state is a count of every type (`states_by_count`): prod(n_t + 1) of them, exact. Where that is too many,
+devices are taken in one fixed sequence and a state is how many were taken (`states_in_sequence`): a
+stated heuristic.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ LOAD_CODE = {Load.SUM: 0, Load.MAX2: 1, Load.MAX3: 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedModel:
     """Nets by class, and what they cost each of Q different ports."""
 
     home_ptr: Ints  # [C + 1] into home_net
@@ -29,14 +30,14 @@ class Packed:
     write_s: Floats  # [Q, E]
 
 
-def packed(model: MaxLoad) -> Packed:
+def pack_model(model: MaxLoad) -> PackedModel:
     """The arrays of a model."""
     nets, num = model.nets, model.num_classes
     of_use = np.repeat(np.arange(nets.num, dtype=np.int32), np.diff(nets.ptr))
     by_user = np.argsort(nets.user, kind="stable")
     both = np.concatenate([nets.read_s, nets.write_s], axis=1)
     _, first, column = np.unique(both, axis=0, return_index=True, return_inverse=True)
-    return Packed(
+    return PackedModel(
         home_ptr=offsets(nets.home, num),
         home_net=np.argsort(nets.home, kind="stable").astype(np.int32),
         user_ptr=offsets(nets.user, num),
@@ -63,7 +64,7 @@ class States:
         return int(self.used.shape[1])
 
 
-def counted(count: Sequence[int]) -> States:
+def states_by_count(count: Sequence[int]) -> States:
     """One state for every count of every type."""
     types, stride, num = len(count), np.zeros(len(count), dtype=np.int64), 1
     for t in range(types):
@@ -73,7 +74,7 @@ def counted(count: Sequence[int]) -> States:
     return _with_steps(used, stride, [np.flatnonzero(used[t] < count[t]) for t in range(types)], exact=True)
 
 
-def in_sequence(sequence: Sequence[int], num_types: int) -> States:
+def states_in_sequence(sequence: Sequence[int], num_types: int) -> States:
     """One state for every number of devices taken; `sequence` has the type of each."""
     taken = np.array(sequence, dtype=np.int64)
     used = np.stack([np.concatenate([[0], np.cumsum(taken == t)]) for t in range(num_types)])
@@ -88,7 +89,7 @@ def _with_steps(used: Longs, stride: Longs, steps: list[Longs], *, exact: bool) 
 
 
 def num_states(count: Sequence[int]) -> int:
-    """States that `counted` would make."""
+    """States that `states_by_count` would make."""
     total = 1
     for devices in count:
         total *= int(devices) + 1

@@ -34,18 +34,18 @@ class Prices:
         return self.second * limit_s + self.byte * model.room
 
 
-def prices(model: MaxLoad) -> Prices:
+def find_prices(model: MaxLoad) -> Prices:
     """The best prices there are, or simple ones for very many classes."""
-    second, byte = _simple(model)
-    best = _priced(model, second, byte)
+    second, byte = _simple_prices(model)
+    best = _make_prices(model, second, byte)
     if model.num_classes * model.num_types <= _MOST_VARIABLES and model.num_types > 1:
-        for found in _dual(model):
-            other = _priced(model, *found)
+        for found in _dual_prices(model):
+            other = _make_prices(model, *found)
             best = other if other.bound_s > best.bound_s else best
     return best
 
 
-def _priced(model: MaxLoad, second: Floats, byte: Floats) -> Prices:
+def _make_prices(model: MaxLoad, second: Floats, byte: Floats) -> Prices:
     allowed = allowed_types(model)
     with np.errstate(invalid="ignore"):
         cost = np.where(allowed, second * np.where(allowed, model.seconds, 0.0), np.inf)
@@ -59,14 +59,14 @@ def _priced(model: MaxLoad, second: Floats, byte: Floats) -> Prices:
     return Prices(second, byte, worth, max(work, largest, 0.0))
 
 
-def _simple(model: MaxLoad) -> tuple[Floats, Floats]:
+def _simple_prices(model: MaxLoad) -> tuple[Floats, Floats]:
     """A second of each type in terms of what all types do in it."""
     total = np.where(np.isfinite(model.seconds), model.seconds, 0.0).sum(axis=0)
     speed = 1.0 / np.maximum(total, 1e-300) if total.any() else np.ones(model.num_types)
     return speed / (speed @ model.count), np.zeros(model.num_types)
 
 
-def _dual(model: MaxLoad) -> list[tuple[Floats, Floats]]:
+def _dual_prices(model: MaxLoad) -> list[tuple[Floats, Floats]]:
     """Prices of seconds and bytes of the relaxation, without and with memory."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_array, vstack

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadmaster.core.arrays import Bools, Floats, Ints, distinct, offsets
+from loadmaster.core.arrays import Bools, Floats, Ints, offsets, sorted_unique
 from loadmaster.core.problem import Load
-from loadmaster.placers.exact._maxload.anchors import MOST_WORK, held_loads, pair_work, parted_loads
+from loadmaster.placers.exact._maxload.anchors import MOST_WORK, held_loads, least_parted_loads, pair_work
 from loadmaster.placers.exact._maxload.model import MaxLoad, allowed_types
-from loadmaster.placers.exact._maxload.prices import Prices, prices
+from loadmaster.placers.exact._maxload.prices import Prices, find_prices
 
 _MARGIN = 1e-12  # of a limit, for rounding
 _SLACK = 1e-10  # of all that devices carry: sums of many prices
@@ -25,21 +25,21 @@ _ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduced:
+class ReducedModel:
     """A model with fewer classes that has every split within the limit, and the new class of each."""
 
     model: MaxLoad
     of_class: Ints  # [C]
 
 
-def reduced(model: MaxLoad, limit_s: float) -> Reduced | None:
+def reduce_model(model: MaxLoad, limit_s: float) -> ReducedModel | None:
     """The model for splits with all loads within a limit; None where there is none."""
     label = np.arange(model.num_classes, dtype=np.int32)
     for _ in range(_ROUNDS):
-        price = prices(model)
+        price = find_prices(model)
         if price.bound_s > limit_s * (1 + _MARGIN):
             return None
-        waste, slack = _waste(model, price, limit_s)
+        waste, slack = _compute_waste(model, price, limit_s)
         load_s = held_loads(model, limit_s * (1 + _MARGIN))
         barred = ((waste > slack) | (load_s > limit_s * (1 + _MARGIN))) & np.isfinite(model.seconds)
         if barred.any():
@@ -47,16 +47,18 @@ def reduced(model: MaxLoad, limit_s: float) -> Reduced | None:
             waste = np.where(barred, np.inf, waste)
         if not allowed_types(model).any(axis=1).all():
             return None
-        together = _unparted(model, price, waste, slack, limit_s)
+        together = _find_unparted(model, price, waste, slack, limit_s)
         if not together.any() and not barred.any():
-            together = _uncut(model, limit_s * (1 + _MARGIN)) | _too_dear(model, price, waste, slack)
+            together = _find_uncut(model, limit_s * (1 + _MARGIN)) | _find_too_costly(
+                model, price, waste, slack
+            )
         if together.any():
-            joined = _components(model, together)
-            model = contracted(model, joined, int(joined.max()) + 1)
+            joined = _join_classes(model, together)
+            model = contract_classes(model, joined, int(joined.max()) + 1)
             label = joined[label]
         elif not barred.any():
             break
-    return Reduced(model, label)
+    return ReducedModel(model, label)
 
 
 def least_busiest_s(model: MaxLoad) -> float:
@@ -65,7 +67,7 @@ def least_busiest_s(model: MaxLoad) -> float:
     return float(held_loads(model, most_s).min(axis=1).max(initial=0.0)) * (1 - 1e-12)
 
 
-def _waste(model: MaxLoad, price: Prices, limit_s: float) -> tuple[Floats, float]:
+def _compute_waste(model: MaxLoad, price: Prices, limit_s: float) -> tuple[Floats, float]:
     """[C, T] worth lost when a class is on a type, inf where it cannot be; and how much may be lost."""
     carries = float(price.carries(model, limit_s) @ model.count)
     total = float(price.worth.sum())
@@ -75,7 +77,7 @@ def _waste(model: MaxLoad, price: Prices, limit_s: float) -> tuple[Floats, float
     return cost - price.worth[:, None], carries - total + _SLACK * max(carries, total)
 
 
-def _unparted(model: MaxLoad, price: Prices, waste: Floats, slack: float, limit_s: float) -> Bools:
+def _find_unparted(model: MaxLoad, price: Prices, waste: Floats, slack: float, limit_s: float) -> Bools:
     """[uses] whether a net's home and user are together because cutting the net wastes too much."""
     nets, types = model.nets, model.num_types
     home = np.repeat(nets.home, np.diff(nets.ptr))
@@ -84,26 +86,28 @@ def _unparted(model: MaxLoad, price: Prices, waste: Floats, slack: float, limit_
     room = limit_s * (1 + _MARGIN)
     for a in range(types):
         write_s = nets.write_s[a, net]
-        out = np.where(_alone(model, a, home, write_s) <= room, waste[home, a], np.inf)
+        out = np.where(_least_load_alone(model, a, home, write_s) <= room, waste[home, a], np.inf)
         for b in range(types):
             if a == b and len(model.devices[a]) < 2:
                 continue
             read_s = nets.read_s[b, net]
-            into = np.where(_alone(model, b, nets.user, read_s) <= room, waste[nets.user, b], np.inf)
+            into = np.where(
+                _least_load_alone(model, b, nets.user, read_s) <= room, waste[nets.user, b], np.inf
+            )
             paid = price.second[a] * write_s + price.second[b] * read_s if model.load == Load.SUM else 0.0
             least = np.minimum(least, out + into + paid)
     return least > slack
 
 
-def _uncut(model: MaxLoad, limit_s: float) -> Bools:
+def _find_uncut(model: MaxLoad, limit_s: float) -> Bools:
     """[uses] whether they are together because a device with one and not the other does too much."""
     nets, types = model.nets, model.num_types
     home = np.repeat(nets.home, np.diff(nets.ptr)).astype(np.int64)
     user = nets.user.astype(np.int64)
     if pair_work(model) > MOST_WORK:
         return np.zeros(len(user), dtype=np.bool_)
-    out = parted_loads(model, home, user, limit_s) <= limit_s
-    into = parted_loads(model, user, home, limit_s) <= limit_s
+    out = least_parted_loads(model, home, user, limit_s) <= limit_s
+    into = least_parted_loads(model, user, home, limit_s) <= limit_s
     parted = np.zeros(len(user), dtype=np.bool_)
     for a in range(types):
         for b in range(types):
@@ -112,7 +116,7 @@ def _uncut(model: MaxLoad, limit_s: float) -> Bools:
     return ~parted
 
 
-def _too_dear(model: MaxLoad, price: Prices, waste: Floats, slack: float) -> Bools:
+def _find_too_costly(model: MaxLoad, price: Prices, waste: Floats, slack: float) -> Bools:
     """[uses] whether they are together because all that is cut between them wastes too much."""
     nets, types = model.nets, model.num_types
     home = np.repeat(nets.home, np.diff(nets.ptr)).astype(np.int64)
@@ -121,8 +125,8 @@ def _too_dear(model: MaxLoad, price: Prices, waste: Floats, slack: float) -> Boo
         return np.zeros(len(user), dtype=np.bool_)
     wasted = replace(model, seconds=np.maximum(waste, 0.0) / price.second)
     most = max(slack, 0.0) / float(price.second.min())
-    out = price.second * parted_loads(wasted, home, user, most)
-    into = price.second * parted_loads(wasted, user, home, most)
+    out = price.second * least_parted_loads(wasted, home, user, most)
+    into = price.second * least_parted_loads(wasted, user, home, most)
     least = np.full(len(user), np.inf)
     for a in range(types):
         for b in range(types):
@@ -131,7 +135,7 @@ def _too_dear(model: MaxLoad, price: Prices, waste: Floats, slack: float) -> Boo
     return least > slack
 
 
-def _components(model: MaxLoad, together: Bools) -> Ints:
+def _join_classes(model: MaxLoad, together: Bools) -> Ints:
     """[C] labels that are equal for classes joined by such uses."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
@@ -144,13 +148,13 @@ def _components(model: MaxLoad, together: Bools) -> Ints:
     return np.asarray(label, dtype=np.int32)
 
 
-def _alone(model: MaxLoad, kind: int, classes: Ints, transfer_s: Floats) -> Floats:
+def _least_load_alone(model: MaxLoad, kind: int, classes: Ints, transfer_s: Floats) -> Floats:
     """What a class and one transfer load a device with at least."""
     seconds: Floats = model.seconds[classes, kind]
     return seconds + transfer_s if model.load == Load.SUM else np.maximum(seconds, transfer_s)
 
 
-def contracted(model: MaxLoad, label: Ints, num: int) -> MaxLoad:
+def contract_classes(model: MaxLoad, label: Ints, num: int) -> MaxLoad:
     """The model with classes of one label as one; nets with the same ends are one, order is kept."""
     seconds = np.zeros((num, model.num_types))
     np.add.at(seconds, label, model.seconds)
@@ -159,8 +163,8 @@ def contracted(model: MaxLoad, label: Ints, num: int) -> MaxLoad:
     nets = model.nets
     of_use = np.repeat(np.arange(nets.num, dtype=np.int64), np.diff(nets.ptr))
     away: Bools = label[nets.user] != label[nets.home[of_use]]
-    pair = distinct(of_use[away] * num + label[nets.user[away]])
-    kept = distinct(pair // num)
+    pair = sorted_unique(of_use[away] * num + label[nets.user[away]])
+    kept = sorted_unique(pair // num)
     user, ptr = pair % num, offsets(np.searchsorted(kept, pair // num).astype(np.int32), len(kept))
     same: dict[tuple[int, bytes], int] = {}
     home = label[nets.home[kept]]
@@ -179,7 +183,7 @@ def contracted(model: MaxLoad, label: Ints, num: int) -> MaxLoad:
             np.add.at(total[t], of_net, table[t, kept])
         costs.append(total)
     users = [user[ptr[e] : ptr[e + 1]] for e in first]
-    ends = distinct(label[model.source].astype(np.int64) * num + label[model.target])
+    ends = sorted_unique(label[model.source].astype(np.int64) * num + label[model.target])
     ends = ends[ends // num != ends % num]
     return replace(
         model,

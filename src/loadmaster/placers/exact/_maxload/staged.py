@@ -13,19 +13,19 @@ from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.pipelining import settled_bytes
 from loadmaster.core.problem import Problem
 from loadmaster.core.schedule import Schedule
-from loadmaster.placers.exact._maxload.chains import Ideals, ideals_of, tracks
-from loadmaster.placers.exact._maxload.flights import flights
+from loadmaster.placers.exact._maxload.chains import Ideals, find_ideals, make_tracks
+from loadmaster.placers.exact._maxload.flights import sweep_flights
 from loadmaster.placers.exact._maxload.holds import Holds, holds_of
-from loadmaster.placers.exact._maxload.ideals import totals
-from loadmaster.placers.exact._maxload.lines import orders, sequences, topological
-from loadmaster.placers.exact._maxload.model import MaxLoad, model_of
+from loadmaster.placers.exact._maxload.ideals import sum_by_ideal
+from loadmaster.placers.exact._maxload.lines import list_orders, list_sequences, order_topologically
+from loadmaster.placers.exact._maxload.model import MaxLoad, make_model
 from loadmaster.placers.exact._maxload.packed import (
     LOAD_CODE,
     States,
-    counted,
-    in_sequence,
     num_states,
-    packed,
+    pack_model,
+    states_by_count,
+    states_in_sequence,
     user_words,
 )
 
@@ -60,7 +60,7 @@ class Flight:
     running: Longs  # [C]
 
 
-def flight_of(problem: Problem, model: MaxLoad, room: Longs, op_running: Longs) -> Flight:
+def make_flight(problem: Problem, model: MaxLoad, room: Longs, op_running: Longs) -> Flight:
     """A model made ready; `room` is what devices may use, `op_running` what they must have left for ops."""
     assert problem.schedule is not None
     num_bytes = np.zeros(model.num_classes, dtype=np.int64)
@@ -76,17 +76,17 @@ def best_order(
 ) -> Staged | None:
     """The best cut of `most` orders, and of as many reorderings inside its stages as `rounds` says."""
     best: Staged | None = None
-    for at, order in enumerate(orders(flight.model)):
+    for at, order in enumerate(list_orders(flight.model)):
         if at >= most or (at and spent()) or _reaches(best, bound_s):
             break
-        best = cut(flight, order, _under(best)) or best
+        best = cut_order(flight, order, _limit_below(best)) or best
     for at in range(rounds if best is not None else 0):
         assert best is not None
         if spent() or _reaches(best, bound_s):
             break
         key = rng.random(flight.model.num_classes)
-        order = topological(flight.model, best.stage, key, newest=at % 2 == 0)
-        best = cut(flight, order, _under(best)) or best
+        order = order_topologically(flight.model, best.stage, key, newest=at % 2 == 0)
+        best = cut_order(flight, order, _limit_below(best)) or best
     return best
 
 
@@ -94,56 +94,58 @@ def _reaches(best: Staged | None, bound_s: float) -> bool:
     return best is not None and best.value_s <= bound_s * (1 + _BETTER)
 
 
-def _under(best: Staged | None) -> float:
+def _limit_below(best: Staged | None) -> float:
     return np.inf if best is None else best.value_s * (1 - _BETTER)
 
 
-def cut(flight: Flight, order: Ints, limit_s: float) -> Staged | None:
+def cut_order(flight: Flight, order: Ints, limit_s: float) -> Staged | None:
     """The best stages along an order of classes, None where none are under the limit."""
     num = len(order)
     if num > _MOST_PLACES:
         block = np.empty(num, dtype=np.int32)
         block[order] = (np.arange(num, dtype=np.int64) * _MOST_PLACES // num).astype(np.int32)
-        coarse = model_of(flight.problem, block[flight.model.of_op], _MOST_PLACES)
-        rough = flight_of(flight.problem, coarse, flight.room, flight.op_running)
-        found = cut(rough, np.arange(_MOST_PLACES, dtype=np.int32), limit_s)
+        coarse = make_model(flight.problem, block[flight.model.of_op], _MOST_PLACES)
+        rough = make_flight(flight.problem, coarse, flight.room, flight.op_running)
+        found = cut_order(rough, np.arange(_MOST_PLACES, dtype=np.int32), limit_s)
         return None if found is None else replace(found, stage=found.stage[block])
     line = replace(flight.model, source=order[:-1], target=order[1:])
-    ideals = turned_ideals(line, most=num + 1, max_bytes=2**34)
+    ideals = find_reversed_ideals(line, most=num + 1, max_bytes=2**34)
     assert ideals is not None
-    return best_staged(flight, ideals, limit_s, spent=lambda: False)[0]
+    return find_best_stages(flight, ideals, limit_s, spent=lambda: False)[0]
 
 
-def turned_ideals(model: MaxLoad, *, most: int, max_bytes: int) -> Ideals | None:
+def find_reversed_ideals(model: MaxLoad, *, most: int, max_bytes: int) -> Ideals | None:
     """The ideals of the order turned round: what may come behind a stage."""
-    return ideals_of(replace(model, source=model.target, target=model.source), most=most, max_bytes=max_bytes)
+    return find_ideals(
+        replace(model, source=model.target, target=model.source), most=most, max_bytes=max_bytes
+    )
 
 
-def tables(flight: Flight) -> Iterator[States]:
+def list_tables(flight: Flight) -> Iterator[States]:
     """Every count of every type, or where those are too many a few sequences of devices, the last first."""
     count = flight.model.count.tolist()
     if num_states(count) <= _MOST_STATES:
-        yield counted(count)
+        yield states_by_count(count)
         return
-    for sequence in sequences(flight.model):
-        yield in_sequence(sequence[::-1], flight.model.num_types)
+    for sequence in list_sequences(flight.model):
+        yield states_in_sequence(sequence[::-1], flight.model.num_types)
 
 
 def num_states_of(flight: Flight) -> int:
     """States per ideal."""
-    return next(tables(flight)).num
+    return next(list_tables(flight)).num
 
 
-def best_staged(
+def find_best_stages(
     flight: Flight, ideals: Ideals, limit_s: float, *, spent: Spent
 ) -> tuple[Staged | None, bool]:
     """The best stages over ideals under a limit, and whether it is proven that none are better."""
     best, proven = None, True
-    for states in tables(flight):
+    for states in list_tables(flight):
         found, ended = _Pass(flight, ideals, states).run(limit_s, spent)
         proven &= ended and states.exact
         if found is not None:
-            best, limit_s = found, _under(found)
+            best, limit_s = found, _limit_below(found)
     return best, proven
 
 
@@ -160,8 +162,8 @@ def devices_needed(flight: Flight, ideals: Ideals, *, max_bytes: int, spent: Spe
         count = num_states(more.model.count.tolist())
         if count > _MOST_STATES or 16 * count * ideals.num > max_bytes:
             break
-        states = counted(more.model.count.tolist())
-        fits = np.isfinite(_Pass(more, ideals, states).swept(np.inf, spent).best[-1])
+        states = states_by_count(more.model.count.tolist())
+        fits = np.isfinite(_Pass(more, ideals, states).sweep_ideals(np.inf, spent).best[-1])
         if fits.any():
             return int(states.used[kind, fits].min())
     return None
@@ -176,7 +178,7 @@ def most_microbatches(flight: Flight, ideals: Ideals, *, spent: Spent) -> int:
     while fails - fits > 1 and not spent():
         middle = (fits + fails) // 2
         fewer = replace(flight, schedule=replace(schedule, num_microbatches=middle))
-        found, ended = best_staged(fewer, ideals, np.inf, spent=spent)
+        found, ended = find_best_stages(fewer, ideals, np.inf, spent=spent)
         if found is not None:
             fits = middle
         elif ended:
@@ -187,7 +189,7 @@ def most_microbatches(flight: Flight, ideals: Ideals, *, spent: Spent) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Swept:
+class _SweepResult:
     """What a pass over ideals found: values, and whence and how they came about."""
 
     best: Floats  # [I, states]
@@ -204,21 +206,21 @@ class _Pass:
 
     def run(self, limit_s: float, spent: Spent) -> tuple[Staged | None, bool]:
         """The best stages within the limit, and whether the pass came to its end."""
-        found = self.swept(limit_s, spent)
+        found = self.sweep_ideals(limit_s, spent)
         state = int(found.best[-1].argmin())
         value_s = float(found.best[-1, state])
         if not found.ended or value_s > limit_s or value_s == np.inf:
             return None, found.ended
         return self._traced(found.came_from, found.came_by, state, value_s), True
 
-    def swept(self, limit_s: float, spent: Spent) -> _Swept:
+    def sweep_ideals(self, limit_s: float, spent: Spent) -> _SweepResult:
         """The least busiest load of every ideal and state within the limit."""
         num, states = self.ideals.num, self.states
         best = np.full((num, states.num), np.inf)
         best[0, 0] = 0.0
         came_from = np.zeros((num, states.num), dtype=np.int32)
         came_by = np.zeros((num, states.num), dtype=np.int32)
-        fixed = self._fixed()
+        fixed = self._kernel_arguments()
         memory = (
             *(best, came_from, came_by),
             np.full(num, -1, dtype=np.int32),
@@ -229,27 +231,27 @@ class _Pass:
         given: tuple[Any, ...] = (*fixed[:-1], *memory)
         at = 0
         while at < num and not (at and spent()):
-            at, _ = flights(*(at, _FUEL, limit_s), *given)
-        return _Swept(best, came_from, came_by, ended=at >= num)
+            at, _ = sweep_flights(*(at, _FUEL, limit_s), *given)
+        return _SweepResult(best, came_from, came_by, ended=at >= num)
 
-    def _fixed(self) -> tuple[Any, ...]:
+    def _kernel_arguments(self) -> tuple[Any, ...]:
         """What the kernel reads, and the number of tracks."""
         model, holds, ideals, states = self.flight.model, self.flight.holds, self.ideals, self.states
-        arrays = packed(model)
-        track, read_s, write_s = tracks(arrays, model.load)
+        arrays = pack_model(model)
+        track, read_s, write_s = make_tracks(arrays, model.load)
         ptr, word, mask = user_words(model.nets)
         homes, users = (arrays.home_ptr, arrays.home_net), (arrays.user_ptr, arrays.user_net)
         nets = [part.astype(np.uint32) for part in (*homes, *users, model.nets.home, ptr, word)]
         barred = ~np.isfinite(model.seconds)
         links = ideals.ptr, ideals.up, ideals.more
-        seconds, of_barred, num_bytes, _ = totals(
+        seconds, of_barred, num_bytes, _ = sum_by_ideal(
             *links,
             np.where(barred, 0.0, model.seconds),
             barred.astype(np.int32),
             model.num_bytes,
             np.zeros(model.num_classes),
         )
-        again = totals(
+        again = sum_by_ideal(
             *links, holds.again_s, barred.astype(np.int32), model.num_bytes, np.zeros(model.num_classes)
         )[0]
         behind = states.used.sum(axis=0).tolist()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.placers.exact._maxload.wires import carry
+from loadmaster.placers.exact._maxload.wires import carry_transfers
 from loadmaster.simulator.jit import kernel
 
 UNREACHED = 255
@@ -110,7 +110,7 @@ def sweep(
                     any_fits = any_fits or fits[t]
                 if not any_fits:
                     continue
-                carry(
+                carry_transfers(
                     rows, base, inner, outer, more[link], home_ptr, home_net, user_ptr, user_net, net_home,
                     word_ptr, word, mask, read_s, write_s, moved,
                 )  # fmt: skip

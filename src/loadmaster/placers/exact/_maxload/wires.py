@@ -14,7 +14,7 @@ _ONE, _SIX, _LOW = np.uint64(1), np.uint32(6), np.uint32(63)
 
 
 @kernel_part
-def carry(
+def carry_transfers(
     rows: Any,
     base: Any,
     inner: Any,
