@@ -2,7 +2,7 @@
 
 Small communication times (Hanen, Munier: scheduling dependent tasks on m processors with small
 communication delays) with memory (Baechi: Jeon et al., SoCC 2020). The programme
-(`simulator/favourites.py`) says which child should stay with its parent on unlimited devices. By default
+(`simulator/bounds/favourite_children.py`) says which child should stay with its parent on unlimited devices. By default
 transfer times are *clipped*, which makes its optimum a proven lower bound and the programme seconds faster;
 `clipped=False` is the published form. It differs from the published code: favourites are rounded to a
 matching (there two edges at x = 0.5 cancel each other), and beside the published rule (a device is awake

@@ -3,7 +3,7 @@
     x ─────► op            op on x's device: as it was
     x ─carried─► c         op elsewhere: one copy per (tensor, device), made anew once the tensor was written,
     x,c ─joined─► op       and one edge per reading, or one per device where gradients are added (presum)
-    fetched ─► op ─► dropped    a weight that stays at home is copied for each reader (`loads.py`)
+    fetched ─► op ─► dropped    a weight that stays at home is copied for each reader (`weight_loads.py`)
 
 What each node of the new graph carries in its `meta`: op (name), device (where its memory is), back (where
 the memory of its backward is); a copy also its role and source, the node of the program it is a copy of.

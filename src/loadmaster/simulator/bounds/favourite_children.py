@@ -1,6 +1,6 @@
 """Favourite children: which consumer should stay with which producer, and what no plan can beat.
 
-The programme of small communication times (Hanen and Munier; `programme.py` solves it): x_ij = 0 where op j
+The programme of small communication times (Hanen and Munier; `small_communication.py` solves it): x_ij = 0 where op j
 follows op i on its device without a transfer; at most one child does, and it follows at most one parent.
 
 As published its optimum may exceed the best plan: two ops of 1 s after one of 1 s, transfers of 10 s, gives
