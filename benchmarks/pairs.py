@@ -2,9 +2,9 @@
 
 OLD and NEW are checkouts. Each has one process that answers requests to run a case; a pair is the case once
 in either, the order swapped from pair to pair, so that whatever the machine does meanwhile meets both. The
-figure is the ratio NEW / OLD: the geometric mean over pairs with its 95 % interval (Student's t on the logarithms).
-Only public names are used, so that any two trees can be compared. Import and `--help` are timed in fresh
-processes.
+figure is the ratio NEW / OLD: the geometric mean over pairs with its 95 % interval (Student's t on the
+logarithms). Only public names are used, so that any two trees can be compared. Import and `--help` are timed
+in fresh processes.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Shortage: after a device was full, what is known of it, and the nearest plan that leaves room.
 
-A logical device says itself that it is full (`byte_accounts.py`), a whole GPU by torch's error. What stood on it
-beyond its prediction is taken off its room, and the plan is repaired from where its ops are: as few as it
+A logical device says itself that it is full (`byte_accounts.py`), a whole GPU by torch's error. What stood on
+it beyond its prediction is taken off its room, and the plan is repaired from where its ops are: as few as it
 takes move.
 """
 

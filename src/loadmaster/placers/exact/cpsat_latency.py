@@ -3,8 +3,9 @@
 Ops and transfers are intervals, no two at once on an engine or a link, memory is cumulative (see
 `_latency/model.py` for the model and what it relaxes). Warm-started by the constructors and a short local
 search: their best plan is hint and upper bound. The bound is the best of CP-SAT's and of the linear programme
-(`simulator/bounds/step_programme.py`), both over the original graph. Beyond `exact_ops` ops the model is that of the
-grouped problem: good plans, but no bound, since merging is a restriction; the programme's bound remains.
+(`simulator/bounds/step_programme.py`), both over the original graph. Beyond `exact_ops` ops the model is that
+of the grouped problem: good plans, but no bound, since merging is a restriction; the programme's bound
+remains.
 """
 
 import time

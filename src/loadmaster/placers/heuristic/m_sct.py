@@ -1,14 +1,13 @@
 """m-SCT: favourite children from a linear programme, then m-ETF with devices that wait for them.
 
-Small communication times (Hanen, Munier: scheduling dependent tasks on m processors with small
-communication delays) with memory (Baechi: Jeon et al., SoCC 2020). The programme
-(`simulator/bounds/favourite_children.py`) says which child should stay with its parent on unlimited devices. By default
-transfer times are *clipped*, which makes its optimum a proven lower bound and the programme seconds faster;
-`clipped=False` is the published form. It differs from the published code: favourites are rounded to a
-matching (there two edges at x = 0.5 cancel each other), and beside the published rule (a device is awake
-while its favourite is ready, an urgent op goes first) the literature's is tried: a device also stays idle
-while the favourite's other parents still run. Plain m-ETF is tried too, so that m_sct is never worse.
-O(programme) + O((V + E) D log V) a pass.
+Small communication times (Hanen, Munier: scheduling dependent tasks on m processors with small communication
+delays) with memory (Baechi: Jeon et al., SoCC 2020). The programme (`simulator/bounds/favourite_children.py`)
+says which child should stay with its parent on unlimited devices. By default transfer times are *clipped*,
+which makes its optimum a proven lower bound and the programme seconds faster; `clipped=False` is the
+published form. It differs from the published code: favourites are rounded to a matching (there two edges at x
+= 0.5 cancel each other), and beside the published rule (a device is awake while its favourite is ready, an
+urgent op goes first) the literature's is tried: a device also stays idle while the favourite's other parents
+still run. Plain m-ETF is tried too, so that m_sct is never worse. O(programme) + O((V + E) D log V) a pass.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Favourite children: which consumer should stay with which producer, and what no plan can beat.
 
-The programme of small communication times (Hanen and Munier; `small_communication.py` solves it): x_ij = 0 where op j
-follows op i on its device without a transfer; at most one child does, and it follows at most one parent.
+The programme of small communication times (Hanen and Munier; `small_communication.py` solves it): x_ij = 0
+where op j follows op i on its device without a transfer; at most one child does, and it follows at most one
+parent.
 
 As published its optimum may exceed the best plan: two ops of 1 s after one of 1 s, transfers of 10 s, gives
 7 s, but one device takes 3 s. *Clipped* it never does: c' is c, cut to the times of i's other children and of

@@ -4,8 +4,9 @@
                    sum over children j of (1 - x_ij) <= 1,   sum over parents i of (1 - x_ij) <= 1
 
 Most edges never matter. So a greedy x comes first; edges on paths longer than what is proven so far get rows,
-the programme of these rows alone is solved (`small_communication_part.py`), x is completed greedily, and so on until
-the longest path of x is as short as the proof. O(E) a round, and a programme of a fraction of the edges.
+the programme of these rows alone is solved (`small_communication_part.py`), x is completed greedily, and so
+on until the longest path of x is as short as the proof. O(E) a round, and a programme of a fraction of the
+edges.
 
 Effort is counted in pivots, not in seconds, so that the same input gives the same answer: the dual simplex
 first; where it needs too many pivots (many x are fractional), the interior-point method, unless too large.
