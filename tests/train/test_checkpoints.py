@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
+from loadmaster.modules.tensor_files import read_tensors
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.checkpoints import (
     FACTS,
@@ -21,7 +22,6 @@ from loadmaster.train.disk.checkpoints import (
     sweep,
 )
 from loadmaster.train.disk.journal import DiskFullError
-from loadmaster.train.disk.tensor_files import read_tensors
 
 
 def snapshot(step: int = 3) -> Snapshot:

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import DeviceMemoryError, FileError, FormatError, InputError  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
-from loadmaster.runtime.checkpoint import Checkpoint  # noqa: E402
+from loadmaster.modules.checkpoint import Checkpoint  # noqa: E402
 from loadmaster.runtime.placed import Placed, build_placed_model  # noqa: E402
 from tests.allocations import StorageCounter  # noqa: E402
 from tests.placing import devices  # noqa: E402

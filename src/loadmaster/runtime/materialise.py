@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
-from loadmaster.runtime.checkpoint import Checkpoint
+from loadmaster.modules.checkpoint import Checkpoint
 
 Settle = Callable[[str, torch.Tensor], None]  # a weight or buffer, by name, that has its values
 _RESETS = ("reset_parameters", "_reset_parameters")

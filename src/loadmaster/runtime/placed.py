@@ -15,7 +15,7 @@ from loadmaster.core.errors import DeviceMemoryError, InputError, PlanError, Run
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.runtime.checkpoint import Checkpoint
+from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan

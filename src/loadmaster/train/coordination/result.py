@@ -11,10 +11,11 @@ import torch
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.io import write_bytes
+from loadmaster.modules.tensor_files import write_tensors
 from loadmaster.train.coordination.callbacks import replace_nonfinite
 from loadmaster.train.coordination.searchers import metric_value
 from loadmaster.train.disk import checkpoints
-from loadmaster.train.disk.tensor_files import write_tensors
+from loadmaster.train.disk.journal import make_write_error
 
 
 class TrialStatus(StrEnum):
@@ -56,7 +57,11 @@ class TrialResult:
 
     def save_model(self, path: str | Path) -> None:
         """Write all its weights into one safetensors file."""
-        write_tensors(Path(path), self.state_dict())
+        state = self.state_dict()
+        try:
+            write_tensors(Path(path), state)
+        except OSError as problem:
+            raise make_write_error(Path(path), problem) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from loadmaster.core.errors import FileError
+from loadmaster.modules.tensor_files import match_tensors, read_tensors, write_tensors
 from loadmaster.train.disk.journal import make_write_error, sync_folder
-from loadmaster.train.disk.tensor_files import match_tensors, read_tensors, write_tensors
 
 FOLDER, LINK = ".backbones", "backbone.safetensors"  # no trial's folder begins with a dot
 _LEAST = 0.5  # of a model's bytes: less is not worth a file of its own

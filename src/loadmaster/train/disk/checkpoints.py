@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
+from loadmaster.modules.tensor_files import read_tensors, write_tensors
 from loadmaster.train.disk.backbone_files import (
     Backbone,
     frozen_part,
@@ -32,7 +33,6 @@ from loadmaster.train.disk.backbone_files import (
     sweep_backbones,
 )
 from loadmaster.train.disk.journal import make_write_error, sync_folder
-from loadmaster.train.disk.tensor_files import read_tensors, write_tensors
 
 MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
 KEPT = 2  # the last committed generations: the newest, and one to fall back on
@@ -118,7 +118,10 @@ def write_snapshot(
     rest, shared = _without_shared(snapshot.tensors, snapshot.model)
     files = {}
     for name, tensors in ((MODEL, own), (STATE, rest)):
-        size, crc = write_tensors(folder / name, tensors)
+        try:
+            size, crc = write_tensors(folder / name, tensors)
+        except OSError as problem:
+            raise make_write_error(folder / name, problem) from None
         files[name] = {"bytes": size, "crc": crc}
     document = {"step": snapshot.step, "files": files, "shared": shared, "facts": snapshot.facts}
     if backbone is not None:
