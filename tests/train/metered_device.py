@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from loadmaster.core.units import format_bytes
+from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.shards.device.cpu_device import CpuDevice
-from loadmaster.shards.model.live_bytes import LiveBytes
 
 
 class _Meter(LiveBytes):

@@ -10,10 +10,10 @@ from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError
+from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.shards.device.arena import Arena, BookingStack
 from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.shards.model.built_model import build_trial
-from loadmaster.shards.model.live_bytes import LiveBytes
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import TYPICAL_GPU, Rates
 from loadmaster.shards.plan.slot_needs import MemoryNeed

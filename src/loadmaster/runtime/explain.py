@@ -1,9 +1,9 @@
 """Explain: where the ops and weights of a placed model are, in a few lines."""
 
 from loadmaster.core.units import format_apart, format_bytes
+from loadmaster.modules.live_storages import count_storage_bytes
 from loadmaster.runtime.graph_engine.engine import Engine
 from loadmaster.runtime.hook_engine.engine import HookEngine
-from loadmaster.runtime.transport.byte_accounts import count_storage_bytes
 
 
 def explain_engine(engine: Engine, hooks: HookEngine | None) -> str:

@@ -5,8 +5,7 @@ your variables, the graph that runs, or autograd. In the forward pass one counte
 around each op; in the backward pass hooks put it around each of autograd's nodes.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_apart, format_bytes
+from loadmaster.modules.live_storages import LiveStorages
 from loadmaster.runtime.transport.devices import RunDevice
 
 NO_DEVICE = -1
@@ -28,7 +28,6 @@ class _Stored(NamedTuple):
     device: int
     num_bytes: int
     what: str
-    gone: Any  # a weak reference
 
 
 class Accounts:
@@ -40,18 +39,18 @@ class Accounts:
         self.peak_bytes = [0] * len(devices)
         self.most_needed_bytes: list[int] | None = None  # [D] where a limit was passed: what stood there then
         self.predicted_bytes: list[int] = []  # [D] peaks of the simulated plan, or empty
-        self._owner: dict[int, _Stored] = {}  # storage -> where and what it is
+        self._storages = LiveStorages[_Stored](self._subtract)
         self._counters = [_Counter(self, at) for at in range(len(devices))]
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The device that a tensor's storage is counted on, or NO_DEVICE."""
-        known = self._owner.get(tensor.untyped_storage()._cdata)
+        known = self._storages.get(tensor.untyped_storage())
         return NO_DEVICE if known is None else known.device
 
     def standing(self, device: int) -> list[tuple[str, int]]:
         """What stands on a device and its bytes, the largest first."""
         found: dict[str, int] = {}
-        for stored in self._owner.values():
+        for stored in self._storages.facts():
             if stored.device == device:
                 found[stored.what] = found.get(stored.what, 0) + stored.num_bytes
         return sorted(found.items(), key=lambda item: -item[1])
@@ -64,7 +63,7 @@ class Accounts:
 
     def move(self, tensor: torch.Tensor, device: int) -> None:
         """A storage is counted on another device from now on."""
-        self._gone(tensor.untyped_storage()._cdata)
+        self._storages.drop(tensor.untyped_storage())
         self._add(tensor, device, "a weight")
 
     @contextmanager
@@ -109,20 +108,17 @@ class Accounts:
         if tensor.layout != torch.strided or tensor.device.type != self.devices[device].where.type:
             return  # pinned memory that a copy passes through is no device's own
         storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._owner or not size:
+        size = storage.nbytes()
+        if storage in self._storages or not size:
             return
-        gone = weakref.ref(storage, lambda _: self._gone(address))
-        self._owner[address] = _Stored(device, size, what, gone)
+        self._storages.add(storage, _Stored(device, size, what))
         self.live_bytes[device] += size
         if self.live_bytes[device] > self.devices[device].limit_bytes:
             raise self._memory_error(device, size, what)
         self.peak_bytes[device] = max(self.peak_bytes[device], self.live_bytes[device])
 
-    def _gone(self, address: int) -> None:
-        stored = self._owner.pop(address, None)
-        if stored is not None:
-            self.live_bytes[stored.device] -= stored.num_bytes
+    def _subtract(self, stored: _Stored) -> None:
+        self.live_bytes[stored.device] -= stored.num_bytes
 
     def _memory_error(self, device: int, size: int, what: str) -> DeviceMemoryError:
         at, live = self.devices[device], self.live_bytes[device]
@@ -164,9 +160,3 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._accounts.add(out, self._device, self.what)
         return out
-
-
-def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of distinct storages."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.torch_capture.op_signature import ATTENTION_FLOPS
-from loadmaster.shards.model.blocks import Chain, call_block
-from loadmaster.shards.model.live_bytes import (
+from loadmaster.shards.model.block_peaks import (
     BlockPeaks,
     block_signature,
     measure_block_peaks,
     tree_signature,
 )
+from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 

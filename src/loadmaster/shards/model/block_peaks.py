@@ -3,51 +3,16 @@
 What an op takes for itself while it runs (a workspace of a library) is not seen; plans keep a reserve for it.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made while it is on: now, and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_bytes = self.peak_bytes = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, then count what it made."""
-        given = {s._cdata for s in map(_get_storage, tree_leaves((args, kwargs))) if s is not None}
-        out = func(*args, **(kwargs or {}))
-        for storage in map(_get_storage, tree_leaves(out)):
-            if storage is not None and storage._cdata not in given and storage._cdata not in self._seen:
-                self.note(storage)
-        return out
-
-    def note(self, storage: Any) -> None:
-        """Count a tensor's memory until it dies."""
-        key, size = storage._cdata, int(storage.nbytes())
-        self._seen.add(key)
-        self.now_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        weakref.finalize(storage, self._gone, key, size).atexit = False
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now_bytes -= size
-
-
-def _get_storage(leaf: Any) -> Any:
-    return leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
