@@ -236,6 +236,21 @@ def test_an_optimizer_that_exists_keeps_its_groups() -> None:
     assert held == {"0.weight": 2 * 512, "2.weight": 256}
 
 
+class Heavy(torch.optim.SGD):
+    """Wants an argument that only its owner knows."""
+
+    def __init__(self, weights: Any, mass: float) -> None:
+        super().__init__(weights, lr=0.1, momentum=mass)
+
+
+def test_an_optimizer_that_has_a_schedule_is_measured_on_a_copy() -> None:
+    model = mlp()
+    optimizer = Heavy(model.parameters(), 0.9)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # it wraps optimizer.step
+    graph = capture(model, INPUT, optimizer=optimizer)
+    assert graph.resident_bytes[graph.op_name.index("0.weight")] == 2 * 512
+
+
 def test_without_optimizer_gradients_stay_and_nothing_is_updated() -> None:
     graph = capture(mlp(), INPUT, optimizer=None)
     assert ops_of(graph, Phase.UPDATE) == []

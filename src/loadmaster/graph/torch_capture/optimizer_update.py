@@ -5,11 +5,9 @@ measured. What it touches belongs to the weight whose weight, gradient or state 
 taken apart. Scalars it reads (its step count) are 1.
 """
 
-import collections
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.graph.torch_capture.op_signature import tensor_bytes
+from loadmaster.modules.live_storages import LiveStorages, count_storage_bytes
+from loadmaster.modules.optimizer_copies import copy_optimizer
 
 NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
@@ -38,6 +38,13 @@ class Update:
     workspace_bytes: int = 0
     lingers_bytes: int = 0  # still there when the next weight's update begins: Python holds it
     kind: str = UPDATE
+
+
+class _Owned(NamedTuple):
+    """Whose a storage is, and its bytes if the step that is measured made it."""
+
+    weight: int
+    fresh_bytes: int
 
 
 def measure_updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
@@ -70,7 +77,7 @@ def measure_updates(optimizer: Any, weights: list[Any], *, at_once: bool = False
             weight.grad = grad
     for at, weight in enumerate(weights):
         if at not in stood_for:
-            meter.updates[at].state_bytes = _storage_bytes(made.state.get(weight, {}))
+            meter.updates[at].state_bytes = count_storage_bytes(made.state.get(weight, {}))
     fused = {id(one) for group in made.param_groups if group.get("fused") for one in group["params"]}
     kinds = [FUSED_UPDATE if id(weight) in fused else UPDATE for weight in weights]
     found = [replace(meter.updates[other], kind=kind) for other, kind in zip(like, kinds, strict=True)]
@@ -133,9 +140,7 @@ def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     try:
         return type(optimizer)(groups)
     except TypeError:  # it wants arguments that only its owner knows
-        made = object.__new__(type(optimizer))
-        made.__dict__.update(optimizer.__dict__, param_groups=groups, state=collections.defaultdict(dict))
-        return made
+        return copy_optimizer(optimizer, groups)
 
 
 def optimizer_name(optimizer: Any) -> str:
@@ -167,8 +172,7 @@ class _UpdateMeter(TorchDispatchMode):
         super().__init__()
         self.updates = [Update() for _ in weights]
         self.measuring = False
-        self._owner: dict[int, int] = {}  # storage address -> weight
-        self._refs: dict[int, Any] = {}
+        self._storages = LiveStorages[_Owned](self._subtract)
         self._index = {id(weight): at for at, weight in enumerate(weights)}
         self._last = 0
         for at, weight in enumerate(weights):
@@ -193,46 +197,33 @@ class _UpdateMeter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        given = {_address(tensor) for tensor in read}
-        owners = [self._owner[_address(tensor)] for tensor in read if _address(tensor) in self._owner]
+        given = {tensor.untyped_storage()._cdata for tensor in read}
+        owners = [owned.weight for owned in map(self._find, read) if owned is not None]
         first = owners[0] if owners else self._last
         if first != self._last:
             self.updates[self._last].lingers_bytes = self.updates[self._last].live_bytes
         self._last = first
-        fresh = [tensor for tensor in made if _address(tensor) not in given]
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in given]
         for at, tensor in enumerate(fresh):  # the list of a foreach op comes first, weight by weight
             self._own(tensor, owners[at] if at < len(owners) and len(fresh) > 1 else first, fresh=True)
         if fresh or func._schema.is_mutable:
             for tensor in [*read, *(fresh or made or read[:1])]:
-                self.updates[self._owner.get(_address(tensor), first)].bytes_moved += tensor_bytes(tensor)
+                owned = self._find(tensor)
+                self.updates[owned.weight if owned else first].bytes_moved += tensor_bytes(tensor)
 
-    def _own(self, tensor: torch.Tensor, owner: int, *, fresh: bool = False) -> None:
-        storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        self._owner[address] = owner
-        update = self.updates[owner]
-        if fresh:
-            update.live_bytes += size
-            update.workspace_bytes = max(update.workspace_bytes, update.live_bytes)
+    def _find(self, tensor: torch.Tensor) -> _Owned | None:
+        return self._storages.get(tensor.untyped_storage())
 
-        def gone(_: Any) -> None:
-            self._owner.pop(address, None)
-            self._refs.pop(address, None)
-            if fresh:
-                update.live_bytes -= size
+    def _own(self, tensor: torch.Tensor, weight: int, *, fresh: bool = False) -> None:
+        storage, update = tensor.untyped_storage(), self.updates[weight]
+        owned = _Owned(weight, storage.nbytes() if fresh else 0)
+        self._storages.add(storage, owned)
+        update.live_bytes += owned.fresh_bytes
+        update.workspace_bytes = max(update.workspace_bytes, update.live_bytes)
 
-        self._refs[address] = weakref.ref(storage, gone)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    def _subtract(self, owned: _Owned) -> None:
+        self.updates[owned.weight].live_bytes -= owned.fresh_bytes
 
 
 def _list_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage_bytes(kept: Iterable[Any]) -> int:
-    return sum(
-        {_address(tensor): tensor.untyped_storage().nbytes() for tensor in _list_tensors(kept)}.values()
-    )

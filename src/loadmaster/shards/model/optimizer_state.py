@@ -5,7 +5,6 @@ A state tensor whose shape follows the parameter's goes into the slab; numbers a
 parameter runs with none, and what it made is then moved into the slab.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError, LoadmasterError
+from loadmaster.modules.optimizer_copies import copy_optimizer
 
 _ODD_SIZES = (2, 3, 5, 7, 11, 13)
 _WHOLE_MODEL = ("LBFGS", "SAM")
@@ -75,12 +75,7 @@ def step_members(
     template: torch.optim.Optimizer, members: Sequence[StepMember], hyper: Hyper
 ) -> torch.optim.Optimizer:
     """One optimizer step of these parameters alone, in place; gives the part of it that stepped."""
-    part = object.__new__(type(template))
-    part.__dict__.update(template.__dict__)
-    part.__dict__.pop("step", None)  # a schedule puts a wrapper there that would step the template
-    part.state = defaultdict(dict)
-    part.param_groups = []
-    leaves = []
+    part = copy_optimizer(template, [])
     for group in sorted({member.group for member in members}):
         params = []
         for member in members:
@@ -91,7 +86,6 @@ def step_members(
                     member.state.update(_construct_state(template, leaf, hyper[group]))
                 part.state[leaf] = member.state
                 params.append(leaf)
-        leaves.extend(params)
         part.param_groups.append({**hyper[group], "params": params})
     part.step()
     return part
