@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from loadmaster.modules.rounding import is_close, max_difference
 from loadmaster.runtime.hook_engine.engine import HookEngine
-from loadmaster.runtime.verify.rounding import is_close, max_difference
 from loadmaster.runtime.verify.unplaced import call_model, copy_weights, seed_and_restore, to_cpu
 
 Seen = Callable[[str, list[torch.Tensor]], None]

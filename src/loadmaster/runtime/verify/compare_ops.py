@@ -13,11 +13,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.rounding import is_close, max_difference
 from loadmaster.runtime.graph_engine.engine import Engine, ReadyGraph
 from loadmaster.runtime.graph_engine.op_facts import enter_context
 from loadmaster.runtime.graph_engine.program import Program
 from loadmaster.runtime.graph_engine.rewrite import COPY
-from loadmaster.runtime.verify.rounding import is_close, max_difference
 from loadmaster.runtime.verify.unplaced import Loss, copy_weights, seed_and_restore, to_cpu
 
 

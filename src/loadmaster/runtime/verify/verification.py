@@ -12,10 +12,10 @@ import torch
 
 from loadmaster.core.errors import InputError
 from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.rounding import is_close, max_difference
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.verify.compare_modules import ModuleComparison
 from loadmaster.runtime.verify.compare_ops import OpComparison
-from loadmaster.runtime.verify.rounding import is_close, max_difference
 from loadmaster.runtime.verify.unplaced import Loss, Runs, run_unplaced, seed_and_restore
 
 _SHOWN = 3

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.shards.model.python_state import plain_tensors
+from loadmaster.modules.python_state import plain_tensors
 
 
 class _WriteRecorder(TorchDispatchMode):

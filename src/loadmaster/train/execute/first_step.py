@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import DeviceMemoryError, RunError, VerifyError
 from loadmaster.core.units import format_bytes
+from loadmaster.modules import python_state
+from loadmaster.modules.rounding import TOLERANCE, find_distant
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.device.streams import Device
-from loadmaster.shards.model import python_state, randomness
+from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 from loadmaster.train.execute.micro_batches import move_to_device, next_batches
@@ -28,12 +30,10 @@ from loadmaster.train.execute.trial_state import TrialState
 _OF_FREE = 0.25  # of the host's free memory, or of the cap that a device has left: 0.8
 _OF_CAP = 0.8
 _MOST_HOST_FLOPS = 1e12  # of a plain step on the host of a GPU: seconds
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 _OF_A_LOSS = 2e-6  # losses are told in float32
 _ON_GPU = 10  # sums in no fixed order
 _ELSEWHERE = 1000  # a GPU against the host: other kernels, TF32
 _LARGEST = 0.05
-_SMALL = 0.1  # a gradient is also held to this share of the tolerance of all gradients together
 Grads = dict[int, torch.Tensor]  # by parameter, on the host
 ByShards = Callable[[list[Any], Callable[[int, Mapping[int, torch.Tensor]], None]], float]
 
@@ -257,37 +257,22 @@ def _require_same(state: TrialState, ours: _StepNumbers, plain: _StepNumbers, fa
     dtype = COMPUTE_DTYPE[state.trial.precision]
     widest = torch.float64 if any(p.dtype == torch.float64 for p in state.chain.parameters) else torch.float32
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in state.chain.parameters)
-    tolerance = min(_LARGEST, factor * _TOLERANCE[dtype or (torch.bfloat16 if narrow else widest)])
+    tolerance = min(_LARGEST, factor * TOLERANCE[dtype or (torch.bfloat16 if narrow else widest)])
     told = max(tolerance, _OF_A_LOSS)
     if abs(ours.loss - plain.loss) > told * max(abs(plain.loss), 1e-6):
         _raise_difference(state, f"the loss is {ours.loss:.7g} by shards and {plain.loss:.7g} by {plain.of}")
     if plain.written:
         more = f" and {len(plain.written) - 1} more" if len(plain.written) > 1 else ""
         _raise_difference(state, f"parameter {plain.written[0]!r}{more} is written outside of the optimizer")
-    odd = _find_odd_gradients(ours.grads, plain.grads, tolerance)
+    odd = find_distant(plain.grads, ours.grads, tolerance)
     if odd:
-        number, mine, theirs, apart = odd[0]
+        first = odd[0]
         more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
         _raise_difference(
             state,
-            f"the gradient of {state.chain.parameter_name[number]!r}{more} has the norm {mine:.7g} by shards"
-            f" and {theirs:.7g} by {plain.of}, and they are {apart:.3g} apart",
+            f"the gradient of {state.chain.parameter_name[first.key]!r}{more} has the norm {first.given:.7g}"
+            f" by shards and {first.wanted:.7g} by {plain.of}, and they are {first.apart:.3g} apart",
         )
-
-
-def _find_odd_gradients(ours: Grads, plain: Grads, tolerance: float) -> list[tuple[int, float, float, float]]:
-    """Parameters whose gradients differ, with both norms and the norm of the difference."""
-    rows = []
-    for number in sorted(ours.keys() | plain.keys()):
-        like = ours.get(number, plain.get(number))
-        assert like is not None
-        mine = ours.get(number, torch.zeros_like(like)).double()
-        theirs = plain.get(number, torch.zeros_like(like)).double()
-        apart = (mine - theirs).norm().item()
-        if math.isfinite(apart) or bool(torch.isfinite(mine).all() != torch.isfinite(theirs).all()):
-            rows.append((number, mine.norm().item(), theirs.norm().item(), apart))
-    total = math.sqrt(sum(theirs**2 for _, _, theirs, _ in rows if math.isfinite(theirs)))
-    return [row for row in rows if not row[3] <= tolerance * (row[2] + _SMALL * total)]
 
 
 def _raise_difference(state: TrialState, what: str) -> None:
