@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch import nn  # noqa: E402
 
 import loadmaster.train as lt  # noqa: E402
-from loadmaster.shards.model.meta_build import build_on_meta, reset_modules  # noqa: E402
+from loadmaster.modules.meta_build import build_on_meta, reset_modules  # noqa: E402
 
 
 def _chain() -> nn.Module:

@@ -16,13 +16,13 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.modules.checkpoint import Checkpoint
+from loadmaster.modules.materialise import is_meta, materialise
 from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
 from loadmaster.runtime.graph_engine.engine import CannotExportError, Engine, ReadyGraph
 from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module
 from loadmaster.runtime.hook_engine.engine import HookEngine
-from loadmaster.runtime.materialise import is_meta, materialise
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import mark_outputs
 from loadmaster.runtime.shortage import (

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
+from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain, build_chain
 from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state
-from loadmaster.shards.model.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.profile import Profile, profile
 from loadmaster.shards.model.refusals import (
     check_dense_grads,

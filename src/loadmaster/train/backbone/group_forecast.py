@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import DeviceMemoryError
+from loadmaster.modules.meta_build import free_weights
 from loadmaster.shards.model.blocks import Chain, build_chain
 from loadmaster.shards.model.built_model import BuiltModel
-from loadmaster.shards.model.meta_build import free_weights
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout
 from loadmaster.shards.plan.rates import Rates

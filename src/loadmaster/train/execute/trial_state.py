@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from loadmaster.modules.meta_build import reset_modules
 from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain
 from loadmaster.shards.model.built_model import BuiltModel
-from loadmaster.shards.model.meta_build import reset_modules
 from loadmaster.shards.model.optimizer_state import check_optimizer
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.host_store import HostPiece, make_host_piece

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loadmaster.modules.materialise import own_tensors
 from loadmaster.modules.python_state import plain_tensors
 
 
@@ -114,10 +115,7 @@ def _is_resettable(model: nn.Module) -> bool:
 
 
 def _iter_owners(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if any(tensor is not None for tensor in own):
-            yield module
+    return (module for module in model.modules() if any(own_tensors(module)))
 
 
 def _describe_leaf(leaf: Any) -> Any:

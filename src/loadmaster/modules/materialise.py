@@ -1,12 +1,13 @@
-"""Materialise: weights of a model made on 'meta' come to life module by module, each on its planned device.
+"""Materialise: weights of a model made on 'meta' get their values module by module.
 
-A module's own weights are made on the CPU, given values, and go home before the next module's are made: the
-whole model is never on one device, nor on the CPU. Values come from a checkpoint, or from the modules' own
-`reset_parameters`, children before parents, as constructors run. So, under the same seed, the numbers are
-those of the model built plainly on the CPU wherever its modules were registered in the order in which they
-were built and every weight gets its values by `reset_parameters` alone. Models of the transformers library
-are initialised again by their `_init_weights`, module by module: the distribution is the same, the numbers
-are others.
+A module's own weights are made on the CPU, given values, and handed to `settle`, which sends them to their
+device, before the next module's are made: the whole model is never on one device, nor on the CPU. Values come
+from a checkpoint, or from the modules' own `reset_parameters`, children before parents, as constructors run.
+So, under the same seed, the numbers are those of the model built plainly on the CPU wherever its modules were
+registered in the order in which they were built and every weight gets its values by `reset_parameters` alone.
+Models of the transformers library are initialised again by their `_init_weights`, module by module: the
+distribution is the same, the numbers are others. Where the function that builds a model is at hand,
+`meta_build` finds out whether resets repeat it to the bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +51,7 @@ def _materialise_module(
     blank: bool,
 ) -> None:
     """One module's own weights: made, given values, sent home."""
-    own = {name: tensor for name, tensor in _own_tensors(module) if tensor.is_meta}
+    own = {name: tensor for name, tensor in own_tensors(module) if tensor.is_meta}
     for tensor in own.values():
         _make_real(tensor)
     before = {name: tensor._version for name, tensor in own.items()}
@@ -58,7 +59,7 @@ def _materialise_module(
     if lacking or (weights is None and blank):
         with _protect_weights(module, keep=set(own)):
             _reset_module(model, module)
-    for _, tensor in _own_tensors(module):
+    for _, tensor in own_tensors(module):
         source = found.get(names.get(id(tensor), ""))
         if source is not None and weights is not None:
             tensor.copy_(weights.read(source))
@@ -71,7 +72,7 @@ def _materialise_module(
                 f"{kind} {full!r} is on 'meta', and {type(module).__name__} has no reset_parameters to give"
                 " it values; give weights=, write that method, or build this module outside of 'meta'"
             )
-    for name, tensor in _own_tensors(module):
+    for name, tensor in own_tensors(module):
         if name in own or (weights is not None):
             settle(names.get(id(tensor), f"{path}.{name}" if path else name), tensor)
 
@@ -116,7 +117,7 @@ def _is_blank(module: nn.Module) -> bool:
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Weights and buffers of the module itself."""
     for table in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
