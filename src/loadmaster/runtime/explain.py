@@ -2,11 +2,11 @@
 
 from loadmaster.core.units import format_apart, format_bytes
 from loadmaster.modules.live_storages import count_storage_bytes
-from loadmaster.runtime.graph_engine.engine import Engine
+from loadmaster.runtime.graph_engine.engine import GraphEngine
 from loadmaster.runtime.hook_engine.engine import HookEngine
 
 
-def explain_engine(engine: Engine, hooks: HookEngine | None) -> str:
+def explain_engine(engine: GraphEngine, hooks: HookEngine | None) -> str:
     """One line for the engine, one for each device, one for each note."""
     graphs = engine.graphs
     copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
@@ -22,7 +22,7 @@ def explain_engine(engine: Engine, hooks: HookEngine | None) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
 
 
-def _describe_device(engine: Engine, at: int) -> str:
+def _describe_device(engine: GraphEngine, at: int) -> str:
     device = engine.devices[at]
     tensors = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     own = [tensors[name] for name, home in engine.homes.items() if home == at]

@@ -20,7 +20,7 @@ from loadmaster.modules.materialise import is_meta, materialise
 from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
-from loadmaster.runtime.graph_engine.engine import CannotExportError, Engine, ReadyGraph
+from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph
 from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
@@ -76,7 +76,7 @@ class Options:
 class Placed(nn.Module):
     """Stands before the class of the user's model: `type(placed)` is a subclass of both."""
 
-    _engine: Engine
+    _engine: GraphEngine
     _hooks: HookEngine
     _optimizers: Optimizers
     _options: Options
@@ -255,7 +255,7 @@ def build_placed_model(
         "output_device": chosen.output_device,
     }
     streams = PartStreams(devices if accounts is not None and spill is None else ())
-    made._engine = Engine(
+    made._engine = GraphEngine(
         **shared, presum=chosen.presum, backend=chosen.compile, spill=spill, streams=streams
     )
     made._hooks = HookEngine(**shared, notes=made._engine.notes)

@@ -36,7 +36,7 @@ class Parts:
         """Run it; with `accounts`, what leaves a part is counted on its device."""
         if accounts is None:
             return self.module(*args)
-        return _CountingInterpreter(self.module, accounts, self.device).run(*args, enable_io_processing=False)
+        return _PartInterpreter(self.module, accounts, self.device).run(*args, enable_io_processing=False)
 
 
 def compile_parts(module: fx.GraphModule, *, backend: str) -> Parts:
@@ -100,7 +100,7 @@ class Part(torch.nn.Module):
             ) from problem
 
 
-class _CountingInterpreter(fx.Interpreter):
+class _PartInterpreter(fx.Interpreter):
     """Runs a graph of parts; what leaves a part, or is copied, is counted on its device."""
 
     def __init__(self, module: fx.GraphModule, accounts: Accounts, devices: Mapping[str, int]) -> None:

@@ -70,7 +70,7 @@ class ReadyGraph:
 
 
 @dataclass(slots=True)
-class Engine:
+class GraphEngine:
     """One placed model's graphs."""
 
     model: nn.Module  # whose modules and weights are run
@@ -200,7 +200,7 @@ class Engine:
             return ready.parts.run(self.accounts, regions, *flat)
         if self.accounts is None and watcher is None:
             return ready.rewritten.module(regions, *flat)
-        counted = _CountingInterpreter(ready.rewritten.module, self.accounts, watcher, self.streams)
+        counted = _NodeInterpreter(ready.rewritten.module, self.accounts, watcher, self.streams)
         with self.streams.running():
             out = counted.run(regions, *flat, enable_io_processing=False)
         self.streams.given(out)
@@ -347,7 +347,7 @@ def describe_inputs(leaves: list[Any]) -> str:
     return f"inputs of {', '.join(shapes)}" if shapes else "no inputs"
 
 
-class _CountingInterpreter(fx.Interpreter):
+class _NodeInterpreter(fx.Interpreter):
     """Runs a graph node by node, its bytes counted where they are made."""
 
     def __init__(

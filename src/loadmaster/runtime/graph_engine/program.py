@@ -34,7 +34,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class InputSlot:
     """What an input of the graph is filled with."""
 
     kind: str  # 'weight' (any parameter or buffer), 'constant' or 'input'
@@ -113,7 +113,7 @@ class _Flattener:
         self._env: dict[fx.Node, Any] = {}
         self._first = [node for node in module.graph.nodes if node.op == "placeholder"]
 
-    def inputs(self, slots: list[Slot]) -> None:
+    def inputs(self, slots: list[InputSlot]) -> None:
         """One input for every slot; a weight with two names has one."""
         known: dict[str, fx.Node] = {}
         for node, slot in zip(self._first, slots, strict=True):
@@ -207,7 +207,7 @@ def _unpack_region(
     return (args[0], (), rest) if isinstance(args[0], fx.GraphModule) else None
 
 
-def _make_slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Module) -> list[Slot]:
+def _make_slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: nn.Module) -> list[InputSlot]:
     """What fills each input of the exported graph, in order."""
     first: dict[int, str] = {}
     names = fake.names()
@@ -218,15 +218,15 @@ def _make_slots(exported: torch.export.ExportedProgram, fake: FakeModel, model: 
     real = _map_attribute_tensors(fake.model, model)
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
-            slots.append(Slot("input", titles.get(id(leaves[at]), spec.arg.name), at))
+            slots.append(InputSlot("input", titles.get(id(leaves[at]), spec.arg.name), at))
             at += 1
         elif spec.target in names:
-            slots.append(Slot("weight", first[id(names[spec.target])], -1))
+            slots.append(InputSlot("weight", first[id(names[spec.target])], -1))
         else:
             value = exported.constants[str(spec.target)]
             if isinstance(value, torch.Tensor):
                 value = _require_real(real.get(value.untyped_storage()._cdata, value))
-            slots.append(Slot("constant", str(spec.target), -1, value))
+            slots.append(InputSlot("constant", str(spec.target), -1, value))
     return slots
 
 

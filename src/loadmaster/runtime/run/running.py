@@ -17,7 +17,7 @@ from loadmaster.cost.database import CostRow
 from loadmaster.runtime.graph_engine.op_clock import Clock
 from loadmaster.runtime.placed import HOOKS, Placed
 from loadmaster.runtime.run.measured import Spans, build_timeline, make_cost_rows, match_spans
-from loadmaster.runtime.run.training import Task, Training
+from loadmaster.runtime.run.training import Training, TrainingTask
 from loadmaster.simulator.compare import compare
 
 CLOCKED_STEPS = 3
@@ -31,7 +31,7 @@ class PlanRun:
 
     model: Placed
     placement: Placement
-    task: Task
+    task: TrainingTask
     predicted: Timeline
     seed: int = 0
     seconds: list[float] = field(default_factory=list)

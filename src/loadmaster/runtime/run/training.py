@@ -19,7 +19,7 @@ from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, UpdateTimer
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TrainingTask:
     """What is trained on what."""
 
     args: tuple[Any, ...]
@@ -31,10 +31,10 @@ class Task:
     grad_scaler: bool = False
 
 
-def make_task(parts: Mapping[str, Any], asked: CaptureOptions) -> Task:
+def make_task(parts: Mapping[str, Any], asked: CaptureOptions) -> TrainingTask:
     """The task of a model's parts (`graph.models`), as it was captured."""
     options, args = asked.options, parts.get("args", ())
-    return Task(
+    return TrainingTask(
         args=(args,) if isinstance(args, torch.Tensor) else tuple(args),
         kwargs=dict(parts.get("kwargs") or {}),
         loss=parts.get("loss"),
@@ -50,7 +50,7 @@ class Training:
     """Steps one after the other."""
 
     model: nn.Module  # placed or not
-    task: Task
+    task: TrainingTask
     seed: int = 0
     loaded: torch.device = torch.device("cpu")  # noqa: RUF009  # where a batch lies when a step begins
     optimizer: Any = field(init=False)

@@ -278,7 +278,7 @@ class _Anchor(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Edge(torch.autograd.Function):
+class _LoadEdge(torch.autograd.Function):
     """Forward: the copy. Backward: the gradient, on its way home."""
 
     @staticmethod
@@ -315,7 +315,7 @@ def link_load_gradient(
 ) -> torch.Tensor:
     """A node of the graph: the copy, its gradient going home."""
     if torch.is_grad_enabled() and anchor.requires_grad:
-        made: torch.Tensor = _Edge.apply(anchor, copy, regions.loads, at, edge)
+        made: torch.Tensor = _LoadEdge.apply(anchor, copy, regions.loads, at, edge)
         return made
     return copy
 

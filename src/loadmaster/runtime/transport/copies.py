@@ -32,7 +32,7 @@ def link_gradient(tensor: torch.Tensor, copy: torch.Tensor, home: int = NOWHERE)
     if torch.is_grad_enabled() and tensor.requires_grad:
         if tensor.is_leaf and tensor.is_cuda and not copy.is_cuda:
             tensor = tensor.view_as(tensor)  # on the stream of its home; what comes from the host has none
-        return _Edge.apply(tensor, copy, home)
+        return _CopyEdge.apply(tensor, copy, home)
     return copy
 
 
@@ -61,7 +61,7 @@ def move_to_device(tensor: Any, where: torch.device) -> Any:
     return tensor.to(where)
 
 
-class _Edge(torch.autograd.Function):
+class _CopyEdge(torch.autograd.Function):
     """Forward: the copy. Backward: the gradient, copied to where the original is."""
 
     @staticmethod

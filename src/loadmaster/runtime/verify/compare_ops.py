@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.graph.torch_capture.training_step import compute_loss
 from loadmaster.modules.rounding import is_close, max_difference
-from loadmaster.runtime.graph_engine.engine import Engine, ReadyGraph
+from loadmaster.runtime.graph_engine.engine import GraphEngine, ReadyGraph
 from loadmaster.runtime.graph_engine.op_facts import enter_context
 from loadmaster.runtime.graph_engine.program import Program
 from loadmaster.runtime.graph_engine.rewrite import COPY
@@ -24,7 +24,7 @@ from loadmaster.runtime.verify.unplaced import Loss, copy_weights, seed_and_rest
 class OpComparison:
     """One batch of a graph engine, compared op by op."""
 
-    def __init__(self, engine: Engine, args: Any, kwargs: Any, *, loss: Loss | None, seed: int) -> None:
+    def __init__(self, engine: GraphEngine, args: Any, kwargs: Any, *, loss: Loss | None, seed: int) -> None:
         self._engine = engine
         self._ready, self._leaves = engine.ready(args, kwargs)
         noted = _run_reference(engine, self._ready, self._leaves, loss, seed)
@@ -40,7 +40,7 @@ class OpComparison:
 
 
 def _run_reference(
-    engine: Engine, ready: ReadyGraph, leaves: list[Any], loss: Loss | None, seed: int
+    engine: GraphEngine, ready: ReadyGraph, leaves: list[Any], loss: Loss | None, seed: int
 ) -> "_ReferenceInterpreter":
     """Every op's value and gradient, of the graph as it was exported."""
     _, tensors = copy_weights(engine)
@@ -91,7 +91,7 @@ class _ReferenceInterpreter(fx.Interpreter):
 class _Watcher:
     """Compares each op of the placed graph as it runs."""
 
-    engine: Engine
+    engine: GraphEngine
     ready: ReadyGraph
     noted: _ReferenceInterpreter
     place: dict[fx.Node, int] = field(init=False)  # in captured order

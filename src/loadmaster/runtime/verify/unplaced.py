@@ -12,11 +12,11 @@ from loadmaster.graph.capture import force_eager
 from loadmaster.graph.torch_capture.python_rng import preserve_rng, seed_rng
 from loadmaster.graph.torch_capture.request import shorten_error
 from loadmaster.graph.torch_capture.training_step import compute_loss
-from loadmaster.runtime.graph_engine.engine import Engine, describe_inputs
+from loadmaster.runtime.graph_engine.engine import GraphEngine, describe_inputs
 from loadmaster.runtime.hook_engine.engine import HookEngine
 
 Loss = Callable[[Any], torch.Tensor]
-Runs = Engine | HookEngine
+Runs = GraphEngine | HookEngine
 
 
 class BatchError(InputError):

@@ -19,7 +19,7 @@ from loadmaster.shards.spec.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class TensorSlot:
     """A place in the module tree where a parameter or buffer is looked up."""
 
     module: nn.Module
@@ -36,10 +36,10 @@ class Chain:
     block_name: tuple[str, ...]
     parameter_name: tuple[str, ...]  # as in model.named_parameters(): a tied one once
     parameters: tuple[nn.Parameter, ...]
-    parameter_slots: tuple[tuple[Slot, ...], ...]  # of each block
+    parameter_slots: tuple[tuple[TensorSlot, ...], ...]  # of each block
     buffer_name: tuple[str, ...]
     buffers: tuple[torch.Tensor, ...]
-    buffer_slots: tuple[tuple[Slot, ...], ...]
+    buffer_slots: tuple[tuple[TensorSlot, ...], ...]
     traced: bool = False  # cut out of the model's graph
 
     def users(self, parameter: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def call_block(block: Any, value: Any, *, first: bool) -> Any:
     return block(value)
 
 
-def _find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[Slot, ...], ...]:
+def _find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[TensorSlot, ...], ...]:
     index = {id(tensor): number for number, tensor in enumerate(tensors)}
     found = []
     for block in blocks:
@@ -116,7 +116,7 @@ def _find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[
         for module in block.modules() if isinstance(block, nn.Module) else ():
             for attribute, tensor in getattr(module, table).items():
                 if tensor is not None and id(tensor) in index:
-                    slots.append(Slot(module, attribute, index[id(tensor)]))
+                    slots.append(TensorSlot(module, attribute, index[id(tensor)]))
         found.append(tuple(slots))
     return tuple(found)
 
