@@ -20,7 +20,7 @@ from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.toml import machine_toml
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
-from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.loss import compute_loss
 from loadmaster.runtime.run.running import PlanRun, find_input_device, silent_tell
 from loadmaster.runtime.run.training import Task
 from loadmaster.zoo.hf import SIZES, Size, build_example

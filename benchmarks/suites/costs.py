@@ -80,7 +80,7 @@ def _step_s(made: Any) -> float:
     """The median of a few real training steps."""
     import torch
 
-    from loadmaster.graph.torch_capture.training_step import compute_loss
+    from loadmaster.modules.loss import compute_loss
 
     optimizer = torch.optim.AdamW(made.model.parameters())
     taken = []

@@ -224,7 +224,7 @@ def real_step(case: Case) -> dict[str, Any]:
 def _step(made: Any, optimizer: Any, case: Case) -> None:
     import torch
 
-    from loadmaster.graph.torch_capture.training_step import compute_loss
+    from loadmaster.modules.loss import compute_loss
 
     optimizer.zero_grad()
     mixed = case.precision == "bf16-mixed"

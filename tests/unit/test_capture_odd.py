@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from loadmaster.core.errors import GraphError, InputError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.training_step import compute_loss  # noqa: E402
+from loadmaster.modules.loss import compute_loss  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.odd_models import MODELS, NOT_EXPORTED, READS_VALUES, Odd, Unfakeable, With, x  # noqa: E402

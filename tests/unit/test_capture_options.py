@@ -15,7 +15,7 @@ from loadmaster.core.graph import NO_GROUP, Graph, Phase  # noqa: E402
 from loadmaster.core.plan import Plan  # noqa: E402
 from loadmaster.cost.memory import pair_weights_with_updates  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.training_step import compute_loss  # noqa: E402
+from loadmaster.modules.loss import compute_loss  # noqa: E402
 from tests.allocations import counted_peak  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_capture_memory import captured, simulated_peak  # noqa: E402

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 import loadmaster as lm  # noqa: E402
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.core.errors import PlanError  # noqa: E402
-from loadmaster.graph.torch_capture.target_kernels import Casts  # noqa: E402
+from loadmaster.modules.gpu_casts import Casts  # noqa: E402
 from loadmaster.runtime.graph_engine import engine  # noqa: E402
 from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export, autocast_region  # noqa: E402
 from loadmaster.runtime.graph_engine.program import Program, export_program  # noqa: E402

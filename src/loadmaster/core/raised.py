@@ -1,4 +1,4 @@
-"""Raised: where in the user's own code an exception came from."""
+"""Raised: an exception in one line, and where in the user's own code it came from."""
 
 import sys
 import sysconfig
@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_LONGEST_MESSAGE = 300
 
 
 def where_raised(problem: BaseException) -> str:
@@ -21,3 +22,9 @@ def where_raised(problem: BaseException) -> str:
             continue
         return f" ({Path(path).name}, line {frame.lineno})"
     return ""
+
+
+def shorten_error(problem: BaseException) -> str:
+    """The first lines of an error, in one, and where in the user's own code it was raised."""
+    text = " ".join(str(problem).split())
+    return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}{where_raised(problem)}"

@@ -5,7 +5,7 @@
               made after it
     list    = "(" word { "," word } ")"        value  = None, True, 3, 1e-05, torch.float32, cpu, mean, ...
 
-What capture wrote (`graph/torch_capture/op_signature.py`) can be read, or `parse_signature` answers None:
+What capture wrote (`modules/op_signature.py`) can be read, or `parse_signature` answers None:
 then the op is timed by the roofline. Knows no torch.
 """
 

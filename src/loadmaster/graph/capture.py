@@ -15,12 +15,7 @@ is written down, in three ways, of which the first that works is taken:
 `Graph.capture` says which it was. Needs the extra `[torch]`.
 """
 
-import contextlib
-import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loadmaster.core.errors import InputError, UnknownNameError
@@ -63,9 +58,10 @@ def capture(
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
     torch = _import_torch()
-    from loadmaster.graph.torch_capture.python_rng import preserve_rng
     from loadmaster.graph.torch_capture.request import CaptureRequest
     from loadmaster.graph.torch_capture.size_ranges import check_ranges
+    from loadmaster.modules.randomness import preserve_rng
+    from loadmaster.modules.torch_state import force_eager, silence_torch
 
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     title = name or type(model).__name__
@@ -89,29 +85,9 @@ def capture(
         return request.capture_graph(path)
 
 
-def force_eager(torch: Any) -> Any:
-    """What was compiled runs as it was written."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return stance("force_eager") if stance is not None else contextlib.nullcontext()
-
-
 def _import_torch() -> Any:
     try:
         import torch
     except ImportError:
         raise InputError("capture needs PyTorch; install it with: pip install 'loadmaster[torch]'") from None
     return torch
-
-
-@contextmanager
-def silence_torch() -> Iterator[None]:
-    """What torch warns and logs on the way to a fall-back is no concern of the user; what the model itself
-    prints goes where it does not mix with answers."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.core.errors import FileError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
-from loadmaster.core.raised import where_raised
+from loadmaster.core.raised import shorten_error
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.origin import add_origin
 
@@ -182,7 +182,7 @@ def _call_build(path: str, function: str, asked: CaptureOptions) -> Any:
     try:
         return build(**sizes)
     except (Exception, SystemExit) as problem:
-        raise InputError(f"{path}:{function} raised {_describe_exception(problem)}") from problem
+        raise InputError(f"{path}:{function} raised {shorten_error(problem)}") from problem
 
 
 def _import_function(path: str, function: str) -> Any:
@@ -197,7 +197,7 @@ def _import_function(path: str, function: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:
-        raise InputError(f"{path} cannot be imported: {_describe_exception(problem)}") from problem
+        raise InputError(f"{path} cannot be imported: {shorten_error(problem)}") from problem
     finally:
         sys.path.remove(folder)
     found = getattr(module, function, None)
@@ -205,7 +205,3 @@ def _import_function(path: str, function: str) -> Any:
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise UnknownNameError(f"function of {path}", function, known)
     return found
-
-
-def _describe_exception(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}{where_raised(problem)}"

@@ -19,8 +19,8 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.reasons import why_none_fits_in_short
 from loadmaster.core.run import Budget
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
-from loadmaster.graph.torch_capture.fake_model import rebuild_modules
 from loadmaster.modules.checkpoint import Checkpoint
+from loadmaster.modules.fake_model import rebuild_modules
 from loadmaster.runtime.finite_loss import HOWS, WARN
 from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, build_placed_model
 from loadmaster.runtime.shortage import Replan

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.shards.model import randomness
+from loadmaster.modules import randomness
 from loadmaster.shards.model.blocks import Chain, build_chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 from loadmaster.train.execute.micro_batches import move_to_device

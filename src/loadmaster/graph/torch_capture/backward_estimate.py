@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from loadmaster.core.graph import NO_MIRROR, Dtype, Phase
-from loadmaster.graph.torch_capture.fake_model import tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.op_signature import dtype_of
 from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.modules.op_signature import dtype_of
+from loadmaster.modules.tensor_trees import find_tensors
 
 HANDS_ON = frozenset(
     {
@@ -235,7 +235,7 @@ def _saved_tensors(node: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
         try:
-            found += tensors_in(getattr(node, attribute, None))
+            found += find_tensors(getattr(node, attribute, None))
         except RuntimeError:  # let go of already
             continue
     return found

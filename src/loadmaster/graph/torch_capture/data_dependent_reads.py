@@ -25,7 +25,8 @@ from loadmaster.graph.torch_capture.data_dependent_sizes import (
     has_data_dependent_shape,
     make_fake_outputs,
 )
-from loadmaster.graph.torch_capture.fake_model import rebuild_modules, tensors_in
+from loadmaster.modules.fake_model import rebuild_modules
+from loadmaster.modules.tensor_trees import find_tensors
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.item}
@@ -134,7 +135,7 @@ def record_reads(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> list[Read]:
     """What the model reads in one real run of the example; nothing where it has no memory or too much."""
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+    tensors = [*model.parameters(), *model.buffers(), *find_tensors((args, kwargs))]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         return []
     if sum(tensor.untyped_storage().nbytes() for tensor in tensors) > MOST_REAL_BYTES:
@@ -177,10 +178,10 @@ class _ReadLog(TorchDispatchMode):
         """Run an op and note what it reads."""
         out = func(*args, **(kwargs or {}))
         if not (func.is_view or func._schema.is_mutable):
-            self._made_bytes += sum(tensor.nbytes for tensor in tensors_in(out))
+            self._made_bytes += sum(tensor.nbytes for tensor in find_tensors(out))
         if self._made_bytes > MOST_MADE_BYTES:
             raise _TooLarge
         if self._answers.wants(func, args):
-            shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
+            shapes = [tuple(tensor.shape) for tensor in find_tensors(out)]
             self.reads.append((str(func), shapes if func.overloadpacket in CHOICES else out))
         return out

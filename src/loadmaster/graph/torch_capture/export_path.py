@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture import export_gaps
-from loadmaster.graph.torch_capture.fake_model import FakeModel
 from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.op_signature import autocast_word, compute_dtype, kind_of, signature_of
 from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.modules.fake_model import FakeModel
+from loadmaster.modules.op_signature import autocast_word, compute_dtype, kind_of, signature_of
+from loadmaster.modules.tensor_trees import list_tensors
 
 _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _ONE_BY_ONE = threading.RLock()  # torch.export, and what is put in place meanwhile, is for all threads
@@ -79,7 +80,7 @@ class _RecordingInterpreter(torch.fx.Interpreter):
             inner, context, rest = region
             with context:
                 return _RecordingInterpreter(inner, self._recorder, f"{self._prefix}{n.name}.").run(*rest)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = list_tensors((args, kwargs))
         op = Op(
             f"{self._prefix}{n.name}",
             kind_of(n.target),
@@ -89,7 +90,7 @@ class _RecordingInterpreter(torch.fx.Interpreter):
         )
         with self._recorder.record_as(op):
             out = super().run_node(n)
-            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            made = list_tensors(out)
             op.dtype = compute_dtype(made, given)
             self._recorder.give_out(made, given)
         return out

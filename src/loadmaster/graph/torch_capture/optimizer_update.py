@@ -5,26 +5,19 @@ measured. What it touches belongs to the weight whose weight, gradient or state 
 taken apart. Scalars it reads (its step count) are 1.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.graph.torch_capture.op_signature import tensor_bytes
+from loadmaster.core.errors import InputError
 from loadmaster.modules.live_storages import LiveStorages, count_storage_bytes
+from loadmaster.modules.named_optimizers import make_optimizer, optimizer_name
+from loadmaster.modules.op_work import tensor_bytes
 from loadmaster.modules.optimizer_copies import copy_optimizer
+from loadmaster.modules.tensor_trees import list_tensors
 
-NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-}
 UPDATE, FUSED_UPDATE = "update", "fused_update"  # kinds of op: many kernels a weight, or one
 
 
@@ -143,28 +136,6 @@ def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
         return copy_optimizer(optimizer, groups)
 
 
-def optimizer_name(optimizer: Any) -> str:
-    """What to call an optimizer."""
-    if isinstance(optimizer, str):
-        return optimizer.lower()
-    named = getattr(optimizer, "__name__", "")
-    return str(named) if named else type(optimizer).__name__
-
-
-def make_optimizer(optimizer: Any, weights: list[Any]) -> Any:
-    """An optimizer by class, name or function, on weights."""
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in NAMED:
-            raise UnknownNameError("optimizer", optimizer, NAMED)
-        optimizer = NAMED[optimizer.lower()]
-    if not callable(optimizer):
-        raise InputError(
-            f"optimizer is {optimizer!r}; give a class such as torch.optim.AdamW, a name such as 'adamw',"
-            " or a function of the list of weights"
-        )
-    return optimizer(weights)
-
-
 class _UpdateMeter(TorchDispatchMode):
     """Counts what a step touches, per weight."""
 
@@ -183,7 +154,7 @@ class _UpdateMeter(TorchDispatchMode):
     def adopt_state(self, state: dict[Any, Any]) -> None:
         """What the optimizer keeps for a weight is that weight's."""
         for weight, kept in state.items():
-            for tensor in _list_tensors(kept):
+            for tensor in list_tensors(kept):
                 self._own(tensor, self._index.get(id(weight), 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +164,7 @@ class _UpdateMeter(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         out = func(*args, **kwargs)
         if self.measuring and func is not torch.ops.prim.device.default:
-            self._count(func, _list_tensors((args, kwargs)), _list_tensors(out))
+            self._count(func, list_tensors((args, kwargs)), list_tensors(out))
         return out
 
     def _count(self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
@@ -223,7 +194,3 @@ class _UpdateMeter(TorchDispatchMode):
 
     def _subtract(self, owned: _Owned) -> None:
         self.updates[owned.weight].live_bytes -= owned.fresh_bytes
-
-
-def _list_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

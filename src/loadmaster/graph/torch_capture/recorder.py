@@ -17,24 +17,17 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.graph import NO_MIRROR, Phase
 from loadmaster.graph.torch_capture.data_dependent_reads import Answers
-from loadmaster.graph.torch_capture.fake_model import fake_like
 from loadmaster.graph.torch_capture.gradient_sums import find_sum_target
 from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
-from loadmaster.graph.torch_capture.op_signature import (
-    bytes_moved,
-    compute_dtype,
-    count_flops,
-    find_written,
-    kind_of,
-    signature_of,
-    tensor_bytes,
-    with_a_view,
-)
 from loadmaster.graph.torch_capture.stand_ins import complete_result, make_stand_in
+from loadmaster.modules.fake_model import fake_like
+from loadmaster.modules.op_signature import compute_dtype, find_written, kind_of, signature_of, with_a_view
+from loadmaster.modules.op_work import bytes_moved, count_flops, tensor_bytes
+from loadmaster.modules.tensor_trees import list_tensors
 
 _DEVICE = torch.ops.prim.device.default
 _SILENT = {
@@ -93,14 +86,14 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.answers.wants(func, args):
             out = self.answers.answer_op(func, args)
-            if not _list_tensors(out):
+            if not list_tensors(out):
                 return out
-            self._note(_Call(func, args, kwargs, out, _list_tensors(args), _list_tensors(out), []))
+            self._note(_Call(func, args, kwargs, out, list_tensors(args), list_tensors(out), []))
             return out
-        before = _list_tensors((args, kwargs))
+        before = list_tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in before):
             args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
-            before = _list_tensors((args, kwargs))
+            before = list_tensors((args, kwargs))
         for tensor in before:
             self._number(tensor)
         in_place = self._gathers_in_place(func, before)
@@ -109,7 +102,7 @@ class Recorder(TorchDispatchMode):
         if in_place:
             self._adopt(out, self._number(before[0]))
         written = [out] if in_place else find_written(func, args, kwargs)
-        self._note(_Call(func, args, kwargs, out, before, _list_tensors(out), written, in_place))
+        self._note(_Call(func, args, kwargs, out, before, list_tensors(out), written, in_place))
         return out
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -387,7 +380,3 @@ def _find_view_source(recorder: Recorder, tensor: torch.Tensor, before: list[tor
     """What a view looks at."""
     number = recorder.key(tensor)[0]
     return next(recorder.key(source) for source in before if recorder.key(source)[0] == number)
-
-
-def _list_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
-from loadmaster.core.raised import where_raised
+from loadmaster.core.raised import shorten_error
 from loadmaster.graph.torch_capture import export_gaps
 from loadmaster.graph.torch_capture.accumulation import MicroStepRepeater, micro_step_suffix
 from loadmaster.graph.torch_capture.data_dependent_reads import (
@@ -20,17 +20,17 @@ from loadmaster.graph.torch_capture.data_dependent_reads import (
     with_same_weights,
 )
 from loadmaster.graph.torch_capture.export_path import export, run_exported
-from loadmaster.graph.torch_capture.fake_model import FakeModel, make_fake_model
 from loadmaster.graph.torch_capture.ledger import Ledger
 from loadmaster.graph.torch_capture.optimizer_update import rebind_optimizer
 from loadmaster.graph.torch_capture.recorder import Recorder
 from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
 from loadmaster.graph.torch_capture.size_ranges import Ranges, describe_sizes, require_same_ops, resize_inputs
-from loadmaster.graph.torch_capture.target_kernels import Casts, Kernels, require_target
+from loadmaster.graph.torch_capture.target_kernels import Kernels, require_target
 from loadmaster.graph.torch_capture.trace_path import describe_last_op, run_traced, track_modules
 from loadmaster.graph.torch_capture.training_step import Step
-
-_LONGEST_MESSAGE = 300
+from loadmaster.modules.fake_model import FakeModel, make_fake_model
+from loadmaster.modules.gpu_casts import Casts
+from loadmaster.modules.torch_state import leave_transforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +216,3 @@ class CaptureRequest:
         if answers.num_assumed:
             words.append(f"{answers.num_assumed} branch{'es' * (answers.num_assumed > 1)} assumed")
         return "; ".join(words)
-
-
-def leave_transforms() -> None:
-    """A failure inside of vmap or grad leaves torch inside of it."""
-    functorch = torch._C._functorch
-    if hasattr(functorch, "pop_dynamic_layer_stack_and_undo_to_depth"):
-        # torch 2.11 takes all off and then finds that there is none
-        with contextlib.suppress(RuntimeError):
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
-
-
-def shorten_error(problem: BaseException) -> str:
-    """The first lines of an error, in one, and where in the user's own code it was raised."""
-    text = " ".join(str(problem).split())
-    return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}{where_raised(problem)}"

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from loadmaster.graph.torch_capture.fake_model import FakeModel
 from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.modules.fake_model import FakeModel
 
 
 def run_traced(fake: FakeModel) -> Any:

@@ -1,20 +1,21 @@
 """Step: weights, forward, loss, backward and updates of one training step, written into a ledger."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from loadmaster.core.errors import GraphError
 from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture.backward_estimate import Estimate
-from loadmaster.graph.torch_capture.fake_model import FakeModel, tensors_in
 from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.op_signature import dtype_of, signature_of, tensor_bytes
 from loadmaster.graph.torch_capture.optimizer_update import Update, measure_updates
 from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.modules.fake_model import FakeModel
+from loadmaster.modules.loss import compute_loss
+from loadmaster.modules.op_signature import dtype_of, signature_of
+from loadmaster.modules.op_work import tensor_bytes
+from loadmaster.modules.tensor_trees import find_tensors
 
 Forward = Callable[[], Any]
 SCALE = "grad_scaler.scale"
@@ -67,7 +68,7 @@ class Step:
     def forward(self, run: Forward) -> Any:
         """The model's output; its owner holds it to the end of the step, or until there is a new one."""
         out = run()
-        ledger, made = self.recorder.ledger, [self.recorder.key(tensor)[0] for tensor in tensors_in(out)]
+        ledger, made = self.recorder.ledger, [self.recorder.key(tensor)[0] for tensor in find_tensors(out)]
         last = len(ledger.ops) - 1
         for old, new in zip(self._outputs, made, strict=False):
             ledger.use(ledger.base(old), last)
@@ -175,61 +176,3 @@ class Step:
         for tensor in ledger.add(op, [*reads, ledger.tensor(recorder.key(weight))], stays):
             ledger.keep_tensor(tensor)
         ledger.together(len(ledger.ops) - 1, param)
-
-
-def compute_loss(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """The scalar to minimise: the user's function, the output's own loss, else the mean of all outputs.
-
-    A lone scalar is the loss only if it trains all that the outputs train: beside them it may as well be a
-    term of the loss (a router's balance, a codebook's commitment), and a plan for it alone is too small.
-    """
-    if loss is not None:
-        found = loss(out)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            shown = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            raise GraphError(f"loss gives {shown}; it must give one number")
-        return found
-    own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if isinstance(own, torch.Tensor) and own.numel() == 1:
-        return own
-    floats = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not floats:
-        raise GraphError(
-            "nothing the model gives depends on a weight that is trained; capture it with train=False"
-        )
-    for leaf in floats:
-        if leaf.numel() == 1 and _trains_all(leaf, [other for other in floats if other is not leaf]):
-            return leaf
-    total = floats[0].mean()
-    for leaf in floats[1:]:
-        total = total + leaf.mean()
-    return total
-
-
-def _trains_all(scalar: torch.Tensor, others: list[torch.Tensor]) -> bool:
-    """Whether every leaf that the others depend on is one that the scalar depends on."""
-    made = {other.grad_fn for other in others if other.grad_fn is not None}
-    bare = {id(other) for other in others if other.grad_fn is None}  # a weight that is given as it is
-    seen = _find_reachable_nodes({scalar.grad_fn}, until=None if bare else made)
-    if made <= seen and not bare:  # mostly so, and found at once: the loss is made of the logits
-        return True
-    own = _find_leaves(seen) if scalar.grad_fn is not None else {id(scalar)}
-    return _find_leaves(_find_reachable_nodes(made)) | bare <= own
-
-
-def _find_leaves(nodes: set[Any]) -> set[int]:
-    """The leaves among what nodes of autograd's graph depend on."""
-    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
-
-
-def _find_reachable_nodes(roots: set[Any], until: set[Any] | None = None) -> set[Any]:
-    """The nodes that roots depend on, with them, nearest first; no further than where all `until` are."""
-    seen = roots - {None}
-    waiting, missing = deque(seen), (until or set()) - seen
-    while waiting and (missing or until is None):
-        for node, _ in waiting.popleft().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                missing.discard(node)
-                waiting.append(node)
-    return seen

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from loadmaster.core.errors import RunError
-from loadmaster.graph.capture import silence_torch
+from loadmaster.modules.torch_state import silence_torch
 from loadmaster.runtime.transport.byte_accounts import Accounts
 from loadmaster.runtime.transport.copies import move_to_device
 

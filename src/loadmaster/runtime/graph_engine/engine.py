@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
-from loadmaster.graph.torch_capture.request import leave_transforms, shorten_error
+from loadmaster.core.raised import shorten_error
+from loadmaster.modules.torch_state import leave_transforms
 from loadmaster.runtime.graph_engine.assignment import (
     PlanIndex,
     assign_devices,

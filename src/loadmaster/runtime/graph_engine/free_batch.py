@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loadmaster.graph.torch_capture.fake_model import FakeModel
 from loadmaster.graph.torch_capture.size_ranges import find_size
+from loadmaster.modules.fake_model import FakeModel
 
 _SMALLEST = 2
 Fits = Callable[[int | None], bool]  # whether a graph for any batch holds for one of a size

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loadmaster.graph.torch_capture.target_kernels import Casts
+from loadmaster.modules.gpu_casts import Casts
 
 _GPU, _CPU = "cuda", "cpu"
 

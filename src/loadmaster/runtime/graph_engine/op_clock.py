@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.torch_capture.op_signature import kind_of
+from loadmaster.modules.op_signature import kind_of
 from loadmaster.runtime.graph_engine.rewrite import COPY, EDGE
 from loadmaster.runtime.transport.devices import RunDevice
 

@@ -13,8 +13,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.capture import silence_torch
-from loadmaster.graph.torch_capture.op_signature import find_written
+from loadmaster.modules.op_signature import find_written
+from loadmaster.modules.torch_state import silence_torch
 from loadmaster.runtime.graph_engine import gpu_autocast
 from loadmaster.runtime.graph_engine.program import Program
 

@@ -19,11 +19,11 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.capture import silence_torch
 from loadmaster.graph.torch_capture.export_path import export, module_of
-from loadmaster.graph.torch_capture.fake_model import FakeModel, make_fake_model
 from loadmaster.graph.torch_capture.ledger import make_unique
-from loadmaster.graph.torch_capture.op_signature import kind_of
+from loadmaster.modules.fake_model import FakeModel, make_fake_model
+from loadmaster.modules.op_signature import kind_of
+from loadmaster.modules.torch_state import silence_torch
 from loadmaster.runtime.graph_engine.free_batch import Fits, make_dynamic_shapes, make_size_check
 from loadmaster.runtime.graph_engine.padded_encoder import refuse_packing
 from loadmaster.runtime.graph_engine.python_attributes import refuse_attribute_changes, remove_hooks

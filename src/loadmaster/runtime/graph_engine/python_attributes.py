@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.torch_capture.python_rng import preserve_rng
+from loadmaster.modules.randomness import preserve_rng
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))

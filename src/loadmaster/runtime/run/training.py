@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 from loadmaster.core.errors import InputError
 from loadmaster.graph.models import CaptureOptions
 from loadmaster.graph.torch_capture.accumulation import micro_step_suffix
-from loadmaster.graph.torch_capture.optimizer_update import make_optimizer
-from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.loss import compute_loss
+from loadmaster.modules.named_optimizers import make_optimizer
 from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, UpdateTimer
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.loss import compute_loss
 from loadmaster.modules.rounding import is_close, max_difference
 from loadmaster.runtime.graph_engine.engine import GraphEngine, ReadyGraph
 from loadmaster.runtime.graph_engine.op_facts import enter_context

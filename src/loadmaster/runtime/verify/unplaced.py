@@ -8,10 +8,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.capture import force_eager
-from loadmaster.graph.torch_capture.python_rng import preserve_rng, seed_rng
-from loadmaster.graph.torch_capture.request import shorten_error
-from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.core.raised import shorten_error
+from loadmaster.modules.loss import compute_loss
+from loadmaster.modules.randomness import preserve_rng, seed_rng
+from loadmaster.modules.torch_state import force_eager
 from loadmaster.runtime.graph_engine.engine import GraphEngine, describe_inputs
 from loadmaster.runtime.hook_engine.engine import HookEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.torch_capture.training_step import compute_loss
+from loadmaster.modules.loss import compute_loss
 from loadmaster.modules.rounding import is_close, max_difference
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.verify.compare_modules import ModuleComparison

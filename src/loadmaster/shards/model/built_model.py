@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
+from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain, build_chain
 from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state
 from loadmaster.shards.model.profile import Profile, profile

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
-from loadmaster.graph.torch_capture.op_signature import ATTENTION_FLOPS
+from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.shards.model.block_peaks import (
     BlockPeaks,
     block_signature,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.built_model import BuiltModel, build_trial
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.host_store import HostPiece

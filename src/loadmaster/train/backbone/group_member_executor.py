@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from loadmaster.modules import randomness
 from loadmaster.shards.device.arena import BookingStack
 from loadmaster.shards.device.streams import Copy, Device, Event
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.optimizer_state import copy_hyper
 from loadmaster.shards.model.profile import num_tokens, tree_bytes
 from loadmaster.shards.plan.host_store import HostPiece

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
-from loadmaster.shards.model import randomness
 from loadmaster.shards.spec.trial import compute_metrics
 from loadmaster.train.backbone.group import Group, GroupStepResult
 from loadmaster.train.execute.runner import StepDone

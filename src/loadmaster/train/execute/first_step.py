@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import DeviceMemoryError, RunError, VerifyError
 from loadmaster.core.units import format_bytes
-from loadmaster.modules import python_state
+from loadmaster.modules import python_state, randomness
 from loadmaster.modules.rounding import TOLERANCE, find_distant
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.device.streams import Device
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 from loadmaster.train.execute.micro_batches import move_to_device, next_batches

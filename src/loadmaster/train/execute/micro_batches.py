@@ -6,7 +6,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import RunError
-from loadmaster.shards.model import randomness
+from loadmaster.modules import randomness
 from loadmaster.shards.model.loaders import LoaderError, decode_loader_state, has_state
 from loadmaster.train.execute.trial_state import TrialState
 

@@ -15,8 +15,8 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError
 from loadmaster.core.units import format_bytes
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.built_model import take_first_batch
 from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.trial import Trial

@@ -13,9 +13,9 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError, InputError
 from loadmaster.core.units import format_bytes
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.built_model import build_trial
 from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.plan.partition import make_plan

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.device.update_thread import HostUpdater
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.optimizer_state import Hyper, copy_hyper
 from loadmaster.shards.model.profile import num_tokens, tree_bytes
 from loadmaster.shards.plan.shard_plan import flight_bytes, unit_bytes, update_bytes

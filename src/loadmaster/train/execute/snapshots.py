@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
-from loadmaster.shards.model import randomness
+from loadmaster.modules import randomness
+from loadmaster.modules.randomness import Generators
 from loadmaster.shards.model.loaders import encode_loader_state, has_state
-from loadmaster.shards.model.randomness import Generators
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.train.disk.json_values import decode_plain, encode_plain
 from loadmaster.train.execute.trial_state import TrialState

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import reset_modules
-from loadmaster.shards.model import randomness
 from loadmaster.shards.model.blocks import Chain
 from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.optimizer_state import check_optimizer

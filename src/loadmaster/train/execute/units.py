@@ -15,8 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
-from loadmaster.modules import python_state
-from loadmaster.shards.model import randomness
+from loadmaster.modules import python_state, randomness
 from loadmaster.shards.model.blocks import Chain, call_block
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
+
+from loadmaster.modules.tensor_trees import find_tensors, list_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class FakeModel:
         ]
         found = []
         for name, value in [*given, *self.kwargs.items()]:
-            leaves = tensors_in(value)
+            leaves = find_tensors(value)
             if leaves and isinstance(value, torch.Tensor):
                 found.append((name, value))
             else:
@@ -80,25 +82,14 @@ def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return fake_like(leaf, mode)
-        if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not tensors_in(leaf):
+        if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not find_tensors(leaf):
             return leaf
         try:
-            return copy.deepcopy(leaf, {id(tensor): twin(tensor) for tensor in tensors_in(leaf)})
+            return copy.deepcopy(leaf, {id(tensor): twin(tensor) for tensor in find_tensors(leaf)})
         except Exception:  # what cannot be copied is shared; its tensors become constants
             return leaf
 
     return tree_map(copied, inputs)
-
-
-def tensors_in(tree: Any, *, depth: int = 4) -> list[torch.Tensor]:
-    """The tensors of a tree, also those in attributes of objects that torch does not take apart."""
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            found += tensors_in(dict(vars(leaf)), depth=depth - 1)
-    return found
 
 
 def rebuild_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -119,7 +110,7 @@ def _attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes."""
     own = {"_parameters", "_buffers", "_modules"}
     held = [value for module in model.modules() for name, value in vars(module).items() if name not in own]
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    return list_tensors(held)
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
