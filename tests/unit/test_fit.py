@@ -394,7 +394,7 @@ def test_several_passes_peak_where_a_real_loop_does(source: str) -> None:
 
 
 def test_recomputing_holds_less_and_leaves_the_model_as_it_was(source: str) -> None:
-    from loadmaster.graph.torch_capture.recompute import checkpoint_blocks, find_blocks
+    from loadmaster.graph.torch_capture.paths.recompute import checkpoint_blocks, find_blocks
     from tests.allocations import counted_peak
 
     real = example(source, 2048)

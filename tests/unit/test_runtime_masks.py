@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="placing needs the extra [torch]")
 transformers = pytest.importorskip("transformers", reason="the models are of transformers")
 from loadmaster.cluster.parse import parse_cluster  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.torch_capture.known_positions import PositionTracker, is_one_sequence  # noqa: E402
+from loadmaster.graph.torch_capture.paths.known_positions import PositionTracker, is_one_sequence  # noqa: E402
 from loadmaster.runtime.placed import build_placed_model  # noqa: E402
 from tests.placing import random_plan  # noqa: E402
 

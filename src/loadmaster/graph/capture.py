@@ -58,8 +58,8 @@ def capture(
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)
     torch = _import_torch()
-    from loadmaster.graph.torch_capture.request import CaptureRequest
-    from loadmaster.graph.torch_capture.size_ranges import check_ranges
+    from loadmaster.graph.torch_capture.paths.request import CaptureRequest
+    from loadmaster.graph.torch_capture.paths.size_ranges import check_ranges
     from loadmaster.modules.randomness import preserve_rng
     from loadmaster.modules.torch_state import force_eager, silence_torch
 

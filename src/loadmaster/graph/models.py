@@ -110,7 +110,7 @@ def _capture_parts(parts: dict[str, Any], asked: CaptureOptions) -> Graph:
     model, args, kwargs = rest.pop("model"), rest.pop("args", ()), rest.pop("kwargs", None)
     if not asked.recompute:
         return capture(model, args, kwargs, **(rest | asked.options))
-    from loadmaster.graph.torch_capture.recompute import checkpoint_blocks
+    from loadmaster.graph.torch_capture.paths.recompute import checkpoint_blocks
 
     with checkpoint_blocks(model, target=asked.target):  # other paths see nothing twice
         return capture(model, args, kwargs, **(rest | asked.options | {"path": "traced"}))

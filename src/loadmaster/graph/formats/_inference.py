@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from loadmaster.core.errors import FormatError, GraphError
 from loadmaster.core.graph import Dtype, Graph, Phase
-from loadmaster.graph.torch_capture.ledger import Key, Ledger, Op
+from loadmaster.graph.torch_capture.record.ledger import Key, Ledger, Op
 
 MOST_BYTES = 2**62
 MOST_AXES = 64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loadmaster.graph.torch_capture.size_ranges import find_size
+from loadmaster.graph.export import find_size
 from loadmaster.modules.fake_model import FakeModel
 
 _SMALLEST = 2

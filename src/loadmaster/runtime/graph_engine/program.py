@@ -19,8 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.torch_capture.export_path import export, module_of
-from loadmaster.graph.torch_capture.ledger import make_unique
+from loadmaster.graph.export import UNNAMED, export, make_unique, module_of
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
 from loadmaster.modules.torch_state import silence_torch
@@ -29,7 +28,6 @@ from loadmaster.runtime.graph_engine.padded_encoder import refuse_packing
 from loadmaster.runtime.graph_engine.python_attributes import refuse_attribute_changes, remove_hooks
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
-_NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
@@ -127,7 +125,7 @@ class _Flattener:
     def nodes(self, module: fx.GraphModule, prefix: str, region: Region) -> Any:
         """Everything but the inputs; gives what the graph gives."""
         for node in module.graph.nodes:
-            if node.op == "placeholder" or node.target in _NO_OP:
+            if node.op == "placeholder" or node.target in UNNAMED:
                 continue
             if node.op == "output":
                 given = fx.map_arg(node.args[0], self._env.__getitem__)

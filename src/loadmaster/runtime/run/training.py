@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.errors import InputError
+from loadmaster.graph.export import micro_step_suffix
 from loadmaster.graph.models import CaptureOptions
-from loadmaster.graph.torch_capture.accumulation import micro_step_suffix
 from loadmaster.modules.loss import compute_loss
 from loadmaster.modules.named_optimizers import make_optimizer
 from loadmaster.runtime.graph_engine.op_clock import LOSS, Clock, UpdateTimer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
-from loadmaster.graph.torch_capture.known_positions import PositionTracker, is_one_sequence
+from loadmaster.graph.torch_capture.paths.known_positions import PositionTracker, is_one_sequence
 
 
 class Unexported(Exception):  # noqa: N818

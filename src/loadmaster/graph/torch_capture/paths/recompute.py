@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.torch_capture.target_kernels import Kernels
+from loadmaster.graph.torch_capture.record.target_kernels import Kernels
 
 _ALIKE = 2  # as few as two blocks are worth it
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from loadmaster.core.graph import NO_MIRROR, Phase
 from loadmaster.graph.build import OWN_STORAGE
-from loadmaster.graph.torch_capture.ledger import Ledger, Tensor
+from loadmaster.graph.torch_capture.record.ledger import Ledger, Tensor
 
 MARK = "@"  # 'linear@2' is the second run of 'linear'
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loadmaster.graph.torch_capture.target_kernels import recurrent_scratch_bytes
+from loadmaster.graph.torch_capture.record.target_kernels import recurrent_scratch_bytes
 
 _aten = torch.ops.aten
 _MOST_PROBED_BYTES = 2**28

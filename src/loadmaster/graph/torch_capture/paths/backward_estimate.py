@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from loadmaster.core.graph import NO_MIRROR, Dtype, Phase
-from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.record.ledger import Op
+from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.modules.op_signature import dtype_of
 from loadmaster.modules.tensor_trees import find_tensors
 

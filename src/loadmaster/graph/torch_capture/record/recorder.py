@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.graph import NO_MIRROR, Phase
-from loadmaster.graph.torch_capture.data_dependent_reads import Answers
-from loadmaster.graph.torch_capture.gradient_sums import find_sum_target
-from loadmaster.graph.torch_capture.ledger import NO_OP, Key, Ledger, Op
-from loadmaster.graph.torch_capture.stand_ins import complete_result, make_stand_in
+from loadmaster.graph.torch_capture.record.data_dependent_reads import Answers
+from loadmaster.graph.torch_capture.record.gradient_sums import find_sum_target
+from loadmaster.graph.torch_capture.record.ledger import NO_OP, Key, Ledger, Op
+from loadmaster.graph.torch_capture.record.stand_ins import complete_result, make_stand_in
 from loadmaster.modules.fake_model import fake_like
 from loadmaster.modules.op_signature import compute_dtype, find_written, kind_of, signature_of, with_a_view
 from loadmaster.modules.op_work import bytes_moved, count_flops, tensor_bytes

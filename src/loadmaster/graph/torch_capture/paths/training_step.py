@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from loadmaster.core.graph import Phase
-from loadmaster.graph.torch_capture.backward_estimate import Estimate
-from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.optimizer_update import Update, measure_updates
-from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.paths.backward_estimate import Estimate
+from loadmaster.graph.torch_capture.paths.optimizer_update import Update, measure_updates
+from loadmaster.graph.torch_capture.record.ledger import Op
+from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.modules.fake_model import FakeModel
 from loadmaster.modules.loss import compute_loss
 from loadmaster.modules.op_signature import dtype_of, signature_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.modules.fake_model import FakeModel
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
-from loadmaster.graph.torch_capture.autograd_formulas import find_weight_uses
+from loadmaster.graph.torch_capture.record.autograd_formulas import find_weight_uses
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], object]  # the storage's number first
 NO_OP = -1

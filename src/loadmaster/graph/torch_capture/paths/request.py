@@ -11,23 +11,28 @@ from torch import nn
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.raised import shorten_error
-from loadmaster.graph.torch_capture import export_gaps
-from loadmaster.graph.torch_capture.accumulation import MicroStepRepeater, micro_step_suffix
-from loadmaster.graph.torch_capture.data_dependent_reads import (
+from loadmaster.graph.torch_capture.paths import export_gaps
+from loadmaster.graph.torch_capture.paths.export_path import export, run_exported
+from loadmaster.graph.torch_capture.paths.optimizer_update import rebind_optimizer
+from loadmaster.graph.torch_capture.paths.refusals import check_inputs, check_model, check_options
+from loadmaster.graph.torch_capture.paths.size_ranges import (
+    Ranges,
+    describe_sizes,
+    require_same_ops,
+    resize_inputs,
+)
+from loadmaster.graph.torch_capture.paths.trace_path import describe_last_op, run_traced, track_modules
+from loadmaster.graph.torch_capture.paths.training_step import Step
+from loadmaster.graph.torch_capture.record.accumulation import MicroStepRepeater, micro_step_suffix
+from loadmaster.graph.torch_capture.record.data_dependent_reads import (
     Answers,
     ReadMode,
     record_reads,
     with_same_weights,
 )
-from loadmaster.graph.torch_capture.export_path import export, run_exported
-from loadmaster.graph.torch_capture.ledger import Ledger
-from loadmaster.graph.torch_capture.optimizer_update import rebind_optimizer
-from loadmaster.graph.torch_capture.recorder import Recorder
-from loadmaster.graph.torch_capture.refusals import check_inputs, check_model, check_options
-from loadmaster.graph.torch_capture.size_ranges import Ranges, describe_sizes, require_same_ops, resize_inputs
-from loadmaster.graph.torch_capture.target_kernels import Kernels, require_target
-from loadmaster.graph.torch_capture.trace_path import describe_last_op, run_traced, track_modules
-from loadmaster.graph.torch_capture.training_step import Step
+from loadmaster.graph.torch_capture.record.ledger import Ledger
+from loadmaster.graph.torch_capture.record.recorder import Recorder
+from loadmaster.graph.torch_capture.record.target_kernels import Kernels, require_target
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.gpu_casts import Casts
 from loadmaster.modules.torch_state import leave_transforms

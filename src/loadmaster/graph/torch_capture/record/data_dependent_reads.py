@@ -19,8 +19,8 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from loadmaster.graph.torch_capture import packed_sequences
-from loadmaster.graph.torch_capture.data_dependent_sizes import (
+from loadmaster.graph.torch_capture.record import packed_sequences
+from loadmaster.graph.torch_capture.record.data_dependent_sizes import (
     CHOICES,
     has_data_dependent_shape,
     make_fake_outputs,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import GraphError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.graph.torch_capture.accumulation import MARK
+from loadmaster.graph.torch_capture.record.accumulation import MARK
 
 AXES = {"batch": 0, "seq": 1}
 Ranges = dict[str, tuple[int, int]]

@@ -14,16 +14,17 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
-from loadmaster.graph.torch_capture import export_gaps
-from loadmaster.graph.torch_capture.ledger import Op
-from loadmaster.graph.torch_capture.recorder import Recorder
+from loadmaster.graph.torch_capture.paths import export_gaps
+from loadmaster.graph.torch_capture.record.ledger import Op
+from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.modules.fake_model import FakeModel
 from loadmaster.modules.op_signature import autocast_word, compute_dtype, kind_of, signature_of
 from loadmaster.modules.tensor_trees import list_tensors
 
 _REPEATED = re.compile(r"@\d+")  # a module's second call, as export writes it
 _ONE_BY_ONE = threading.RLock()  # torch.export, and what is put in place meanwhile, is for all threads
-_NO_OP = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg}
+# checks that export adds; they are no ops of a Graph
+UNNAMED = frozenset({torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg})
 
 
 def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
@@ -72,7 +73,7 @@ class _RecordingInterpreter(torch.fx.Interpreter):
         """One node, as one op."""
         if n.op != "call_function":
             return super().run_node(n)
-        if n.target in _NO_OP:
+        if n.target in UNNAMED:
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         region = _unpack_region(n, args)
