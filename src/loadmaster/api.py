@@ -1,11 +1,13 @@
-"""The whole story on one screen: read, ask, answer, simulate, save.
+"""The whole story on one screen: read, ask, answer, simulate, place, run, save.
 
 problem = lm.problem("gen:transformer:1500", "2xA100-80GB, cpu-64GB")     source + devices -> Problem
 placement = lm.plan(problem)                                               Problem -> Placement
 timeline = lm.simulate(problem, placement.plan)                            Problem x Plan -> Timeline
+placed = lm.place(model, placement)                                        nn.Module x Placement -> Placed
 lm.save(placement, "plan.json");  lm.load("plan.json")                     any noun <-> file
 
-The simulator (numba, scipy) is imported where it is used: bad input is answered without it.
+Every function here makes nouns and hands them down; no room below calls back. The simulator (numba, scipy)
+and torch are imported where they are used: bad input is answered without them.
 """
 
 import os
@@ -13,34 +15,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
-
 from loadmaster.cluster.local import auto_shorthand
 from loadmaster.cluster.parse import parse_cluster
-from loadmaster.core import check
 from loadmaster.core.choices import parse_choice
 from loadmaster.core.errors import InputError
 from loadmaster.core.io import MAX_BYTES, load, save
-from loadmaster.core.placement import Placement, Status
+from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
-from loadmaster.core.units import format_apart, format_bytes, parse_bytes
+from loadmaster.core.units import parse_bytes
 from loadmaster.placers.ask import PlanRequest, find_placement
-from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
+from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
 from loadmaster.questions.problem import build_problem, revise_problem, target_of
 
 if TYPE_CHECKING:
+    from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
     from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
-
-_SOLVERS = {Objective.STEP: "cpsat_latency", Objective.THROUGHPUT: "cpsat_throughput"}  # whose bounds hold
 
 __all__ = [
     "check_plan",
@@ -150,9 +148,9 @@ def plan(
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
-    question = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
-    require_served(chosen, question)
-    return find_placement(question, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
+    asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
+    require_served(chosen, asked)
+    return find_placement(asked, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
 
 
 def fit(
@@ -212,7 +210,8 @@ def place(
         placement = plan(problem(graph, cluster), budget=budget, spill=spill, order=order)
     else:
         place_request.refuse_planning_options(devices, wishes)
-    # The only function that goes down: a Placed model, which is the user's, must reach a planner above it.
+    # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was
+    # full, needs a planner, and planners stand above the runtime.
     return place_request.place_on_plan(model, placement, wishes, replan=_repair_plan)
 
 
@@ -283,42 +282,17 @@ def lower_bound(
 
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
-    from loadmaster.placers.bounds import quick_bound
-    from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
+    from loadmaster.placers.lower_bound import find_lower_bound
 
-    problem = _resolve_problem(problem_or_source, devices, None, None, None, None)
-    best = quick_bound(problem)
-    if problem.objective == Objective.STEP and not best.infeasible:
-        programme = Bound(solve_relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
-        best = max(best, programme, key=lambda bound: bound.seconds)
-    if budget is None or best.infeasible:
-        return best
-    name = "ideal_dp" if problem.pipeline else _SOLVERS[problem.objective]
-    limit, solver = parse_budget(budget), placer(name)
-    if why_not(solver, problem):
-        return best
-    answer = plan(problem, algorithm=solver, budget=limit)
-    if answer.status == Status.INFEASIBLE:
-        return Bound(0.0, "none", answer.proof)
-    return best if answer.bound_s <= best.seconds else Bound(answer.bound_s, answer.bound_name)
+    return find_lower_bound(_resolve_problem(problem_or_source, devices), budget)
 
 
-def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
+def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
-    found = check.check_plan(problem, plan)
-    if any(v.rule in ("length", "device", "support", "pipeline", "order", "recompute") for v in found):
-        return found
-    from loadmaster.simulator.events import engine
+    from loadmaster.simulator.events.peak_check import check_plan_and_peaks
 
-    found = [v for v in found if v.rule != "memory"]
-    peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
-    for d in np.flatnonzero(peak > cluster.usable_bytes):
-        need, have = format_apart(peak[d], cluster.usable_bytes[d])
-        short = format_bytes(peak[d] - cluster.usable_bytes[d])
-        text = f"{cluster.device_name[d]} needs {need} of {have}; free {short} more"
-        found.append(check.Violation("memory", text))
-    return found
+    return check_plan_and_peaks(problem, plan)
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
@@ -331,14 +305,14 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
 def _resolve_problem(
     given: Problem | Source,
     devices: Devices | None,
-    objective: Objective | str | None,
-    links: Links | str | None,
-    split: Split | str | None,
-    pipeline: str | None,
+    objective: Objective | str | None = None,
+    links: Links | str | None = None,
+    split: Split | str | None = None,
+    pipeline: str | None = None,
 ) -> Problem:
     """A source becomes a problem; a problem keeps what is not asked anew."""
     if not isinstance(given, Problem):
-        return problem(given, devices, objective, links=links, split=split, pipeline=pipeline)
+        return build_problem(Question(given, devices, objective, links, split, pipeline=pipeline))
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
     return revise_problem(given, objective=objective, links=links, split=split, pipeline=pipeline)
