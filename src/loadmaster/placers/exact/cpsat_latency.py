@@ -21,10 +21,9 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_seconds
-from loadmaster.placers.answer import Meter, Tally, broken_rules
+from loadmaster.placers.answer import Meter, Tally, broken_rules, with_note
 from loadmaster.placers.exact._latency.search import search
 from loadmaster.placers.exact._latency.solver import require_solver
-from loadmaster.placers.exact._maxload.answering import with_note
 from loadmaster.placers.grouping import group_ops
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.traits import NEEDS_ORTOOLS

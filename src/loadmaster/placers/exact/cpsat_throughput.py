@@ -17,9 +17,9 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
-from loadmaster.placers.answer import Tally
+from loadmaster.placers.answer import Tally, with_note
 from loadmaster.placers.exact._latency.solver import require_solver
-from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound, with_note
+from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound
 from loadmaster.placers.exact._maxload.climb import Assignment, anneal_repeatedly, make_assignment
 from loadmaster.placers.exact._maxload.closing import Clock, close_gap, free_bound, too_large
 from loadmaster.placers.exact._maxload.contract import chain_model
