@@ -1,54 +1,44 @@
-"""The whole story on one screen: read, ask, answer, simulate, save.
+"""The whole story on one screen: read, ask, answer, simulate, place, run, save.
 
 problem = lm.problem("gen:transformer:1500", "2xA100-80GB, cpu-64GB")     source + devices -> Problem
 placement = lm.plan(problem)                                               Problem -> Placement
 timeline = lm.simulate(problem, placement.plan)                            Problem x Plan -> Timeline
+placed = lm.place(model, placement)                                        nn.Module x Placement -> Placed
 lm.save(placement, "plan.json");  lm.load("plan.json")                     any noun <-> file
 
-The simulator (numba, scipy) is imported where it is used: bad input is answered without it.
+Every function here makes nouns and hands them down; no room below calls back. The simulator (numba, scipy)
+and torch are imported where they are used: bad input is answered without them.
 """
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
-
-from loadmaster.cluster.parse import parse_cluster, with_reserve
-from loadmaster.core import check
-from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
-from loadmaster.core.graph import Graph
+from loadmaster.cluster.local import auto_shorthand
+from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.choices import parse_choice
+from loadmaster.core.errors import InputError
 from loadmaster.core.io import MAX_BYTES, load, save
-from loadmaster.core.pins import resolve_pins
-from loadmaster.core.placement import Placement, Status
+from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
+from loadmaster.core.problem import Links, Load, Objective, Problem, Split
+from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
-from loadmaster.core.units import format_apart, format_bytes, parse_bytes
-from loadmaster.cost.cost_request import COSTS, apply_optimizer, load_or_measure_costs, measure_seconds
-from loadmaster.cost.measure import DEFAULT_BUDGET_S
-from loadmaster.cost.roofline import roofline_costs
-from loadmaster.graph.models import CaptureOptions
-from loadmaster.graph.source import is_model, read_source
+from loadmaster.core.units import parse_bytes
 from loadmaster.placers.ask import PlanRequest, find_placement
-from loadmaster.placers.registry import Placer, objectives_of, placer, require_served, why_not
+from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
+from loadmaster.questions.problem import build_problem, revise_problem, target_of
 
 if TYPE_CHECKING:
+    from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
     from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
-
-Source = str | os.PathLike[str] | Graph | Workload
-Devices = str | os.PathLike[str] | Cluster
-E = TypeVar("E", bound=StrEnum)
-_SOLVERS = {Objective.STEP: "cpsat_latency", Objective.THROUGHPUT: "cpsat_throughput"}  # whose bounds hold
 
 __all__ = [
     "check_plan",
@@ -89,7 +79,7 @@ def problem(
     accumulation: int | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     costs: str = "roofline",
-    measure_budget: Budget | float | str = DEFAULT_BUDGET_S,
+    measure_budget: Budget | float | str = MEASURE_S,
     database: str | os.PathLike[str] | None = None,
     tell: Callable[[str], None] | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
@@ -103,55 +93,32 @@ def problem(
     `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
     seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
     """
-    if costs not in COSTS:
-        raise UnknownNameError("costs", str(costs), COSTS)
-    budget_s = measure_seconds(measure_budget)
-    named = parse_cluster(devices, max_bytes=max_bytes) if devices is not None else None
-    captured = is_model(source)
-    if captured and target is None and named is not None:
-        target = "cpu" if named.on_host[named.kind].all() else "cuda"
-    exact = "bf16-mixed" if captured and precision == "mixed" else precision
-    step = CaptureOptions(
+    question = Question(
+        source,
+        devices,
+        objective,
+        links=links,
+        split=split,
+        load=load,
+        optimizer=optimizer,
+        precision=precision,
+        pin=pin,
+        reserve_bytes=reserve_bytes,
+        format=format,
+        max_bytes=max_bytes,
+        pipeline=pipeline,
         batch=batch,
         seq=seq,
-        optimizer=optimizer,
-        precision=exact if captured else "fp32",
         target=target,
-        path=capture_path,
+        capture_path=capture_path,
         assume=assume,
         accumulation=accumulation,
         ranges=ranges,
+        costs=costs,
+        measure_budget=measure_budget,
+        database=database,
     )
-    workload = read_source(source, format=format, max_bytes=max_bytes, asked=step)
-    graph, cluster, given = workload.graph, workload.cluster, workload.costs
-    if not captured:
-        graph = apply_optimizer(graph, optimizer or workload.optimizer, precision)
-    if named is not None:
-        cluster, given = named, None
-    if cluster is None:
-        raise ProblemError(
-            f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
-        )
-    if reserve_bytes:
-        cluster = with_reserve(cluster, parse_bytes(reserve_bytes))
-    if costs == "measured":
-        if given is not None:
-            raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
-        given = load_or_measure_costs(graph, cluster, budget_s, database, tell, progress)
-    asked = _parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else workload.objective)
-    own = devices is None  # links and pins speak of the source's own devices
-    own_split = workload.split if asked == workload.objective else None
-    return Problem(
-        graph=graph,
-        cluster=cluster,
-        costs=given if given is not None else roofline_costs(graph, cluster),
-        objective=asked,
-        links=_parse_choice(Links, links) or (workload.links if own else Links.SHARED),
-        split=_parse_choice(Split, split) or own_split or _default_split(asked),
-        load=_parse_choice(Load, load) or workload.load or Load.SUM,
-        pinned=resolve_pins(graph, cluster, pin or {}, workload.pinned if own else None),
-        pipeline=pipeline or (workload.pipeline if pipeline is None and asked == workload.objective else ""),
-    )
+    return build_problem(question, tell=tell, progress=progress)
 
 
 def plan(
@@ -181,9 +148,9 @@ def plan(
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
-    question = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
-    require_served(chosen, question)
-    return find_placement(question, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
+    asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
+    require_served(chosen, asked)
+    return find_placement(asked, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
 
 
 def fit(
@@ -207,14 +174,20 @@ def fit(
     Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
     `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
     """
-    from loadmaster.capacity.fit_request import Question, answer_question
+    from loadmaster.capacity.fit import answer_fit
 
-    asked = Question(
-        source, devices, batch, seq, optimizer, precision, parse_bytes(reserve_bytes), format, max_bytes
+    question = Question(
+        source,
+        devices,
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        precision=precision,
+        reserve_bytes=parse_bytes(reserve_bytes),
+        format=format,
+        max_bytes=max_bytes,
     )
-    return answer_question(
-        asked, problem, plan, budget=parse_budget(budget), quick=quick, every=every, progress=progress
-    )
+    return answer_fit(question, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
 
 
 def place(
@@ -223,13 +196,23 @@ def place(
     """The model on its plan: same class, same weights, same numbers (docs/running.md).
 
     `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
-    plan on `devices` is made first. What else may be wished for is listed in `runtime.asking.Wish`.
+    plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
     """
-    from loadmaster.runtime.place_request import place_model
+    from loadmaster.runtime import place_request
 
-    return place_model(
-        model, plan_or_inputs, devices, wishes, problem=problem, plan=plan, replan=_repair_plan
-    )
+    place_request.check_place_request(model, wishes)
+    placement = place_request.resolve_placement(plan_or_inputs)
+    if placement is None:
+        cluster = parse_cluster(auto_shorthand() if devices == "auto" else devices)
+        graph = place_request.capture_step(model, plan_or_inputs, wishes, target=target_of(cluster))
+        order = "captured" if model.training else "free"  # autograd has an order of its own
+        budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
+        placement = plan(problem(graph, cluster), budget=budget, spill=spill, order=order)
+    else:
+        place_request.refuse_planning_options(devices, wishes)
+    # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was
+    # full, needs a planner, and planners stand above the runtime.
+    return place_request.place_on_plan(model, placement, wishes, replan=_repair_plan)
 
 
 def verify(
@@ -248,16 +231,26 @@ def run(
     steps: int = 20,
     calibrate: bool = False,
     database: str | os.PathLike[str] | None = None,
-    **how: Any,
+    seed: int = 0,
+    tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Outcome":
     """Train a captured model on its plan for some steps of synthetic data: predicted beside measured.
 
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
-    measured times of ops to the cost database. `how` may have `seed`, `tell` and `progress`.
+    measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
     """
-    from loadmaster.runtime.run.launch import run_plan
+    from loadmaster.runtime.place_request import load_placement, place_on_plan
+    from loadmaster.runtime.run.launch import plan_as_run, rebuild_model, require_steps, run_placed
 
-    return run_plan(plan, simulate, model=model, steps=steps, calibrate=calibrate, database=database, **how)
+    require_steps(steps)
+    placement = load_placement(plan)
+    rebuilt = rebuild_model(placement, model, seed=seed, progress=progress)
+    placed = place_on_plan(rebuilt.model, placement, {"loss": rebuilt.loss, "on_nan": None})
+    predicted = simulate(placement.problem, plan_as_run(placement))
+    return run_placed(
+        placed, rebuilt, predicted, steps=steps, calibrate=calibrate, database=database, seed=seed, tell=tell
+    )
 
 
 def simulate(
@@ -267,8 +260,8 @@ def simulate(
     _require_plan(problem, plan)
     from loadmaster.simulator.events import engine
 
-    how = _parse_choice(engine.Dispatch, dispatch)
-    return engine.simulate(problem, plan, links=_parse_choice(Links, links), dispatch=how)
+    how = parse_choice(engine.Dispatch, dispatch)
+    return engine.simulate(problem, plan, links=parse_choice(Links, links), dispatch=how)
 
 
 def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None = None) -> float:
@@ -276,7 +269,7 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     _require_plan(problem, plan)
     from loadmaster.simulator.events.throughput import steady_state
 
-    return steady_state(replace(problem, links=_parse_choice(Links, links) or problem.links), plan).time_s
+    return steady_state(replace(problem, links=parse_choice(Links, links) or problem.links), plan).time_s
 
 
 def lower_bound(
@@ -289,42 +282,17 @@ def lower_bound(
 
     The best of all arguments; with a budget also what the exact solver proves within it.
     """
-    from loadmaster.placers.bounds import quick_bound
-    from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
+    from loadmaster.placers.lower_bound import find_lower_bound
 
-    problem = _resolve_problem(problem_or_source, devices, None, None, None, None)
-    best = quick_bound(problem)
-    if problem.objective == Objective.STEP and not best.infeasible:
-        programme = Bound(solve_relaxed_step(problem).bound_s * (1.0 - 1e-12), "step programme")
-        best = max(best, programme, key=lambda bound: bound.seconds)
-    if budget is None or best.infeasible:
-        return best
-    name = "ideal_dp" if problem.pipeline else _SOLVERS[problem.objective]
-    limit, solver = parse_budget(budget), placer(name)
-    if why_not(solver, problem):
-        return best
-    answer = plan(problem, algorithm=solver, budget=limit)
-    if answer.status == Status.INFEASIBLE:
-        return Bound(0.0, "none", answer.proof)
-    return best if answer.bound_s <= best.seconds else Bound(answer.bound_s, answer.bound_name)
+    return find_lower_bound(_resolve_problem(problem_or_source, devices), budget)
 
 
-def check_plan(problem: Problem, plan: Plan) -> list[check.Violation]:
+def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
-    found = check.check_plan(problem, plan)
-    if any(v.rule in ("length", "device", "support", "pipeline", "order", "recompute") for v in found):
-        return found
-    from loadmaster.simulator.events import engine
+    from loadmaster.simulator.events.peak_check import check_plan_and_peaks
 
-    found = [v for v in found if v.rule != "memory"]
-    peak, cluster = engine.simulate(problem, plan).peak_bytes, problem.cluster
-    for d in np.flatnonzero(peak > cluster.usable_bytes):
-        need, have = format_apart(peak[d], cluster.usable_bytes[d])
-        short = format_bytes(peak[d] - cluster.usable_bytes[d])
-        text = f"{cluster.device_name[d]} needs {need} of {have}; free {short} more"
-        found.append(check.Violation("memory", text))
-    return found
+    return check_plan_and_peaks(problem, plan)
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
@@ -337,23 +305,17 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
 def _resolve_problem(
     given: Problem | Source,
     devices: Devices | None,
-    objective: Objective | str | None,
-    links: Links | str | None,
-    split: Split | str | None,
-    pipeline: str | None,
+    objective: Objective | str | None = None,
+    links: Links | str | None = None,
+    split: Split | str | None = None,
+    pipeline: str | None = None,
 ) -> Problem:
     """A source becomes a problem; a problem keeps what is not asked anew."""
     if not isinstance(given, Problem):
-        return problem(given, devices, objective, links=links, split=split, pipeline=pipeline)
+        return build_problem(Question(given, devices, objective, links, split, pipeline=pipeline))
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
-    asked = _parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else given.objective)
-    kept = given.split if asked == given.objective else _default_split(asked)
-    staged = pipeline or (given.pipeline if pipeline is None and asked == given.objective else "")
-    wanted = (asked, _parse_choice(Links, links) or given.links, _parse_choice(Split, split) or kept, staged)
-    if wanted == (given.objective, given.links, given.split, given.pipeline):
-        return given
-    return replace(given, objective=asked, links=wanted[1], split=wanted[2], pipeline=staged)
+    return revise_problem(given, objective=objective, links=links, split=split, pipeline=pipeline)
 
 
 def _repair_plan(problem: Problem, start: Plan) -> Placement:
@@ -372,10 +334,6 @@ def _resolve_algorithm(algorithm: str | Placer | Plan) -> Placer:
     return placer(algorithm) if isinstance(algorithm, str) else algorithm
 
 
-def _default_split(objective: Objective) -> Split:
-    return Split.CHAIN if objective == Objective.THROUGHPUT else Split.FREE
-
-
 def _require_usable(algorithm: object, seed: object) -> None:
     """Refuse what is no algorithm, or no seed."""
     if isinstance(algorithm, type) or not callable(algorithm):
@@ -392,13 +350,3 @@ def _require_plan(problem: object, plan: object) -> None:
         hint = "nothing that fits was found; placement.least_overflow_plan came nearest"
         hint = hint if plan is None else "of a Placement, give its .plan"
         raise InputError(f"{type(plan).__name__} is not a Plan; {hint}")
-
-
-def _parse_choice(kind: type[E], value: object) -> E | None:
-    """A member of an enumeration by its value; None stays None."""
-    if value is None or isinstance(value, kind):
-        return value
-    known = [member.value for member in kind]
-    if value not in known:
-        raise UnknownNameError(kind.__name__.lower(), str(value), known)
-    return kind(str(value))

@@ -21,7 +21,8 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Links, Objective, Problem
 from loadmaster.core.run import Budget, Run, Score
-from loadmaster.placers.registry import list_algorithms, placer, why_not
+from loadmaster.placers.registry import list_algorithms, own_algorithms, placer, why_not
+from loadmaster.placers.traits import traits_of
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.events.engine import prepare
 from tests import reference
@@ -49,6 +50,11 @@ def served() -> list[tuple[str, str]]:
 
 def reason(algorithm: str, name: str) -> str:
     return why_not(placer(algorithm), problem_named(name))
+
+
+@pytest.mark.parametrize("algorithm", own_algorithms())
+def test_the_traits_in_its_file_are_those_of_its_class(algorithm: str) -> None:
+    assert own_algorithms()[algorithm].traits == traits_of(placer(algorithm))
 
 
 every_pair = pytest.mark.parametrize(("algorithm", "name"), served())

@@ -1,6 +1,10 @@
 """The portfolio: who is asked, who wins, when it stops, and what it says about the others."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,3 +197,43 @@ def test_pins_are_kept_by_everyone() -> None:
     placement = planned(replace(problem, pinned=pinned), "200x")
     assert placement.plan is not None
     assert (placement.plan.device[::5] == 3).all()
+
+
+WARM = "import loadmaster as lm; lm.plan('gen:chain:5', budget='1x', algorithm='single_device'); print(0)"
+REPORT = """
+import json, sys
+import loadmaster as lm
+found = lm.plan("gen:fork_join:30", objective=sys.argv[1], split="free", budget=sys.argv[2])
+tried = [member.name for member in found.members if member.status is not None]
+print(json.dumps([tried, [member.name for member in found.members], list(sys.modules)]))
+"""
+FAMILIES = ("loadmaster.placers.heuristic", "loadmaster.placers.exact", "loadmaster.placers.search")
+
+
+def run_python(code: str, *arguments: str) -> Any:
+    """What some lines of Python print as JSON, in a process of their own."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class TestImports:
+    """An algorithm that is not asked costs nothing, not even its import."""
+
+    @pytest.mark.parametrize("objective", ["step", "throughput"])
+    def test_an_algorithm_that_is_skipped_is_not_imported(self, objective: str) -> None:
+        run_python(WARM)  # on a new machine every algorithm is imported once, to compile its kernels
+        tried, members, modules = run_python(REPORT, objective, "50x")
+        skipped = {name for name in members if name not in tried}
+        assert {"m_sct", "memory_first"} <= skipped
+        loaded = {name.rpartition(".")[2] for name in modules if name.startswith(FAMILIES)}
+        assert "m_etf" in loaded
+        assert not skipped & loaded
+
+    def test_a_step_is_planned_without_the_throughput_solvers(self) -> None:
+        run_python(WARM)
+        tried, _, modules = run_python(REPORT, "step", "2000x")
+        assert "chain_balance" in tried
+        throughput_only = ("linear_dp", "ideal_dp", "local_search", "cpsat_throughput", "_maxload.model")
+        assert not [name for name in modules if name.startswith(FAMILIES) and name.endswith(throughput_only)]

@@ -24,7 +24,8 @@ from loadmaster.capacity.clusters import (
     with_more,
     with_preset,
 )
-from loadmaster.capacity.step_setting import Asker, Setting, is_training
+from loadmaster.capacity.fit_search import FitSearch
+from loadmaster.capacity.step_setting import StepSetting, is_training
 from loadmaster.capacity.verdict import Verdict, judge_cluster, judge_single_device, needed_bytes
 from loadmaster.cluster.presets import KINDS, KindPreset
 from loadmaster.core.cluster import Cluster
@@ -53,33 +54,33 @@ class _Idea:
     name: str
     text: str
     price: str
-    setting: Setting
+    setting: StepSetting
     cluster: Cluster | None
     captures: bool = True
 
 
 def propose_changes(
-    asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict, *, every: bool = False
+    search: FitSearch, setting: StepSetting, cluster: Cluster | None, verdict: Verdict, *, every: bool = False
 ) -> Iterator[Change]:
     """Changes to a step that does not fit, the cheapest first; `every`: check all of them."""
     found = False
-    for idea in _list_ideas(asker, setting, cluster, verdict):
+    for idea in _list_ideas(search, setting, cluster, verdict):
         if found and idea.captures and not every:
             yield Change(idea.name, idea.text, idea.price, None, "not checked: a cheaper one fits", None)
             continue
-        change = _check_idea(asker, idea)
+        change = _check_idea(search, idea)
         found |= bool(change.fits)
         yield change
-    several = bool(_smaller_batches(setting)) and asker.is_model and is_training(verdict.problem.graph)
+    several = bool(_smaller_batches(setting)) and search.is_model and is_training(verdict.problem.graph)
     if several and not found:
-        yield _check_idea(asker, _combine_ideas(setting, cluster))
-    yield from _propose_hardware(asker, setting, verdict)
+        yield _check_idea(search, _combine_ideas(setting, cluster))
+    yield from _propose_hardware(search, setting, verdict)
 
 
-def _check_idea(asker: Asker, idea: _Idea) -> Change:
-    asker.say(f"trying: {idea.text}", 0.0)
+def _check_idea(search: FitSearch, idea: _Idea) -> Change:
+    search.say(f"trying: {idea.text}", 0.0)
     try:
-        found = judge_cluster(asker, asker.problem(idea.setting, idea.cluster))
+        found = judge_cluster(search, search.problem(idea.setting, idea.cluster))
     except LoadmasterError as problem:  # such a step cannot be captured
         return Change(idea.name, idea.text, idea.price, False, str(problem), None)
     return _make_change(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
@@ -90,18 +91,20 @@ def _make_change(name: str, text: str, price: str, found: Verdict, *, passes: in
     return Change(name, text, price, found.fits, found.reason, seconds)
 
 
-def _list_ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict: Verdict) -> Iterator[_Idea]:
+def _list_ideas(
+    search: FitSearch, setting: StepSetting, cluster: Cluster | None, verdict: Verdict
+) -> Iterator[_Idea]:
     """Changes of how the step is run, on the same devices; last, host memory besides."""
     graph = verdict.problem.graph
     trains = is_training(graph)
-    if asker.is_model and trains:
-        yield from _find_fitting_passes(asker, setting, cluster)
+    if search.is_model and trains:
+        yield from _find_fitting_passes(search, setting, cluster)
     has_weights = bool((graph.phase == Phase.PARAM).any())
-    mixed, narrow = _lower_precisions(asker, setting) if has_weights else (None, None)
+    mixed, narrow = _lower_precisions(search, setting) if has_weights else (None, None)
     if mixed is not None:
         price = "activations in 16 bits; usually faster"
         yield _Idea("precision", f"precision {mixed}", price, replace(setting, precision=mixed), cluster)
-    if asker.is_model and trains:
+    if search.is_model and trains:
         price = "same numbers; the forward pass is computed twice"
         yield _Idea("recompute", "recompute activations", price, replace(setting, recompute=True), cluster)
     if narrow is not None:
@@ -115,7 +118,7 @@ def _list_ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict
             price,
             replace(setting, optimizer=other),
             cluster,
-            asker.is_model,
+            search.is_model,
         )
     devices = verdict.problem.cluster
     if not devices.on_host[devices.kind].any():
@@ -125,25 +128,25 @@ def _list_ideas(asker: Asker, setting: Setting, cluster: Cluster | None, verdict
         )
 
 
-def _lower_precisions(asker: Asker, setting: Setting) -> tuple[str | None, str | None]:
+def _lower_precisions(search: FitSearch, setting: StepSetting) -> tuple[str | None, str | None]:
     """A mixed precision and one of 16-bit weights, where the step is not in them already."""
-    if not asker.is_model:  # of other graphs only weights with an optimizer know a precision
+    if not search.is_model:  # of other graphs only weights with an optimizer know a precision
         return "mixed" if setting.precision == "fp32" and setting.optimizer is not None else None, None
     mixed = "bf16-mixed" if setting.precision == "fp32" else None
     return mixed, None if setting.precision == "bf16" else "bf16"
 
 
-def _leaner_optimizers(setting: Setting, *, trains: bool) -> tuple[str, ...]:
+def _leaner_optimizers(setting: StepSetting, *, trains: bool) -> tuple[str, ...]:
     return _LEANER.get((setting.optimizer or "adamw").lower(), ()) if trains else ()
 
 
-def _smaller_batches(setting: Setting) -> list[int]:
+def _smaller_batches(setting: StepSetting) -> list[int]:
     """Batches of which several passes make the whole, largest first."""
     whole = setting.batch or 1
     return [batch for batch in range(whole - 1, 0, -1) if whole % batch == 0]
 
 
-def _find_fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None) -> Iterator[_Idea]:
+def _find_fitting_passes(search: FitSearch, setting: StepSetting, cluster: Cluster | None) -> Iterator[_Idea]:
     """The largest batch that divides the whole and fits, or else the smallest; none where the batch is 1."""
     smaller = _smaller_batches(setting)
     for batch in smaller:
@@ -156,24 +159,24 @@ def _find_fitting_passes(asker: Asker, setting: Setting, cluster: Cluster | None
             replace(setting, batch=batch, passes=passes),
             cluster,
         )
-        if batch == smaller[-1] or (_may_fit(asker, setting, idea) and _check_idea(asker, idea).fits):
+        if batch == smaller[-1] or (_may_fit(search, setting, idea) and _check_idea(search, idea).fits):
             yield idea
             return
 
 
-def _may_fit(asker: Asker, setting: Setting, idea: _Idea) -> bool:
+def _may_fit(search: FitSearch, setting: StepSetting, idea: _Idea) -> bool:
     """Whether a smaller batch is worth a capture, by the line through those at two batches."""
     assert idea.setting.batch is not None
     assert idea.cluster is not None, "models bring no devices"
     try:
         asked = replace(setting, passes=idea.setting.passes)
-        guess = asker.guess(asked, idea.setting.batch, idea.cluster)
+        guess = search.guess(asked, idea.setting.batch, idea.cluster)
     except LoadmasterError:  # a batch cannot be chosen: the check itself will say so
         return True
-    return guess is None or judge_cluster(asker, guess).fits
+    return guess is None or judge_cluster(search, guess).fits
 
 
-def _combine_ideas(setting: Setting, cluster: Cluster | None) -> _Idea:
+def _combine_ideas(setting: StepSetting, cluster: Cluster | None) -> _Idea:
     """All that leaves optimizer and devices alone."""
     whole = setting.batch or 1
     precision = "bf16-mixed" if setting.precision == "fp32" else setting.precision
@@ -185,27 +188,29 @@ def _combine_ideas(setting: Setting, cluster: Cluster | None) -> _Idea:
 # ---- other devices
 
 
-def _propose_hardware(asker: Asker, setting: Setting, verdict: Verdict) -> Iterator[Change]:
+def _propose_hardware(search: FitSearch, setting: StepSetting, verdict: Verdict) -> Iterator[Change]:
     """More devices like the largest, and the smallest other one."""
     devices = verdict.problem.cluster
     like = int(np.where(devices.on_host[devices.kind], -1, devices.usable_bytes).argmax())
-    yield _try_more_devices(asker, setting, devices, like, _needed_bytes_of(asker, setting, devices, like))
-    smallest = find_smallest_preset(asker, setting, host=bool(devices.on_host[devices.kind[like]]))
+    yield _try_more_devices(search, setting, devices, like, _needed_bytes_of(search, setting, devices, like))
+    smallest = find_smallest_preset(search, setting, host=bool(devices.on_host[devices.kind[like]]))
     price = "another device"
     if smallest is None:
         yield Change("device", "one larger device", price, False, "no preset holds it alone", None)
         return
-    found = judge_single_device(asker, asker.problem(setting, preset_cluster(smallest)))
+    found = judge_single_device(search, search.problem(setting, preset_cluster(smallest)))
     text = f"1x{smallest.name} ({format_bytes(smallest.memory_bytes)}) alone"
     yield _make_change("device", text, price, found)
 
 
-def _needed_bytes_of(asker: Asker, setting: Setting, cluster: Cluster, device: int) -> int:
+def _needed_bytes_of(search: FitSearch, setting: StepSetting, cluster: Cluster, device: int) -> int:
     """The peak in the step's own order, whatever the device holds."""
-    return needed_bytes(asker.problem(setting, single_device_cluster(cluster, device)))
+    return needed_bytes(search.problem(setting, single_device_cluster(cluster, device)))
 
 
-def _try_more_devices(asker: Asker, setting: Setting, devices: Cluster, like: int, need_bytes: int) -> Change:
+def _try_more_devices(
+    search: FitSearch, setting: StepSetting, devices: Cluster, like: int, need_bytes: int
+) -> Change:
     """So many devices more as there is memory lacking, and a few tries beyond."""
     room = limit_of(devices, like) or 1
     have = int(devices.usable_bytes.astype(np.float64).sum())
@@ -213,8 +218,8 @@ def _try_more_devices(asker: Asker, setting: Setting, devices: Cluster, like: in
     kind, price = devices.kind_name[devices.kind[like]], "more devices"
     num, verdict = first, None
     for num in range(first, min(first + _TRIES, _MOST_MORE + 1)):
-        asker.say(f"trying: {num} more {kind}", 0.0)
-        verdict = judge_cluster(asker, asker.problem(setting, with_more(devices, like, num)))
+        search.say(f"trying: {num} more {kind}", 0.0)
+        verdict = judge_cluster(search, search.problem(setting, with_more(devices, like, num)))
         if verdict.fits:
             break
     if verdict is None:
@@ -223,12 +228,12 @@ def _try_more_devices(asker: Asker, setting: Setting, devices: Cluster, like: in
     return _make_change("devices", f"{'' if verdict.fits else 'up to '}{num} more {kind}", price, verdict)
 
 
-def find_smallest_preset(asker: Asker, setting: Setting, *, host: bool) -> KindPreset | None:
+def find_smallest_preset(search: FitSearch, setting: StepSetting, *, host: bool) -> KindPreset | None:
     """The device with the least memory that holds the step alone."""
     kinds = [kind for kind in KINDS.values() if kind.on_host == host and kind.name != NOT_A_DEVICE]
     for kind in sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.name)):
         try:
-            problem = asker.problem(setting, preset_cluster(kind))
+            problem = search.problem(setting, preset_cluster(kind))
         except ClusterError:  # what is kept free is all it has
             continue
         if needed_bytes(problem) <= problem.cluster.usable_bytes[0]:

@@ -8,9 +8,10 @@ import numpy as np
 from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.changes import NOT_A_DEVICE, propose_changes
 from loadmaster.capacity.clusters import limit_of, preset_cluster, single_device_cluster
+from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.largest import find_largest_batch, guess_largest_batch
 from loadmaster.capacity.peak_moment import held_at_peaks
-from loadmaster.capacity.step_setting import Asker, Setting
+from loadmaster.capacity.step_setting import StepSetting, setting_of
 from loadmaster.capacity.verdict import (
     Verdict,
     judge_cluster,
@@ -18,6 +19,7 @@ from loadmaster.capacity.verdict import (
     needed_bytes,
     plan_on_device,
 )
+from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
@@ -31,38 +33,54 @@ from loadmaster.core.fit_answer import (
     PresetFit,
 )
 from loadmaster.core.problem import Problem
+from loadmaster.core.question import Question
+from loadmaster.core.run import Budget, ignore_progress
+from loadmaster.core.units import parse_bytes
+from loadmaster.graph.source import is_model
+from loadmaster.questions.problem import target_of
 from loadmaster.simulator.events.engine import prepare
 
 
-def target_of(cluster: Cluster) -> str:
-    """Whose kernels a step on these devices runs."""
-    return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
-
-
-def assess_fit(
-    asker: Asker,
-    source: str,
-    setting: Setting,
-    cluster: Cluster | None,
+def answer_fit(
+    question: Question,
     *,
-    named: bool,
+    budget: Budget,
     quick: bool = False,
     every: bool = False,
+    progress: Callable[[str, float], None] = ignore_progress,
 ) -> Fit:
-    """Everything there is to say; `named`: the user named the devices. `quick`: no other batch, no change."""
+    """Read what must be read, and answer; `quick`: no other batch, no change."""
+    devices, reserve = question.devices, parse_bytes(question.reserve_bytes)
+    cluster = parse_cluster(devices, max_bytes=question.max_bytes) if devices is not None else None
+    search = FitSearch(question, budget, is_model(question.source), progress)
+    setting = setting_of(question)
+    if not search.is_model:
+        workload = search.workload(setting)
+        cluster = workload.cluster if cluster is None else cluster
+        setting = replace(setting, optimizer=setting.optimizer or workload.optimizer)
+    if cluster is not None and reserve:
+        cluster = with_reserve(cluster, reserve)
+    return _assess_fit(search, setting, cluster, quick=quick, every=every)
+
+
+def _assess_fit(
+    search: FitSearch, setting: StepSetting, cluster: Cluster | None, *, quick: bool, every: bool
+) -> Fit:
+    """Everything there is to say."""
+    named = search.question.devices is not None
     meant = cluster if cluster is not None else preset_cluster(KINDS["H100"])  # any accelerator
-    base = _with_target(asker, setting, meant)
-    lone = asker.problem(base, single_device_cluster(meant, _roomiest_device(meant)))
-    whole = _assess_cluster(asker, base, cluster, quick=quick) if cluster is not None else None
+    base = _with_target(search, setting, meant)
+    lone = search.problem(base, single_device_cluster(meant, _roomiest_device(meant)))
+    whole = _assess_cluster(search, base, cluster, quick=quick) if cluster is not None else None
     offers: list[Change] = []
     if whole is not None and not whole[0].fits and not quick:
-        offers = list(propose_changes(asker, base, cluster, whole[0], every=every))
+        offers = list(propose_changes(search, base, cluster, whole[0], every=every))
     graph = lone.graph
     _, held = held_at_peaks(prepare(lone), plan_on_device(lone))
     return Fit(
         loadmaster="fit",
         schema=SCHEMA_VERSION,
-        source=source,
+        source=_title_of(search.question),
         graph=graph.name,
         capture=graph.capture,
         num_ops=graph.num_ops,
@@ -73,16 +91,22 @@ def assess_fit(
         fits=whole[1].fits if whole is not None else None,
         parts=parts_of(graph, held[0]),
         modules=modules_of(graph, held[0]),
-        devices=tuple(_assess_devices(asker, setting, cluster, quick=quick)) if cluster is not None else (),
+        devices=tuple(_assess_devices(search, setting, cluster, quick=quick)) if cluster is not None else (),
         cluster=whole[1] if whole is not None else None,
-        presets=() if named else tuple(_assess_presets(asker, setting, quick=quick)),
+        presets=() if named else tuple(_assess_presets(search, setting, quick=quick)),
         changes=tuple(offers),
         cheapest=next((change.name for change in offers if change.fits), None),
     )
 
 
-def _with_target(asker: Asker, setting: Setting, cluster: Cluster) -> Setting:
-    return replace(setting, target=target_of(cluster)) if asker.is_model else setting
+def _title_of(question: Question) -> str:
+    """What to call the source."""
+    graph = getattr(question.source, "graph", question.source)
+    return str(getattr(graph, "name", graph))
+
+
+def _with_target(search: FitSearch, setting: StepSetting, cluster: Cluster) -> StepSetting:
+    return replace(setting, target=target_of(cluster)) if search.is_model else setting
 
 
 def _roomiest_device(cluster: Cluster) -> int:
@@ -90,20 +114,22 @@ def _roomiest_device(cluster: Cluster) -> int:
     return int(np.where(cluster.on_host[cluster.kind], -1, cluster.usable_bytes).argmax())
 
 
-def _assess_devices(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> Iterator[DeviceFit]:
+def _assess_devices(
+    search: FitSearch, setting: StepSetting, cluster: Cluster, *, quick: bool
+) -> Iterator[DeviceFit]:
     """Every device alone; devices that are alike are asked once."""
     known: dict[tuple[int, int], DeviceFit] = {}
     for d, name in enumerate(cluster.device_name):
         alike = int(cluster.kind[d]), int(cluster.usable_bytes[d])
         if alike not in known:
-            known[alike] = _assess_device(asker, setting, single_device_cluster(cluster, d), quick=quick)
+            known[alike] = _assess_device(search, setting, single_device_cluster(cluster, d), quick=quick)
         yield replace(known[alike], device=name)
 
 
-def _assess_device(asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool) -> DeviceFit:
-    own = _with_target(asker, setting, cluster)
-    problem = asker.problem(own, cluster)
-    verdict, limit = judge_single_device(asker, problem), limit_of(cluster, 0)
+def _assess_device(search: FitSearch, setting: StepSetting, cluster: Cluster, *, quick: bool) -> DeviceFit:
+    own = _with_target(search, setting, cluster)
+    problem = search.problem(own, cluster)
+    verdict, limit = judge_single_device(search, problem), limit_of(cluster, 0)
     return DeviceFit(
         device=cluster.device_name[0],
         kind=cluster.kind_name[0],
@@ -114,21 +140,21 @@ def _assess_device(asker: Asker, setting: Setting, cluster: Cluster, *, quick: b
         reason=verdict.reason,
         step_s=verdict.step_s if verdict.fits else None,
         largest=_find_largest_batch(
-            asker, own, cluster, lambda p: judge_single_device(asker, p).fits, quick=quick
+            search, own, cluster, lambda p: judge_single_device(search, p).fits, quick=quick
         ),
     )
 
 
 def _assess_cluster(
-    asker: Asker, setting: Setting, cluster: Cluster, *, quick: bool
+    search: FitSearch, setting: StepSetting, cluster: Cluster, *, quick: bool
 ) -> tuple[Verdict, ClusterFit]:
     """All devices, by a plan, with what each of them holds."""
-    asker.say("looking for a plan on all devices", 0.0)
-    verdict = judge_cluster(asker, asker.problem(setting, cluster))
+    search.say("looking for a plan on all devices", 0.0)
+    verdict = judge_cluster(search, search.problem(setting, cluster))
     simulator = prepare(verdict.problem)
     outcome, held = held_at_peaks(simulator, verdict.plan)
     largest = _find_largest_batch(
-        asker, setting, cluster, lambda p: judge_cluster(asker, p).fits, quick=quick
+        search, setting, cluster, lambda p: judge_cluster(search, p).fits, quick=quick
     )
     return verdict, ClusterFit(
         devices=cluster.device_name,
@@ -145,38 +171,43 @@ def _assess_cluster(
 
 
 def _find_largest_batch(
-    asker: Asker, setting: Setting, cluster: Cluster, judge: Callable[[Problem], bool], *, quick: bool
+    search: FitSearch,
+    setting: StepSetting,
+    cluster: Cluster,
+    judge: Callable[[Problem], bool],
+    *,
+    quick: bool,
 ) -> LargestBatch | None:
     """None where the batch is not ours to choose, or nobody waits for it."""
-    if quick or not asker.is_model:
+    if quick or not search.is_model:
         return None
     if any(limit_of(cluster, d) is None for d in range(cluster.num_devices)):
         return LargestBatch(None, True, "there is no limit of memory")
-    return find_largest_batch(asker, setting, cluster, judge)
+    return find_largest_batch(search, setting, cluster, judge)
 
 
-def _assess_presets(asker: Asker, setting: Setting, *, quick: bool) -> Iterator[PresetFit]:
+def _assess_presets(search: FitSearch, setting: StepSetting, *, quick: bool) -> Iterator[PresetFit]:
     """Every kind of device that can be named, alone; largest batches are read off the line."""
     for kind in KINDS.values():
         if kind.name == NOT_A_DEVICE:
             continue
         cluster = preset_cluster(kind)
-        own = _with_target(asker, setting, cluster)
+        own = _with_target(search, setting, cluster)
         try:
-            problem = asker.problem(own, cluster)
+            problem = search.problem(own, cluster)
         except ClusterError:  # what is kept free is all it has
             continue
         needs, usable = needed_bytes(problem), int(problem.cluster.usable_bytes[0])
         largest = None
-        if asker.is_model and not quick and setting.batch is not None:
-            largest = _guess_largest_batch(asker, own, cluster)
+        if search.is_model and not quick and setting.batch is not None:
+            largest = _guess_largest_batch(search, own, cluster)
         yield PresetFit(kind.name, usable, needs, needs <= usable, largest)
 
 
-def _guess_largest_batch(asker: Asker, setting: Setting, cluster: Cluster) -> LargestBatch:
+def _guess_largest_batch(search: FitSearch, setting: StepSetting, cluster: Cluster) -> LargestBatch:
     try:
         found = guess_largest_batch(
-            asker, setting, cluster, lambda p: needed_bytes(p) <= p.cluster.usable_bytes[0]
+            search, setting, cluster, lambda p: needed_bytes(p) <= p.cluster.usable_bytes[0]
         )
     except LoadmasterError as problem:
         return LargestBatch(None, False, str(problem))

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from loadmaster.capacity.step_setting import Asker, Setting
+from loadmaster.capacity.fit_search import FitSearch
+from loadmaster.capacity.step_setting import StepSetting
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import LoadmasterError
 from loadmaster.core.fit_answer import LargestBatch
@@ -30,29 +31,33 @@ def find_largest(fits: Callable[[int], bool], start: int, *, most: int = MOST) -
     return low
 
 
-def guess_largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> int | None:
+def guess_largest_batch(
+    search: FitSearch, setting: StepSetting, cluster: Cluster, judge: Judge
+) -> int | None:
     """The largest batch by the line through two captures; None where they are not alike."""
     assert setting.batch is not None
-    if asker.guess(setting, setting.batch, cluster) is None:
+    if search.guess(setting, setting.batch, cluster) is None:
         return None
 
     def fits(batch: int) -> bool:
-        problem = asker.guess(setting, batch, cluster)
+        problem = search.guess(setting, batch, cluster)
         return problem is not None and judge(problem)
 
     return find_largest(fits, setting.batch)
 
 
-def find_largest_batch(asker: Asker, setting: Setting, cluster: Cluster, judge: Judge) -> LargestBatch:
+def find_largest_batch(
+    search: FitSearch, setting: StepSetting, cluster: Cluster, judge: Judge
+) -> LargestBatch:
     """The largest batch that `judge` says fits on a cluster, captured at that batch and at one more."""
     if setting.batch is None:
         return LargestBatch(None, False, "give a batch to ask for the largest")
 
     def fits(batch: int) -> bool:
-        return judge(asker.problem(replace(setting, batch=batch), cluster))
+        return judge(search.problem(replace(setting, batch=batch), cluster))
 
     try:
-        guess = guess_largest_batch(asker, setting, cluster, judge)
+        guess = guess_largest_batch(search, setting, cluster, judge)
         found = find_largest(fits, setting.batch if guess is None else guess)
     except LoadmasterError as problem:  # the user's own function takes no batch, or none that large
         return LargestBatch(None, False, str(problem))

@@ -1,19 +1,16 @@
-"""Setting: how a step is run, and the questions that may be asked of it without capturing anything twice."""
+"""Step settings: how a step is run, what a question says of it, and batches to compare it with."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from loadmaster.capacity.accumulate import with_accumulated_gradients
-from loadmaster.capacity.scale import scale_graph
-from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.core.placement import Placement
-from loadmaster.core.problem import Problem, Workload
-from loadmaster.core.run import ignore_progress
+from loadmaster.core.question import Question
+from loadmaster.graph.capture import DEFAULT_OPTIMIZER
+from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ
+from loadmaster.graph.source import is_model
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class StepSetting:
     """What may differ from one step of a model to another; None is the source's own, or the default."""
 
     batch: int | None = None
@@ -25,43 +22,16 @@ class Setting:
     passes: int = 1  # of `batch` samples each, their gradients added up
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Asker:
-    """Reads a source under settings, each once, and makes problems of it."""
-
-    read: Callable[[Setting], Workload]
-    pose: Callable[[Setting, Workload, Cluster | None], Problem]
-    find: Callable[[Problem], Placement]
-    is_model: bool  # captured, so that every setting can be changed
-    say: Callable[[str, float], None] = ignore_progress
-    known: dict[Setting, Workload] = field(default_factory=dict)
-
-    def workload(self, setting: Setting) -> Workload:
-        """What the source is under a setting; passes differ in their graph only."""
-        key = replace(setting, passes=1)
-        if not self.is_model:  # optimizer and precision are applied to what was read
-            key = Setting(batch=setting.batch, seq=setting.seq)
-        if key not in self.known:
-            self.say(_describe_capture(key) if self.is_model else "reading", 0.0)
-            self.known[key] = self.read(key)
-        workload = self.known[key]
-        return (
-            workload
-            if setting.passes == 1
-            else replace(workload, graph=with_accumulated_gradients(workload.graph))
-        )
-
-    def problem(self, setting: Setting, cluster: Cluster | None) -> Problem:
-        """The step on devices; None: those that the source brings."""
-        return self.pose(setting, self.workload(setting), cluster)
-
-    def guess(self, setting: Setting, batch: int, cluster: Cluster) -> Problem | None:
-        """The step at another batch, its sizes on a line through two others; None: there is none."""
-        assert setting.batch is not None
-        low, high = guess_batches(setting.batch)
-        one, other = (self.workload(replace(setting, batch=b)).graph for b in (low, high))
-        graph = scale_graph(one, other, low, high, batch)
-        return None if graph is None else self.pose(setting, Workload(graph), cluster)
+def setting_of(question: Question) -> StepSetting:
+    """How the step of a question is run, with the defaults of named models."""
+    source = question.source
+    named = is_model(source) and str(source).startswith(("hf:", "zoo:"))
+    return StepSetting(
+        batch=DEFAULT_BATCH if named and question.batch is None else question.batch,
+        seq=DEFAULT_SEQ if named and question.seq is None else question.seq,
+        optimizer=question.optimizer or (DEFAULT_OPTIMIZER if named else None),
+        precision=question.precision,
+    )
 
 
 def guess_batches(batch: int) -> tuple[int, int]:
@@ -74,7 +44,8 @@ def is_training(graph: Graph) -> bool:
     return bool((graph.phase == Phase.UPDATE).any())
 
 
-def _describe_capture(setting: Setting) -> str:
+def describe_capture(setting: StepSetting) -> str:
+    """What to say while a step is captured."""
     words = ["capturing"]
     words += [f"batch {setting.batch}"] * (setting.batch is not None)
     words += [setting.precision] * (setting.precision != "fp32")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.capacity.step_setting import Asker
+from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.core.placement import Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import FREE, Problem
@@ -38,26 +38,26 @@ def plan_on_device(problem: Problem, device: int = 0) -> Plan:
     return plan_of(np.full(problem.graph.num_ops, device, dtype=np.int32), order)
 
 
-def judge_single_device(asker: Asker, problem: Problem) -> Verdict:
+def judge_single_device(search: FitSearch, problem: Problem) -> Verdict:
     """On the only device of a problem: in the graph's own order, else in any that is found."""
     own = _judge_own_order(problem, 0)
     if own.fits:
         return own
-    other = _judge_by_search(asker, problem)
+    other = _judge_by_search(search, problem)
     return other if other.fits or other.proven else own
 
 
-def judge_cluster(asker: Asker, problem: Problem) -> Verdict:
+def judge_cluster(search: FitSearch, problem: Problem) -> Verdict:
     """On all devices of a problem: on one of them where it fits there, else by a plan."""
     if problem.cluster.num_devices == 1:
-        return judge_single_device(asker, problem)
+        return judge_single_device(search, problem)
     supported = np.isfinite(problem.device_compute_s).all(axis=0)
     if (problem.pinned == FREE).all():
         tried = [_judge_own_order(problem, int(d)) for d in np.flatnonzero(supported)]
         fitting = [verdict for verdict in tried if verdict.fits]
         if fitting:
             return min(fitting, key=lambda verdict: verdict.step_s or 0.0)
-    return _judge_by_search(asker, problem)
+    return _judge_by_search(search, problem)
 
 
 def needed_bytes(problem: Problem) -> int:
@@ -74,8 +74,8 @@ def _judge_own_order(problem: Problem, device: int) -> Verdict:
     return Verdict(problem, fits, False, reason, OWN_ORDER, plan, outcome.step_s, peak)
 
 
-def _judge_by_search(asker: Asker, problem: Problem) -> Verdict:
-    found = asker.find(problem)
+def _judge_by_search(search: FitSearch, problem: Problem) -> Verdict:
+    found = search.find_placement(problem)
     plan = found.plan if found.plan is not None else found.least_overflow_plan
     assert plan is not None, "a placer always has a plan that came nearest"
     peak, proven = tuple(found.peak_bytes.tolist()), found.status == Status.INFEASIBLE

@@ -1,12 +1,15 @@
-"""From options to a Problem, and what can be refused before any work: what every planning verb does first."""
+"""From options to a Question, and what can be refused before any work: every planning verb begins here."""
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from loadmaster.cli.console import progress, stderr
 from loadmaster.cli.options import MEASURE
 from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.io import require_writable
+from loadmaster.core.question import Question
 from loadmaster.core.units import parse_bytes
 from loadmaster.report.plain_text import escape_control_characters
 
@@ -14,71 +17,36 @@ if TYPE_CHECKING:
     from loadmaster.core.problem import Problem
 
 
-def read_problem(
-    source: str,
-    devices: str | None,
-    *,
-    objective: str | None,
-    links: str | None,
-    split: str | None,
-    load: str | None,
-    optimizer: str | None,
-    precision: str,
-    pin: list[str] | None,
-    reserve: str,
-    format: str | None,
-    max_bytes: str,
-    pipeline: str | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    target: str | None = None,
-    capture: str | None = None,
-    assume: float | None = None,
-    accumulation: int | None = None,
-    range: list[str] | None = None,
-    measure: str | None = None,
-    database: str | None = None,
-) -> "Problem":
-    """Read source and devices, measure what is asked for, with progress if that takes long."""
-    if database is not None and measure is None:
-        raise InputError("--database names measured costs, which only --measure uses; add it")
-    pinned, reserve_bytes, limit = (
-        parse_pins(pin),
-        parse_size("--reserve", reserve),
-        parse_size("--max-bytes", max_bytes),
-    )
-    spans, notes = parse_ranges(range), list[str]()
-    with progress(f"reading {source}") as say:
-        from loadmaster import api
+def build_question(options: Mapping[str, Any]) -> Question:
+    """The question that the options of a verb ask; options that are not part of a question are left out.
 
-        chosen = "roofline" if measure is None else "measured"
-        problem = api.problem(
-            source,
-            devices,
-            objective,
-            links=links,
-            split=split,
-            load=load,
-            optimizer=optimizer,
-            precision=precision,
-            pin=pinned,
-            reserve_bytes=reserve_bytes,
-            format=format,
-            max_bytes=limit,
-            pipeline=pipeline,
-            batch=batch,
-            seq=seq,
-            target=target,
-            capture_path=capture,
-            assume=assume,
-            accumulation=accumulation,
-            ranges=spans,
-            database=database,
-            tell=notes.append,
-            progress=say,
-            costs=chosen,
-            measure_budget=measure or MEASURE,
-        )
+    A verb gives its `locals()`, taken before anything else. An option with the name of a field of Question is
+    that field; the others are parsed here.
+    """
+    measure = options.get("measure")
+    if options.get("database") is not None and measure is None:
+        raise InputError("--database names measured costs, which only --measure uses; add it")
+    names = {field.name for field in fields(Question)}
+    same = {name: value for name, value in options.items() if name in names}
+    parsed = {
+        "pin": parse_pins(options.get("pin")),
+        "reserve_bytes": parse_size("--reserve", options.get("reserve", "0")),
+        "max_bytes": parse_size("--max-bytes", options["max_bytes"]),
+        "ranges": parse_ranges(options.get("range")),
+        "capture_path": options.get("capture"),
+        "costs": "roofline" if measure is None else "measured",
+        "measure_budget": measure or MEASURE,
+    }
+    return Question(**same | parsed)
+
+
+def read_problem(question: Question) -> "Problem":
+    """Read source and devices, measure what is asked for, with progress if that takes long."""
+    notes = list[str]()
+    with progress(f"reading {question.source}") as say:
+        from loadmaster.questions.problem import build_problem
+
+        problem = build_problem(question, tell=notes.append, progress=say)
     for note in notes:
         stderr().print(escape_control_characters(note), style="dim", soft_wrap=True)
     return problem

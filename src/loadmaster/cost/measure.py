@@ -24,13 +24,13 @@ from loadmaster.core.errors import CostError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Costs, Origin, Problem
+from loadmaster.core.question import MEASURE_S
 from loadmaster.core.run import ignore_progress
 from loadmaster.cost.database import CostDatabase, CostRow
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
 from loadmaster.cost.keys import GAPS, Keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 
-DEFAULT_BUDGET_S = 30.0
 MEASURED_ERROR = 0.05  # of a repeated measurement, at least
 _PRESET_CPUS = ("cpu16", "cpu64")
 Say = Callable[[str, float], None]
@@ -69,7 +69,7 @@ def measure_costs(
     cluster: Cluster,
     database: CostDatabase,
     *,
-    budget_s: float = DEFAULT_BUDGET_S,
+    budget_s: float = MEASURE_S,
     say: Say = ignore_progress,
 ) -> MeasuredCosts:
     """Costs of every op on every kind, measured as far as the budget reaches."""

@@ -13,12 +13,13 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadmaster.core.errors import FileError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
+from loadmaster.core.question import Question
 from loadmaster.core.raised import shorten_error
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.origin import add_origin
@@ -52,6 +53,12 @@ class CaptureOptions:
     accumulation: int | None = None  # passes in a step
     ranges: Mapping[str, tuple[int, int]] | None = None  # of batch and seq over which the ops are the same
     recompute: bool = False  # blocks that are alike keep their inputs only and run again
+
+    @classmethod
+    def of(cls, question: Question) -> "CaptureOptions":
+        """The part of a question that a capture answers."""
+        shared = {field.name: getattr(question, field.name) for field in fields(cls) if field.name != "path"}
+        return cls(path=question.capture_path, **shared)
 
     def __post_init__(self) -> None:
         """Whole numbers from 1 on, a known precision."""

@@ -238,3 +238,11 @@ def best_repaired(
     if not hopeless():
         tally.mend()
     return tally.answer(algorithm=algorithm)
+
+
+def with_note(placement: Placement, name: str, note: str) -> Placement:
+    """The placement with a word on how it came about among its members."""
+    if not note:
+        return placement
+    done = Member(name, placement.status, placement.score_s, placement.wall_s, note)
+    return replace(placement, members=(*placement.members, done))

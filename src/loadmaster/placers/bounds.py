@@ -10,8 +10,6 @@ import numpy as np
 from loadmaster.core.graph import units
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound
-from loadmaster.placers.exact._maxload.closing import MOST_CLASSES, free_bound
-from loadmaster.placers.exact._maxload.model import free_model
 from loadmaster.simulator.bounds import lower_bounds
 
 
@@ -20,6 +18,10 @@ def quick_bound(problem: Problem) -> Bound:
     known = lower_bounds.lower_bound(problem)
     if problem.objective != Objective.THROUGHPUT or known.infeasible:
         return known
+    # A step needs nothing of the throughput solvers.
+    from loadmaster.placers.exact._maxload.closing import MOST_CLASSES, free_bound
+    from loadmaster.placers.exact._maxload.model import free_model
+
     if units(problem.graph)[1] > MOST_CLASSES:
         return known
     cut = free_bound(free_model(problem), np.inf, probes=0)

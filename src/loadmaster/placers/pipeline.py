@@ -19,8 +19,8 @@ from loadmaster.core.plan import Pipeline, Plan, plan_of
 from loadmaster.core.problem import Problem, allowed_devices
 from loadmaster.core.run import Bound, Run
 from loadmaster.core.units import format_bytes
-from loadmaster.placers.answer import Tally
-from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound, with_note
+from loadmaster.placers.answer import Tally, with_note
+from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound
 from loadmaster.placers.exact._maxload.chains import Ideals
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.placers.exact._maxload.model import MaxLoad

@@ -16,8 +16,9 @@ from typing import Any, Protocol, cast
 
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.placement import Placement
-from loadmaster.core.problem import Objective, Problem, Split
+from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run
+from loadmaster.placers.traits import Traits, read_traits, traits_of
 
 FAMILIES = ("heuristic", "exact", "search", "learned")
 _HERE = Path(__file__).parent
@@ -26,9 +27,7 @@ _HERE = Path(__file__).parent
 class Placer(Protocol):
     """An algorithm: a frozen dataclass whose fields are its parameters.
 
-    It may say which `objectives`, `splits` and how many ops (`max_ops`) it serves, as class
-    attributes; all by default. And which package or module of one it `needs`, with the extra that brings
-    it, and whether it makes `pipelines`.
+    It may say as class attributes which problems it serves and what it needs (`traits.py`).
     """
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
@@ -51,6 +50,11 @@ class Entry:
             return self.module
         text = (_HERE / self.family / f"{self.name}.py").read_text(encoding="utf-8")
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+    @property
+    def traits(self) -> Traits:
+        """What an algorithm of this package says about itself, read without importing it."""
+        return read_traits(_HERE / self.family / f"{self.name}.py")
 
 
 def own_algorithms() -> dict[str, Entry]:
@@ -97,57 +101,51 @@ def _class_of(entry: Entry) -> Any:
         ) from None
 
 
-def name_of(algorithm: Placer) -> str:
-    """The registered name of an algorithm: its file's."""
-    return type(algorithm).__module__.rpartition(".")[2]
-
-
 def objectives_of(algorithm: Placer) -> tuple[Objective, ...]:
     """The objectives an algorithm serves."""
-    return tuple(getattr(algorithm, "objectives", tuple(Objective)))
+    return tuple(traits_of(algorithm).objectives)
 
 
-def why_not(algorithm: Placer, problem: Problem) -> str:
+def why_not(algorithm: Placer | Traits, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, or cannot run here, '' if it does."""
     return why_unsuited(algorithm, problem) or why_missing_package(algorithm)
 
 
-def why_unsuited(algorithm: Placer, problem: Problem) -> str:
+def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, '' if it does; imports nothing."""
-    served = objectives_of(algorithm)
-    if problem.objective not in served:
-        return f"{name_of(algorithm)} serves {' and '.join(served)}, not {problem.objective}"
-    most = getattr(algorithm, "max_ops", problem.graph.num_ops)
-    if problem.graph.num_ops > most:
-        return f"{name_of(algorithm)} serves at most {most} ops, not {problem.graph.num_ops}"
-    if problem.pipeline and not getattr(algorithm, "pipelines", False):
-        return f"{name_of(algorithm)} makes no pipelines, and {problem.pipeline} is asked for"
-    if problem.objective == Objective.THROUGHPUT and problem.split not in splits_of(algorithm):
-        return f"{name_of(algorithm)} makes {' or '.join(splits_of(algorithm))} splits, not {problem.split}"
+    known = _as_traits(algorithm)
+    if problem.objective not in known.objectives:
+        return f"{known.name} serves {' and '.join(known.objectives)}, not {problem.objective}"
+    if known.max_ops is not None and problem.graph.num_ops > known.max_ops:
+        return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
+    if problem.pipeline and not known.pipelines:
+        return f"{known.name} makes no pipelines, and {problem.pipeline} is asked for"
+    if problem.objective == Objective.THROUGHPUT and problem.split not in known.splits:
+        return f"{known.name} makes {' or '.join(known.splits)} splits, not {problem.split}"
     return ""
 
 
-def splits_of(algorithm: Placer) -> tuple[Split, ...]:
-    """The splits an algorithm makes."""
-    return tuple(getattr(algorithm, "splits", tuple(Split)))
-
-
-def why_missing_package(algorithm: Placer) -> str:
+def why_missing_package(algorithm: Placer | Traits) -> str:
     """What an algorithm needs and cannot be imported, and why not, '' if nothing. It is imported."""
-    module, extra = getattr(algorithm, "needs", ("", ""))
+    known = _as_traits(algorithm)
+    module, extra = known.needs
     package = module.partition(".")[0]
     if not package:
         return ""
     if not is_installed(package):
-        missing = f"{name_of(algorithm)} needs {package}, which is not installed"
+        missing = f"{known.name} needs {package}, which is not installed"
         return f"{missing}: pip install 'loadmaster[{extra}]'"
     cause = why_not_importable(module)
     if not cause:
         return ""
     return (
-        f"{name_of(algorithm)} needs {package}, which is installed but cannot be imported ({cause});"
+        f"{known.name} needs {package}, which is installed but cannot be imported ({cause});"
         f" repair it: pip install --force-reinstall 'loadmaster[{extra}]'"
     )
+
+
+def _as_traits(algorithm: Placer | Traits) -> Traits:
+    return algorithm if isinstance(algorithm, Traits) else traits_of(algorithm)
 
 
 def is_installed(package: str) -> bool:
@@ -180,12 +178,12 @@ def require_served(algorithm: Placer, problem: Problem) -> None:
 
 def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     """What to ask instead."""
-    served, splits = objectives_of(algorithm), splits_of(algorithm)
-    if problem.objective not in served:
-        return f"ask for --objective {served[0]}, or choose another algorithm"
-    if problem.pipeline and not getattr(algorithm, "pipelines", False):
-        able = [name for name in own_algorithms() if getattr(placer(name), "pipelines", False)]
+    known = traits_of(algorithm)
+    if problem.objective not in known.objectives:
+        return f"ask for --objective {known.objectives[0]}, or choose another algorithm"
+    if problem.pipeline and not known.pipelines:
+        able = [name for name, entry in own_algorithms().items() if entry.traits.pipelines]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"
-    if problem.objective == Objective.THROUGHPUT and problem.split not in splits:
-        return f"ask for --split {splits[0]}, or choose another algorithm"
+    if problem.objective == Objective.THROUGHPUT and problem.split not in known.splits:
+        return f"ask for --split {known.splits[0]}, or choose another algorithm"
     return "choose another algorithm"

@@ -1,18 +1,20 @@
-"""Asking: from what a user gives to `lm.place` (a plan, or inputs and devices) to a placed model."""
+"""Place requests: what a user gives to `lm.place` is checked, and a model is put on a finished Placement.
+
+The story is told by `api.place`: check, make a plan where only inputs are given (`capture_step` captures the
+model for it), place.
+"""
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
-from loadmaster.cluster.local import auto_shorthand
-from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.probe import local_devices
-from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, UnknownNameError
+from loadmaster.core.graph import Graph
 from loadmaster.core.io import load
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -47,41 +49,28 @@ class PlaceOptions(TypedDict, total=False):
     weights: str | os.PathLike[str] | None  # a safetensors file or checkpoint's folder to fill the model from
 
 
-def place_model(
-    model: nn.Module,
-    given: Any,
-    devices: Any,
-    wishes: PlaceOptions,
-    *,
-    problem: Callable[..., Any],
-    plan: Callable[..., Placement],
-    replan: Replan,
-) -> Placed:
-    """A placed model; `problem` and `plan` make a plan where none is given."""
+def check_place_request(model: Any, wishes: Mapping[str, Any]) -> None:
+    """Refuse what is not a model, and options that do not exist or have an unknown value."""
     unknown = sorted(set(wishes) - set(PlaceOptions.__annotations__))
     if unknown:
         raise UnknownNameError("argument of place", unknown[0], PlaceOptions.__annotations__)
     require_model(model)
-    _check_options(wishes)
-    placement = resolve_placement(given)
-    if placement is None:
-        placement = _make_plan(model, given, devices, wishes, problem=problem, plan=plan)
-    else:
-        _refuse_planning_options(devices, wishes)
-    made = place_with_plan(model, placement, wishes, replan)
-    if isinstance(wishes.get("optimizer"), torch.optim.Optimizer):
-        made.adopt(wishes["optimizer"])
-    return made
+    if wishes.get("engine", AUTO) not in ENGINES:
+        raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
+    if wishes.get("verify") not in (None, FIRST_STEP):
+        raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
+    if wishes.get("on_nan") not in (None, *HOWS):
+        raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
+    _choose_backend(wishes.get("compile", False))
+    _resolve_output_device(wishes.get("output_device"))
 
 
 def verify_plan(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
     """One batch under a plan and without, on a copy of the model."""
     require_model(model)
     args, kwargs = parse_batch(batch)
-    placement = resolve_placement(given)
-    if placement is None:
-        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
-    made = place_with_plan(_copy_model(model), placement, {"loss": loss})
+    placement = load_placement(given)
+    made = place_on_plan(_copy_model(model), placement, {"loss": loss})
     return made.verify(*args, seed=seed, **kwargs)
 
 
@@ -103,7 +92,7 @@ def require_model(model: Any) -> None:
     raise InputError(f"{given} is no model; give the torch.nn.Module itself, made before")
 
 
-def _refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
+def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
     """Refuse what only the making of a plan can heed, where there is one."""
     optimizer = wishes.get("optimizer")
     answered = {
@@ -130,6 +119,14 @@ def _copy_model(model: nn.Module) -> nn.Module:
         return rebuild_modules(model, {id(tensor): copy.deepcopy(tensor) for tensor in tensors})
 
 
+def load_placement(given: Any) -> Placement:
+    """The Placement that is given, or lies in the file that is named; inputs are refused."""
+    placement = resolve_placement(given)
+    if placement is None:
+        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    return placement
+
+
 def resolve_placement(given: Any) -> Placement | None:
     """The Placement that is given, or lies in the file that is named; None where inputs are given."""
     if isinstance(given, str | os.PathLike):
@@ -149,17 +146,6 @@ def resolve_placement(given: Any) -> Placement | None:
         f"{type(given).__name__} is neither a plan nor inputs; give a Placement, its file, or"
         " example inputs as a tensor, a tuple or a dict"
     )
-
-
-def _check_options(wishes: PlaceOptions) -> None:
-    if wishes.get("engine", AUTO) not in ENGINES:
-        raise UnknownNameError("engine", str(wishes["engine"]), ENGINES)
-    if wishes.get("verify") not in (None, FIRST_STEP):
-        raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
-    if wishes.get("on_nan") not in (None, *HOWS):
-        raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
-    _choose_backend(wishes.get("compile", False))
-    _resolve_output_device(wishes.get("output_device"))
 
 
 def _resolve_output_device(asked: Any) -> torch.device | None:
@@ -188,30 +174,19 @@ def _choose_backend(asked: Any) -> str:
     return "inductor" if asked else ""
 
 
-def _make_plan(
-    model: nn.Module, given: Any, devices: Any, wishes: PlaceOptions, *, problem: Any, plan: Any
-) -> Placement:
-    """A plan for a model on example inputs."""
-    cluster = parse_cluster(auto_shorthand() if devices == AUTO else devices)
+def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: str) -> Graph:
+    """The graph of a model on example inputs: a training step, or inference in eval mode."""
     args, kwargs = parse_batch(given)
     kwargs |= dict(wishes.get("kwargs") or {})
-    graph = capture(
+    return capture(
         model,
         args,
         kwargs,
         optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
         loss=wishes.get("loss"),
         train=model.training,
-        target=_choose_target(cluster),
+        target=target,
     )
-    budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
-    order = "captured" if model.training else "free"  # autograd has an order of its own
-    found: Placement = plan(problem(graph, cluster), budget=budget, spill=spill, order=order)
-    return found
-
-
-def _choose_target(cluster: Cluster) -> str:
-    return "cpu" if cluster.on_host[cluster.kind].all() else "cuda"
 
 
 def require_plan(placement: Placement) -> Plan:
@@ -232,10 +207,10 @@ def require_plan(placement: Placement) -> Plan:
     return plan
 
 
-def place_with_plan(
-    model: nn.Module, placement: Placement, wishes: PlaceOptions, replan: Replan | None = None
+def place_on_plan(
+    model: nn.Module, placement: Placement, wishes: PlaceOptions, *, replan: Replan | None = None
 ) -> Placed:
-    """The model on the devices of a plan."""
+    """The model on the devices of a plan; `replan` is what `Placed.plan_that_fits` asks for another one."""
     cluster, plan = placement.problem.cluster, require_plan(placement)
     options = Options(
         engine=wishes.get("engine", AUTO),
@@ -246,12 +221,17 @@ def place_with_plan(
         on_nan=wishes.get("on_nan", WARN),
         compile=_choose_backend(wishes.get("compile", False)),
     )
-    predicted = placement.peak_bytes.tolist()
-    graph = placement.problem.graph
-    source = wishes.get("weights")
-    weights = Checkpoint(source) if source is not None else None
+    source, optimizer = wishes.get("weights"), wishes.get("optimizer")
     made = build_placed_model(
-        model, graph, plan, cluster, predicted_bytes=predicted, options=options, weights=weights
+        model,
+        placement.problem.graph,
+        plan,
+        cluster,
+        predicted_bytes=placement.peak_bytes.tolist(),
+        options=options,
+        weights=Checkpoint(source) if source is not None else None,
     )
     made._placement, made._replan = placement, replan
+    if isinstance(optimizer, torch.optim.Optimizer):
+        made.adopt(optimizer)
     return made

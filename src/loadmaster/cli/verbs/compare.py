@@ -49,37 +49,16 @@ def command(
     json: o.Json = False,
 ) -> None:
     """Run several algorithms on one problem and set their plans side by side."""
+    options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.cli.question import read_problem
+    from loadmaster.cli.question import build_question, read_problem
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
     from loadmaster.report import documents, tables
 
     names = parse_algorithms(algorithms)
     parse_budget(budget)
-    problem = read_problem(
-        source,
-        devices,
-        objective=objective,
-        links=links,
-        split=split,
-        load=load,
-        optimizer=optimizer,
-        precision=precision,
-        pin=pin,
-        reserve=reserve,
-        format=format,
-        max_bytes=max_bytes,
-        batch=batch,
-        seq=seq,
-        target=target,
-        capture=capture,
-        assume=assume,
-        accumulation=accumulation,
-        range=range,
-        measure=measure,
-        database=database,
-    )
+    problem = read_problem(build_question(options))
     rows = run_all(problem, names, budget=budget, seed=seed)
     if json:
         results = [

@@ -43,29 +43,15 @@ def command(
     Then the largest batch that fits, and the cheapest change that would make it fit. Without devices: every
     preset. "It does not fit" is an answer: exit code 0; `fits` of --json tells.
     """
-    from loadmaster import api
+    options = locals()  # by name, for build_question; before any other name is bound
+    from loadmaster.capacity.fit import answer_fit
     from loadmaster.cli.console import print_json, progress
-    from loadmaster.cli.question import parse_size
+    from loadmaster.cli.question import build_question
     from loadmaster.core.run import parse_budget
 
-    limit, reserve_bytes = parse_size("--max-bytes", max_bytes), parse_size("--reserve", reserve)
-    count = parse_budget(budget)
+    question, count = build_question(options), parse_budget(budget)
     with progress(f"fitting {source}") as say:
-        answer = api.fit(
-            source,
-            devices,
-            batch=batch,
-            seq=seq,
-            optimizer=optimizer,
-            precision=precision,
-            reserve_bytes=reserve_bytes,
-            format=format,
-            max_bytes=limit,
-            budget=count,
-            quick=quick,
-            every=all_changes,
-            progress=say,
-        )
+        answer = answer_fit(question, budget=count, quick=quick, every=all_changes, progress=say)
     if json:
         import msgspec
 

@@ -49,9 +49,10 @@ def command(
 
     Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks.
     """
+    options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress, stderr
-    from loadmaster.cli.question import check_outputs, read_problem
+    from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
     from loadmaster.placers.registry import objectives_of, placer
@@ -60,30 +61,7 @@ def command(
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    problem = read_problem(
-        source,
-        devices,
-        objective=objective,
-        links=links,
-        split=split,
-        load=load,
-        pipeline=pipeline,
-        optimizer=optimizer,
-        precision=precision,
-        pin=pin,
-        reserve=reserve,
-        format=format,
-        max_bytes=max_bytes,
-        batch=batch,
-        seq=seq,
-        target=target,
-        capture=capture,
-        assume=assume,
-        accumulation=accumulation,
-        range=range,
-        measure=measure,
-        database=database,
-    )
+    problem = read_problem(build_question(options))
     asked: dict[str, str | None] = {}
     served = objectives_of(chosen)
     if objective is None and pipeline is None and problem.objective not in served:

@@ -8,7 +8,7 @@ from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
     from loadmaster.core.io import AnyNoun
-    from loadmaster.graph.models import CaptureOptions
+    from loadmaster.core.question import Question
     from loadmaster.report.descriptions import Description
 
 SUMMARY = "Show a graph, a cluster or any saved file."
@@ -44,8 +44,9 @@ def command(
     json: o.Json = False,
 ) -> None:
     """Show a graph's size and shape, a saved plan, or (with --devices) a cluster."""
+    options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.cli.question import parse_ranges, parse_size
+    from loadmaster.cli.question import build_question, parse_size
     from loadmaster.core.errors import InputError
 
     if source is None and devices is None:
@@ -54,20 +55,7 @@ def command(
     parts: list[Description] = []
     with progress(f"reading {source if source is not None else devices}"):
         if source is not None:
-            from loadmaster.graph.models import CaptureOptions
-
-            asked = CaptureOptions(
-                batch,
-                seq,
-                optimizer,
-                precision,
-                target=target,
-                path=capture,
-                assume=assume,
-                accumulation=accumulation,
-                ranges=parse_ranges(range),
-            )
-            parts += _describe(source, format, limit, ops, asked)
+            parts += _describe(build_question(options), source, ops)
         if devices is not None:
             from loadmaster.cluster.parse import parse_cluster
             from loadmaster.report.descriptions import describe_cluster
@@ -83,18 +71,18 @@ def command(
         console.print(table)
 
 
-def _describe(
-    source: str, format: str | None, limit: int, num_listed: int, asked: "CaptureOptions"
-) -> "list[Description]":
+def _describe(question: "Question", source: str, num_listed: int) -> "list[Description]":
     """A saved noun is described as what it is; anything else is read as a graph."""
     from loadmaster.core.cluster import Cluster
     from loadmaster.core.graph import Graph
     from loadmaster.core.placement import Placement
     from loadmaster.core.problem import Problem
     from loadmaster.core.timeline import Timeline
+    from loadmaster.graph.models import CaptureOptions
     from loadmaster.graph.source import read_source
     from loadmaster.report import descriptions as d
 
+    asked, format, limit = CaptureOptions.of(question), question.format, question.max_bytes
     noun = _read_noun(source, limit) if format is None else None
     if isinstance(noun, Cluster):
         return [d.describe_cluster(noun)]

@@ -21,12 +21,12 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_seconds
-from loadmaster.placers.answer import Meter, Tally, broken_rules
+from loadmaster.placers.answer import Meter, Tally, broken_rules, with_note
 from loadmaster.placers.exact._latency.search import search
-from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
-from loadmaster.placers.exact._maxload.answering import with_note
+from loadmaster.placers.exact._latency.solver import require_solver
 from loadmaster.placers.grouping import group_ops
 from loadmaster.placers.registry import Placer, placer
+from loadmaster.placers.traits import NEEDS_ORTOOLS
 from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
 from loadmaster.simulator.events.engine import is_unordered
 
@@ -49,7 +49,7 @@ class CpsatLatency:
     coarse_ops: int = 120
     max_ops: ClassVar[int] = 20_000
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.STEP,)
-    needs: ClassVar[tuple[str, str]] = NEEDS
+    needs: ClassVar[tuple[str, str]] = NEEDS_ORTOOLS
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Heuristics, programme, model; the best plan and the best bound."""

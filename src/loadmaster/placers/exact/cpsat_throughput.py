@@ -17,9 +17,9 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
-from loadmaster.placers.answer import Tally
-from loadmaster.placers.exact._latency.solver import NEEDS, require_solver
-from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound, with_note
+from loadmaster.placers.answer import Tally, with_note
+from loadmaster.placers.exact._latency.solver import require_solver
+from loadmaster.placers.exact._maxload.answering import make_budget_check, with_bound
 from loadmaster.placers.exact._maxload.climb import Assignment, anneal_repeatedly, make_assignment
 from loadmaster.placers.exact._maxload.closing import Clock, close_gap, free_bound, too_large
 from loadmaster.placers.exact._maxload.contract import chain_model
@@ -33,6 +33,7 @@ from loadmaster.placers.exact.local_search import (
     offer_splits,
 )
 from loadmaster.placers.registry import Placer
+from loadmaster.placers.traits import NEEDS_ORTOOLS
 
 _RUNS, _TRIES = 6, 1_000_000
 _FEW_TRIES = 20_000
@@ -45,7 +46,7 @@ class CpsatThroughput:
 
     start: Plan | None = None
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.THROUGHPUT,)
-    needs: ClassVar[tuple[str, str]] = NEEDS
+    needs: ClassVar[tuple[str, str]] = NEEDS_ORTOOLS
     splits: ClassVar[tuple[Split, ...]] = (Split.FREE, Split.CHAIN)
 
     def __call__(self, problem: Problem, run: Run) -> Placement:

@@ -26,12 +26,11 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
 from loadmaster.core.units import format_bytes
-from loadmaster.placers.answer import best_repaired
+from loadmaster.placers.answer import best_repaired, with_note
 from loadmaster.placers.exact._maxload.answering import (
     chain_builder,
     make_budget_check,
     with_bound,
-    with_note,
 )
 from loadmaster.placers.exact._maxload.chains import (
     MOST_STATES,

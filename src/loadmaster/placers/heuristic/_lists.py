@@ -21,8 +21,6 @@ from loadmaster.placers.placement_units import Cargo, load_cargo
 from loadmaster.simulator.events.engine import prepare
 from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, PARALLEL, SHARED, ProblemArrays
 
-MOST_OPS = 200_000  # beyond, passes over single ops take gigabytes; m_etf places groups instead
-
 # How transfers may be thought of while placing, most promising first. A pass books a transfer when it places
 # the consumer, the simulator when the producer ends: so the truth is not always the best guide.
 VIEWS = {

@@ -23,9 +23,10 @@ from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_of
 from loadmaster.placers.heuristic._insert_kernel import ready_order
 from loadmaster.placers.heuristic._list_kernel import NOWHERE
-from loadmaster.placers.heuristic._lists import MOST_OPS, Lists, load_lists
+from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.heuristic.heft import plan_by_insertion
 from loadmaster.placers.registry import Placer
+from loadmaster.placers.traits import MOST_OPS
 
 _MOST_PATH_DEVICES = 4
 _NEARLY_BEST = 2.0

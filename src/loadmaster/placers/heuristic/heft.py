@@ -21,8 +21,9 @@ from loadmaster.core.run import Run
 from loadmaster.placers.answer import best_of
 from loadmaster.placers.heuristic._insert_kernel import insert_ops
 from loadmaster.placers.heuristic._list_kernel import NOWHERE
-from loadmaster.placers.heuristic._lists import MOST_OPS, Lists, load_lists
+from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.registry import Placer
+from loadmaster.placers.traits import MOST_OPS
 from loadmaster.simulator.events.kernel import PARALLEL
 
 

@@ -24,8 +24,9 @@ from loadmaster.core.run import Run, Score
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.grouping import GroupedProblem, group_ops
 from loadmaster.placers.heuristic._guarantee import etf_guarantee
-from loadmaster.placers.heuristic._lists import MOST_OPS, VIEWS, Lists, load_lists
+from loadmaster.placers.heuristic._lists import VIEWS, Lists, load_lists
 from loadmaster.placers.registry import Placer
+from loadmaster.placers.traits import MOST_OPS
 
 _SMALL_OPS = 4096  # up to here every pass is affordable
 _FEW = 2  # passes beyond that

@@ -23,9 +23,10 @@ from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.heuristic._list_kernel import PUBLISHED, WAITING
-from loadmaster.placers.heuristic._lists import MOST_OPS, VIEWS, Lists, load_lists
+from loadmaster.placers.heuristic._lists import VIEWS, Lists, load_lists
 from loadmaster.placers.heuristic.m_etf import construct_all, describe_guarantee
 from loadmaster.placers.registry import Placer
+from loadmaster.placers.traits import MOST_OPS
 from loadmaster.simulator.bounds.favourite_children import Favourites, find_favourites, match_favourites
 
 

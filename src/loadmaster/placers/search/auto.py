@@ -12,7 +12,7 @@ the others lost.
 
 import time
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -69,12 +69,12 @@ class Auto:
         for name in _list_constructors():
             portfolio.construct(name)
         if problem.objective == Objective.THROUGHPUT:
-            portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
+            portfolio.search("linear_dp", share=_QUICK, to_the_end=True)
         if problem.split == Split.CHAIN and not portfolio.fits:
             _search_chain(portfolio, share=_MOST_OF_IT)  # before repairs: it may prove that they are in vain
         portfolio.make_fit()
         if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
-            portfolio.search("brute_force", placer("brute_force"))
+            portfolio.search("brute_force")
         if problem.objective == Objective.THROUGHPUT:
             _search_throughput(portfolio)
         self._refine(portfolio)
@@ -87,7 +87,7 @@ class Auto:
         small = portfolio.problem.graph.num_ops <= self.small_ops and _can_use_cpsat(portfolio.problem)
         if _has_backward(portfolio.problem):
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
-            portfolio.search("segments", placer("segments"), share=_FOR_SEGMENTS)
+            portfolio.search("segments", share=_FOR_SEGMENTS)
         else:
             _refine_list_plan(portfolio)
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
@@ -96,7 +96,7 @@ class Auto:
         assert best.plan is not None
         start = "m_etf" if best is portfolio.result("m_etf") else best.plan  # by name: the search on its own
         share = _FOR_PROOF if small else 1.0
-        portfolio.search(f"refine({best.algorithm})", placer("refine", start=start), share=share)
+        portfolio.search("refine", label=f"refine({best.algorithm})", share=share, start=start)
         if small:
             _certify(portfolio)
 
@@ -107,7 +107,7 @@ def _refine_list_plan(portfolio: "_Portfolio") -> None:
     if best is None or best.score_s is None or listed is None or listed is best:
         return
     if (listed.score_s or np.inf) <= _HOPELESS * best.score_s:
-        portfolio.search("refine(m_etf)", placer("refine", start="m_etf"), share=_QUARTER)
+        portfolio.search("refine", label="refine(m_etf)", share=_QUARTER, start="m_etf")
 
 
 def _has_backward(problem: Problem) -> bool:
@@ -118,15 +118,15 @@ def _has_backward(problem: Problem) -> bool:
 def _search_stages(portfolio: "_Portfolio") -> Placement:
     """Stages with room for their micro-batches: along one order, along many, over all ideals."""
     portfolio.construct("chain_balance")
-    portfolio.search("linear_dp", placer("linear_dp"), share=_QUICK, to_the_end=True)
-    portfolio.search("ideal_dp", placer("ideal_dp"), share=_MOST, to_the_end=True)
+    portfolio.search("linear_dp", share=_QUICK, to_the_end=True)
+    portfolio.search("ideal_dp", share=_MOST, to_the_end=True)
     return portfolio.answer()
 
 
 def _search_chain(portfolio: "_Portfolio", *, share: float) -> None:
     """The best chain there is, or the proof that none fits, once."""
     if portfolio.problem.objective == Objective.THROUGHPUT and portfolio.result("ideal_dp") is None:
-        portfolio.search("ideal_dp", placer("ideal_dp"), share=share, to_the_end=True)
+        portfolio.search("ideal_dp", share=share, to_the_end=True)
 
 
 def _search_throughput(portfolio: "_Portfolio") -> None:
@@ -134,9 +134,8 @@ def _search_throughput(portfolio: "_Portfolio") -> None:
     if portfolio.problem.split != Split.FREE:
         _search_chain(portfolio, share=_MOST)
     else:
-        portfolio.search("local_search", placer("local_search", start=portfolio.plan), share=_QUARTER)
-    algorithm = placer("cpsat_throughput", start=portfolio.plan)
-    portfolio.search("cpsat_throughput", algorithm, share=_MOST, to_the_end=True)
+        portfolio.search("local_search", share=_QUARTER, start=portfolio.plan)
+    portfolio.search("cpsat_throughput", share=_MOST, to_the_end=True, start=portfolio.plan)
 
 
 def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
@@ -144,12 +143,12 @@ def _certify(portfolio: "_Portfolio", *, share: float = 1.0) -> None:
     best = portfolio.best
     if best is None or best.plan is None or portfolio.problem.objective != Objective.STEP or share == 0.0:
         return
-    portfolio.search("cpsat_latency", placer("cpsat_latency", start=best.plan, coarse_ops=0), share=share)
+    portfolio.search("cpsat_latency", share=share, start=best.plan, coarse_ops=0)
 
 
 def _can_use_cpsat(problem: Problem) -> bool:
     """Whether CP-SAT can be asked."""
-    return not why_not(placer("cpsat_latency"), problem)
+    return not why_not(own_algorithms()["cpsat_latency"].traits, problem)
 
 
 def _list_constructors() -> list[str]:
@@ -164,7 +163,7 @@ class _Portfolio:
 
     def __init__(self, problem: Problem, run: Run, good_enough: float) -> None:
         self.problem, self.run, self.good_enough = problem, run, good_enough
-        self.meter = Meter(run)
+        self.meter, self.entries = Meter(run), own_algorithms()
         self.bound = run.bound
         self.best: Placement | None = None
         self.results: list[tuple[str, Placement]] = []
@@ -175,16 +174,16 @@ class _Portfolio:
         reason = self._why_proven() or (self._why_good_enough() if name in _LAST else "")
         if self.meter.spent and (self.fits or name not in _FIRST):
             reason = reason or "the budget is spent"
-        self._run(name, placer(name), reason, replace(self.meter.member(), repair=False))
+        self._run(name, reason, replace(self.meter.member(), repair=False))
 
     def make_fit(self) -> None:
         """Where nothing fits, memory comes first; then the constructors may repair their plans."""
         reason = "a plan that fits was found" if self.fits else ""
-        self._run("memory_first", placer("memory_first"), self._why_proven() or reason, self.meter.member())
+        self._run("memory_first", self._why_proven() or reason, self.meter.member())
         for name in [name for name, _ in self.results if name not in _UNMENDED]:
             if self.fits or self._why_proven() or self.meter.spent:
                 break
-            self._run(f"{name}, repaired", placer(name), "", self.meter.member())
+            self._run(name, "", self.meter.member(), label=f"{name}, repaired")
 
     @property
     def fits(self) -> bool:
@@ -204,10 +203,13 @@ class _Portfolio:
         """The best plan, if one fits."""
         return None if self.best is None else self.best.plan
 
-    def search(self, name: str, algorithm: Placer, *, share: float = 1.0, to_the_end: bool = False) -> None:
+    def search(
+        self, name: str, *, label: str = "", share: float = 1.0, to_the_end: bool = False, **parameters: Any
+    ) -> None:
         """Have a search answer with a share of the whole budget, or most of what is left of it.
 
-        `to_the_end`: even where the plan is good enough, for the proof.
+        `to_the_end`: even where the plan is good enough, for the proof. `label` is what it is called in the
+        answer, `parameters` are those of the algorithm.
         """
         reason = self._why_proven() or ("" if to_the_end else self._why_good_enough())
         reason = reason or ("the budget is spent" if self.meter.spent else "")
@@ -218,20 +220,20 @@ class _Portfolio:
                 _share_of_budget(member.budget, max(share, _MOST_OF_IT)),
             )
             member = replace(member, budget=min(whole, left, key=_budget_size))
-        self._run(name, algorithm, reason, member)
+        self._run(name, reason, member, label=label, **parameters)
         if not reason and member.budget.count is not None:
             self.meter.charge(before + member.budget.count)
 
-    def _run(self, name: str, algorithm: Placer, reason: str, member: Run) -> None:
-        reason = (
-            why_unsuited(algorithm, self.problem) or reason or why_missing_package(algorithm)
-        )  # the last one imports
+    def _run(self, name: str, reason: str, member: Run, *, label: str = "", **parameters: Any) -> None:
+        """Ask an algorithm, or say why not; only one that is asked is imported."""
+        traits, label = self.entries[name].traits, label or name
+        reason = why_unsuited(traits, self.problem) or reason or why_missing_package(traits)
         if reason:
-            self.skip(name, reason)
+            self.skip(label, reason)
             return
-        self.run.progress(name, 0.0)
-        result = algorithm(self.problem, replace(member, bound=self.bound))
-        self.results.append((name, result))
+        self.run.progress(label, 0.0)
+        result = placer(name, **parameters)(self.problem, replace(member, bound=self.bound))
+        self.results.append((label, result))
         if result.bound_s > self.bound.seconds:
             self.bound = Bound(result.bound_s, result.bound_name, self.bound.infeasible)
         if self.best is None or _rank_key(result) < _rank_key(self.best):

@@ -1,17 +1,22 @@
-"""Launching: from a saved plan to a run of it; the model is made again from the source the plan names."""
+"""Launching: the parts of `lm.run`, in the order in which `api.run` calls them.
+
+The model is made again from the source that the plan names (`rebuild_model`), predicted in the order in which
+torch runs it (`plan_as_run`), and trained for some steps (`run_placed`).
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_graph_order
-from loadmaster.core.problem import Objective, Origin, Problem
+from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.run import ignore_progress
 from loadmaster.core.run_report import Ran
 from loadmaster.core.timeline import Timeline
@@ -20,9 +25,11 @@ from loadmaster.cost.database import open_database
 from loadmaster.graph.differences import list_differences
 from loadmaster.graph.models import CaptureOptions, capture_model, load_model_parts
 from loadmaster.graph.origin import origin_of
-from loadmaster.runtime.place_request import place_with_plan, require_plan, resolve_placement
+from loadmaster.runtime.place_request import load_placement, require_plan
+from loadmaster.runtime.placed import Placed
 from loadmaster.runtime.run.running import PlanRun, Tell, silent_tell
-from loadmaster.runtime.run.training import Training, make_task
+from loadmaster.runtime.run.training import Training, TrainingTask, make_task
+from loadmaster.runtime.verify.unplaced import Loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,48 +42,82 @@ class Outcome:
     measured: Timeline | None
 
 
-def run_plan(
-    given: Any,
-    simulate: Callable[[Problem, Plan], Timeline],
-    *,
-    model: str | None,
-    steps: int,
-    calibrate: bool,
-    database: str | os.PathLike[str] | None,
-    seed: int = 0,
-    tell: Tell = silent_tell,
-    progress: Callable[[str, float], None] = ignore_progress,
-) -> Outcome:
-    """Run a plan; `simulate` predicts it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RebuiltModel:
+    """A model made again from the source that a plan names, with its inputs, loss and optimizer."""
+
+    source: str
+    asked: CaptureOptions
+    parts: Mapping[str, Any]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, in training mode."""
+        found: nn.Module = self.parts["model"]
+        return found
+
+    @property
+    def loss(self) -> Loss | None:
+        """What makes one number of its outputs, where that is not its own loss."""
+        found: Loss | None = self.parts.get("loss")
+        return found
+
+    @property
+    def task(self) -> TrainingTask:
+        """What it is trained on."""
+        return make_task(self.parts, self.asked)
+
+
+def require_steps(steps: Any) -> None:
+    """Refuse what is not a number of steps."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; give a whole number >= 1")
-    placement = resolve_placement(given)
-    if placement is None:
-        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+
+
+def rebuild_model(
+    placement: Placement,
+    model: str | None,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> RebuiltModel:
+    """The model of a plan from its source, or from `model`; it must still give the graph of the plan."""
     require_plan(placement)
     source, asked = _find_source(placement, model)
     progress(f"building {source}", 0.0)
     _require_same_graph(placement, source, asked)
-    parts = _build_model(source, asked, seed)
-    made = place_with_plan(parts["model"], placement, {"loss": parts.get("loss"), "on_nan": None})
-    plan = placement.plan
-    assert plan is not None, "it was placed"
-    predicted = simulate(placement.problem, _order_as_run(placement.problem, plan))
-    running = PlanRun(made, placement, make_task(parts, asked), predicted, seed)
-    running.run(steps, tell)
+    return RebuiltModel(source, asked, _build_model(source, asked, seed))
+
+
+def plan_as_run(placement: Placement) -> Plan:
+    """The plan in the order in which torch runs it: a backward pass has the captured order."""
+    plan = require_plan(placement)
+    return in_graph_order(plan) if why_not_runnable(placement.problem, plan) else plan
+
+
+def run_placed(
+    placed: Placed,
+    rebuilt: RebuiltModel,
+    predicted: Timeline,
+    *,
+    steps: int,
+    calibrate: bool,
+    database: str | os.PathLike[str] | None,
+    seed: int = 0,
+    tell: Tell | None = None,
+) -> Outcome:
+    """Train a placed model for some steps, and set what was measured beside the prediction."""
+    placement = placed.placement
+    running = PlanRun(placed, placement, rebuilt.task, predicted, seed)
+    running.run(steps, tell or silent_tell)
     rows, path = (running.cost_rows() if calibrate else []), None
     if rows:
         with open_database(database, needed=True) as known:
             known.put(rows)
             path = str(known.path)
-    report = running.report(source, steps, num_calibrated=len(rows), database=path)
+    report = running.report(rebuilt.source, steps, num_calibrated=len(rows), database=path)
     report = replace(report, notes=(*_collect_notes(placement, predicted), *report.notes))
     return Outcome(report, placement, running.predicted, running.timeline)
-
-
-def _order_as_run(problem: Problem, plan: Plan) -> Plan:
-    """The plan in the order in which torch runs it: a backward pass has the captured order."""
-    return in_graph_order(plan) if why_not_runnable(problem, plan) else plan
 
 
 def _collect_notes(placement: Placement, predicted: Timeline) -> list[str]:
@@ -112,9 +153,7 @@ def _list_deviations(placement: Placement, predicted: Timeline) -> list[str]:
 
 def compute_plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
     """The losses of the same steps without any plan: the model itself on the CPU."""
-    placement = resolve_placement(given)
-    if placement is None:
-        raise InputError(f"{type(given).__name__} is not a plan; give a Placement (lm.plan) or its file")
+    placement = load_placement(given)
     source, asked = _find_source(placement, model)
     parts = _build_model(source, asked, seed)
     training = Training(parts["model"], make_task(parts, asked), seed)

@@ -8,7 +8,6 @@ from loadmaster.core.run import Budget
 WORKERS = 2
 MEMORY_MB = 4000  # a search that needs more stops, with the best it has
 _DETERMINISTIC_PER_COUNT = 2e-3  # of CP-SAT's deterministic seconds for one scored plan
-NEEDS = ("ortools.sat.python.cp_model", "exact")  # the module, and the extra that brings it
 
 
 def require_solver(what: str) -> Any:

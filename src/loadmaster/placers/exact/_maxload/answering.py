@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.core.placement import Member, Placement, Status
+from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Bound, Run
 from loadmaster.placers.answer import Builder
@@ -88,11 +88,3 @@ def with_bound(placement: Placement, bound: Bound) -> Placement:
         proof = f"no plan beats the lower bound ({name}), and this one reaches it"
         return replace(placement, status=Status.OPTIMAL, proof=proof)
     return placement
-
-
-def with_note(placement: Placement, name: str, note: str) -> Placement:
-    """The placement with a word on how it came about among its members."""
-    if not note:
-        return placement
-    done = Member(name, placement.status, placement.score_s, placement.wall_s, note)
-    return replace(placement, members=(*placement.members, done))
