@@ -1,7 +1,5 @@
 """Coarsening any graph by any labels keeps the work, the bytes and the way back."""
 
-from itertools import pairwise
-
 import networkx as nx
 import numpy as np
 from hypothesis import given, settings
@@ -9,15 +7,9 @@ from hypothesis import strategies as st
 
 from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import NO_GROUP, Graph, Phase, edges, units
-from loadmaster.graph.coarsen import (
-    CoarseGraph,
-    coarsen,
-    coarsen_costs,
-    expand,
-    label_by_module,
-    label_chains,
-)
+from loadmaster.graph.coarsen import coarsen_costs, expand
 from tests.builders import costs_of, plan_on
+from tests.coarsening import coarsen
 from tests.strategies import graphs, picks
 
 
@@ -132,19 +124,3 @@ def test_every_op_its_own_label_changes_nothing_but_dead_tensors(graph: Graph) -
     assert coarse.graph.op_name == graph.op_name
     assert coarse.op_of.tolist() == list(range(graph.num_ops))
     assert [side.tolist() for side in edges(coarse.graph)] == [side.tolist() for side in edges(graph)]
-
-
-@settings(deadline=None)
-@given(graphs(max_ops=12))
-def test_chains_have_one_way_in_and_one_way_out(graph: Graph) -> None:
-    label = label_chains(graph)
-    source, target = (side.tolist() for side in edges(graph))
-    for row in set(label.tolist()):
-        members = np.flatnonzero(label == row).tolist()
-        for left, right in pairwise(members):
-            assert [b for a, b in zip(source, target, strict=True) if a == left] == [right]
-            assert [a for a, b in zip(source, target, strict=True) if b == right] == [left]
-        assert len({(graph.phase[op], graph.group[op]) for op in members}) == 1
-    coarse: CoarseGraph = coarsen(graph, label)
-    assert coarse.graph.num_ops == len(set(label.tolist()))  # rows never close a circle
-    assert coarsen(graph, label_by_module(graph, 1)).graph.num_ops == graph.num_ops  # no modules: all alone

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.model.loaders import Feed
 from loadmaster.shards.spec.engine import TrialPlan
 from loadmaster.shards.spec.trial import Trial
+from tests.train.feed import Feed
 
 
 class Done(NamedTuple):

@@ -69,7 +69,7 @@ def digest(state: Mapping[str, torch.Tensor]) -> str:
 
 def plainly(one: Trial) -> str:
     """The weights' hash after the loop everybody writes, with the seeds that trials use."""
-    from loadmaster.shards.model.loaders import epoch_seed
+    from tests.train.feed import epoch_seed
 
     torch.manual_seed(one.seed)
     model = one.build()

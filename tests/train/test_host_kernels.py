@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,11 +116,11 @@ def test_the_caller_may_run_where_it_could_before(monkeypatch: pytest.MonkeyPatc
 def test_the_kernel_is_compiled_before_the_first_step_is_timed() -> None:
     """In a process of its own: here it has long been compiled."""
     text = """
+import sys
 import torch
 torch.set_num_threads(1)
 from torch import nn
 import loadmaster.train as lt
-from loadmaster.shards.device import host_kernels
 from loadmaster.shards.device.cpu_device import CpuDevice
 x = torch.ones(4, 16)
 def trial(fused):
@@ -129,8 +130,48 @@ def trial(fused):
 for fused in (False, True):
     device = CpuDevice(cap_bytes=1 << 20)
     runner = lt.open_runner(trial(fused), device=device, num_threads=1, placement=["host"] * 2)
-    runner._entered(device)
-    print(len(host_kernels._kernel().signatures) if fused else host_kernels._kernel.cache_info().currsize)
+    runner._open_session(device)
+    print("numba" in sys.modules)
+from loadmaster.shards.device.adam_kernel import step_table
+print(len(step_table.signatures))
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert run_apart(text) == ["False", "True", "1"]
+
+
+def test_a_second_process_reads_the_compiled_kernel_and_gives_the_same_bits(tmp_path: Path) -> None:
+    text = """
+import torch
+from loadmaster.shards.device.adam_kernel import step_table
+from loadmaster.shards.device.host_kernels import adam_step, compile_kernels, table_of
+compile_kernels()
+size = 16384 + 512 + 16
+torch.manual_seed(0)
+slab = torch.zeros(size * 16, dtype=torch.uint8)
+wide = slab[: 12 * size].view(torch.float32).view(3, size)
+half = slab[12 * size :].view(torch.bfloat16).view(2, size)
+wide[0].normal_()
+half[0].normal_()
+options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+table = table_of(slab, [(0, wide[0], wide[1], wide[2], half[0], half[1])])
+adam_step(slab, table, steps=[1], options=[options], decoupled=[True], num_threads=2)
+print(sum(step_table.stats.cache_misses.values()), sum(step_table.stats.cache_hits.values()))
+print(hash(slab.numpy().tobytes()))
+"""
+    given = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": "0"}
+    first, second = run_apart(text, **given), run_apart(text, **given)
+    assert first[:2] == ["1", "0"], "compiled"
+    assert second[:2] == ["0", "1"], "read"
+    assert first[2] == second[2]
+
+
+def test_the_cache_of_kernels_knows_the_file_of_this_one() -> None:
+    """The folder's name is a digest of all files with a line that begins with '@kernel'."""
+    source = Path(host_kernels.__file__).with_name("adam_kernel.py").read_text()
+    assert "\n@kernel(parallel=True, nogil=True)\n" in source
+
+
+def run_apart(text: str, **environment: str) -> list[str]:
+    kept = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, env=kept)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Phase, held_bytes  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
-from loadmaster.graph.coarsen import coarsen, label_by_module, label_chains  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
+from tests.coarsening import coarsen, label_by_module  # noqa: E402
 from tests.torch_models import NAMES, example  # noqa: E402
 from tests.unit.test_capture_memory import captured  # noqa: E402
 
@@ -173,8 +173,8 @@ def test_all_that_reads_a_tied_weight_reads_one_op(path: str | None) -> None:
 @pytest.mark.parametrize(("name", "path"), CASES)
 def test_coarsening_keeps_bytes_and_flops(name: str, path: str | None) -> None:
     graph = captured(name, path)
-    for label in (label_by_module(graph, 1), label_chains(graph)):
-        coarse = coarsen(graph, label).graph
+    for depth in (1, 2):
+        coarse = coarsen(graph, label_by_module(graph, depth)).graph
         assert coarse.num_ops < graph.num_ops
         assert coarse.flops.sum() == pytest.approx(graph.flops.sum(), rel=1e-12)
         assert coarse.bytes_moved.sum() == graph.bytes_moved.sum()

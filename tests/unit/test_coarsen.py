@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from loadmaster.core.arrays import Ints
-from loadmaster.core.errors import GraphError, InputError
+from loadmaster.core.errors import InputError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_SIGNATURE, Dtype, Graph, Phase, edges, held_bytes
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import BY_ROUTE, Costs, Origin
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.coarsen import coarsen, coarsen_costs, expand, label_by_module, label_chains
-from loadmaster.graph.generate import FAMILIES, chain, fork_join, rnn_grid
+from loadmaster.graph.coarsen import coarsen_costs, expand
+from loadmaster.graph.generate import FAMILIES, chain
 from tests.builders import diamond, loose_ops
+from tests.coarsening import coarsen, label_by_module
 
 
 def _labels(*values: int) -> Ints:
@@ -170,16 +171,6 @@ def test_module_of_a_coarse_op_is_what_its_members_share() -> None:
     assert coarsen(graph, _labels(0, 0, 0, 2)).graph.module == ("h", "")
 
 
-def test_labels_by_module_compare_whole_names_and_leave_ops_without_module_alone() -> None:
-    builder = GraphBuilder("modules")
-    for i, module in enumerate(["h.1.a", "h.1.b", "h.10.a", "", "h.1", ""]):
-        builder.op(f"op{i}", module=module)
-    graph = builder.build()
-    assert label_by_module(graph, 2).tolist() == [0, 0, 2, 3, 0, 5]
-    assert label_by_module(graph, 1).tolist() == [0, 0, 0, 3, 0, 5]
-    assert label_by_module(graph, 9).tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def test_transformer_by_layer_keeps_its_phases_and_is_fit_for_training_rules() -> None:
     fine = FAMILIES["transformer"](1500, 0)
     graph = coarsen(fine, label_by_module(fine, 2)).graph
@@ -191,33 +182,6 @@ def test_transformer_by_layer_keeps_its_phases_and_is_fit_for_training_rules() -
     param, update = ops.index(("h.7", Phase.PARAM)), ops.index(("h.7", Phase.UPDATE))
     assert graph.group[param] == graph.group[update] != graph.group[forward]
     assert held_bytes(graph).sum() == held_bytes(fine).sum()
-
-
-def test_chain_becomes_one_op_and_a_grid_stays() -> None:
-    assert coarsen(chain(1000), label_chains(chain(1000))).graph.num_ops == 1
-    grid = rnn_grid(64)
-    assert coarsen(grid, label_chains(grid)).graph.num_ops == 64
-
-
-def test_chains_of_a_fork_join_are_its_branches() -> None:
-    fine = fork_join(300)
-    coarse = coarsen(fine, label_chains(fine)).graph
-    branches = {module for module in fine.module if module.count(".") == 2}
-    joins = {module for module in fine.module if module.count(".") == 1}
-    assert coarse.num_ops == len(branches) + len(joins) + 1
-    assert all(coarse.module.count(branch) == 1 for branch in branches)
-
-
-def test_chain_breaks_at_groups_unless_they_may_join_and_always_at_phases() -> None:
-    builder = GraphBuilder("row")
-    specs = [(0, 0), (0, 0), (1, 0), (NO_GROUP, 0), (NO_GROUP, 0), (NO_GROUP, 1)]
-    for i, (group, phase) in enumerate(specs):
-        builder.op(f"op{i}", group=group, phase=Phase(phase))
-        if i:
-            builder.use(builder.tensor(i - 1, 1), i)
-    graph = builder.build()
-    assert coarsen(graph, label_chains(graph)).op_of.tolist() == [0, 0, 1, 2, 2, 3]
-    assert coarsen(graph, label_chains(graph, join_groups=True)).op_of.tolist() == [0, 0, 0, 0, 0, 1]
 
 
 def test_costs_of_members_add_up_and_transfers_stay_as_given() -> None:
@@ -261,10 +225,6 @@ def test_plan_expands_to_members_in_graph_order() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     graph = loose_ops(3)
     coarse = coarsen(graph, _labels(0, 0, 1))
-    with pytest.raises(GraphError, match=r"shape \[2\].*3"):
-        coarsen(graph, _labels(0, 1))
-    with pytest.raises(GraphError, match="depth 0"):
-        label_by_module(graph, 0)
     other = coarsen(loose_ops(4), _labels(0, 1, 2, 3))
     plan = Plan(device=_labels(0), priority=_labels(0), recompute=np.zeros(1, dtype=np.bool_), pipeline=None)
     with pytest.raises(InputError, match="1 ops does not fit 2 coarse"):

@@ -13,7 +13,7 @@ from loadmaster.core.graph import NO_STORAGE, Dtype, Graph, Phase
 from loadmaster.core.problem import BY_ROUTE, Origin
 from loadmaster.cost.memory import OPTIMIZERS, state_bytes, with_optimizer
 from loadmaster.cost.roofline import roofline_costs
-from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s, transfer_s
+from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.graph.build import GraphBuilder
 
 # ---- roofline
@@ -80,15 +80,6 @@ def two_hosts() -> Cluster:
     return parse_cluster("V100, A100 | H100 ; inter=100gbit")
 
 
-def test_a_transfer_takes_its_latencies_and_its_slowest_link() -> None:
-    cluster = two_hosts()
-    # gpu0 (pcie3 15.75 GB/s, 5 us) -> gpu1 (pcie4 31.5 GB/s, 5 us)
-    assert transfer_s(cluster, 15_750_000, 0, 1) == pytest.approx(10e-6 + 1e-3)
-    # gpu1 -> gpu2: pcie4, two NIC hops of 12.5 GB/s and 2 us, pcie5
-    assert transfer_s(cluster, 12_500_000, 1, 2) == pytest.approx(14e-6 + 1e-3)
-    assert transfer_s(cluster, 10**12, 2, 2) == 0.0
-
-
 def test_route_tables_hold_the_sum_of_latencies_and_the_slowest_rate() -> None:
     cluster = two_hosts()
     assert route_latency_s(cluster) == pytest.approx(
@@ -105,13 +96,6 @@ def test_a_single_device_has_nothing_to_send() -> None:
     cluster = parse_cluster("cpu")
     assert route_latency_s(cluster).tolist() == [[0.0]]
     assert route_bytes_per_s(cluster).tolist() == [[np.inf]]
-    assert transfer_s(cluster, 100, 0, 0) == 0.0
-
-
-@pytest.mark.parametrize(("num_bytes", "source", "target"), [(-1, 0, 1), (1, 0, 3), (1, -1, 0)])
-def test_a_transfer_of_nonsense_is_refused(num_bytes: int, source: int, target: int) -> None:
-    with pytest.raises(CostError):
-        transfer_s(two_hosts(), num_bytes, source, target)
 
 
 # ---- optimizer state

@@ -13,7 +13,6 @@ from loadmaster.core.placement import Status
 from loadmaster.core.problem import Links, Problem
 from loadmaster.core.run import Budget
 from loadmaster.graph.formats import msr
-from loadmaster.placers.exact._latency.pieces import CPU, best_pieces, pieces_latency_s
 from loadmaster.placers.exact._latency.symmetry import find_alike_devices
 from loadmaster.placers.exact._latency.ticks import choose_ticks
 from loadmaster.placers.registry import placer
@@ -33,6 +32,7 @@ from tests.builders import (
     star_cluster,
     tpds_example,
 )
+from tests.published_latency import CPU, best_pieces, pieces_latency_s
 from tests.unit.public_graphs import shared
 
 

@@ -11,6 +11,7 @@ from loadmaster.core.errors import ClusterError, CostError, FormatError, GraphEr
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Phase
 from loadmaster.core.problem import Links, Objective, Origin
 from loadmaster.graph.formats import msr
+from tests import msr_splits
 from tests.unit.format_samples import MSR, by_name, changed, msr_tiny, tensors_of, tiny_problem
 
 
@@ -82,14 +83,14 @@ def test_msr_suffix_never_collides_with_a_name() -> None:
 
 def test_msr_split_is_extended_by_colour_class() -> None:
     data = json.dumps(MSR).encode()
-    ids = msr.ids_in_op_order(data)
+    ids = msr_splits.ids_in_op_order(data)
     assert ids == [9, 5, 3, 40, 41]
     split = {
         "maxLoad": -1,
         "fpgas": [{"load": -1, "nodes": [5]}, {"nodes": [9]}],
         "cpus": [{"nodes": [3, 41]}],
     }
-    device = msr.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids)
+    device = msr_splits.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids)
     assert device.tolist() == [1, 0, 2, 1, 2]  # 40 follows 9
 
 
@@ -104,13 +105,13 @@ def test_msr_split_is_extended_by_colour_class() -> None:
     ],
 )  # fmt: skip
 def test_msr_bad_split_is_refused(split: dict[str, Any], message: str) -> None:
-    ids = msr.ids_in_op_order(json.dumps(MSR).encode())
+    ids = msr_splits.ids_in_op_order(json.dumps(MSR).encode())
     with pytest.raises(PlanError, match=message):
-        msr.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids)
+        msr_splits.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids)
     with pytest.raises(FormatError):
-        msr.read_split(b'{"fpgas": 3}', msr_tiny(), ids=ids)
+        msr_splits.read_split(b'{"fpgas": 3}', msr_tiny(), ids=ids)
     with pytest.raises(PlanError, match="3 ids"):
-        msr.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids[:3])
+        msr_splits.read_split(json.dumps(split).encode(), msr_tiny(), ids=ids[:3])
 
 
 @pytest.mark.parametrize(

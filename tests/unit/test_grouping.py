@@ -399,7 +399,6 @@ def test_plan_without_an_order_comes_back_without_one() -> None:
     fine = coarse.back(plan)
     assert len(set(fine.priority.tolist())) == 1
     assert fine.device.tolist() == plan.device[coarse.coarse.op_of].tolist()
-    assert coarse.expand_devices(plan.device).tolist() == fine.device.tolist()
 
 
 def test_order_of_groups_is_the_order_of_their_ops() -> None:
@@ -426,8 +425,6 @@ def test_what_does_not_fit_is_refused() -> None:
     coarse = group_ops(problem)
     with pytest.raises(PlanError, match="4 ops does not fit 3 groups"):
         coarse.back(plan_on([0, 0, 0, 0]))
-    with pytest.raises(PlanError, match="3 groups"):
-        coarse.expand_devices(np.zeros(4, dtype=np.int32))
     for wrong in ({"max_ops": 0}, {"time_share": 0}, {"byte_share": -1}):
         with pytest.raises(ProblemError, match="give 1 or more"):
             group_ops(problem, **wrong)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from loadmaster.core.run import Budget, Run
 from loadmaster.placers._partition import Schedule, Standing, Terms, anneal_partition
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.placement_units import Cargo, load_cargo
-from loadmaster.placers.repair import repair_assignment, repair_until_fits
+from loadmaster.placers.repair import load_bench, repair_until_fits
 from loadmaster.placers.resident_memory import load_standing, running_bytes, standing_bytes
 from loadmaster.placers.unit_cuts import cut_bytes, cut_into_blocks, move_overflow
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
@@ -296,21 +296,21 @@ class TestRepaired:
         problem = problem_of(chain(6), star_cluster(3), 1.0)
         start = np.array([2, 0, 1, 1, 2, 0], dtype=np.int32)
         room = np.full(3, UNLIMITED_BYTES)
-        assert repair_assignment(problem, load_cargo(problem), start, room).tolist() == start.tolist()
+        assert load_bench(problem, load_cargo(problem)).repair_devices(start, room).tolist() == start.tolist()
 
     def test_one_byte_too_much_moves_one_unit(self) -> None:
         graph = graph_of(*({"resident_bytes": 1} for _ in range(50)))
         problem = problem_of(graph, star_cluster(2), 1.0)
         start = np.zeros(50, dtype=np.int32)
-        moved = repair_assignment(problem, load_cargo(problem), start, np.array([49, 49]))
+        moved = load_bench(problem, load_cargo(problem)).repair_devices(start, np.array([49, 49]))
         assert int((moved != start).sum()) == 1
 
     def test_units_go_where_they_may(self) -> None:
         seconds = [[1, float("inf")] if at % 2 else [1, 1] for at in range(10)]
         graph = graph_of(*({"resident_bytes": 1} for _ in range(10)))
         problem = problem_of(graph, unequal_cluster(), seconds, pinned=[0] + [-1] * 9)
-        moved = repair_assignment(
-            problem, load_cargo(problem), np.zeros(10, dtype=np.int32), np.array([6, 10])
+        moved = load_bench(problem, load_cargo(problem)).repair_devices(
+            np.zeros(10, dtype=np.int32), np.array([6, 10])
         )
         assert np.flatnonzero(moved).tolist() == [2, 4, 6, 8]
 
@@ -319,7 +319,7 @@ class TestRepaired:
         graph = kept_chain(60)
         problem = problem_of(graph, star_cluster(4), 1.0)
         room = np.full(4, 17 * 10)
-        moved = repair_assignment(problem, load_cargo(problem), np.zeros(60, dtype=np.int32), room)
+        moved = load_bench(problem, load_cargo(problem)).repair_devices(np.zeros(60, dtype=np.int32), room)
         assert max(by_hand(problem, moved.tolist())) <= 170
 
 

@@ -9,8 +9,8 @@ from loadmaster.core.check import check_plan
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.graph.build import GraphBuilder
-from loadmaster.graph.formats import msr
 from loadmaster.simulator.events.throughput import Loads, steady_state
+from tests import msr_splits
 from tests.builders import (
     chain,
     cluster_of,
@@ -118,8 +118,8 @@ class TestPublishedLoads:
         work = throughput_input(name)
         stem = name.partition("/")[2]
         split = "resnet50_inference" if stem == "resnet50_training" else stem
-        ids = msr.ids_in_op_order(shared("throughput-inputs", f"{name}.json"))
-        device = msr.read_split(shared("human-experts", f"{split}_expert.json"), work, ids=ids)
+        ids = msr_splits.ids_in_op_order(shared("throughput-inputs", f"{name}.json"))
+        device = msr_splits.read_split(shared("human-experts", f"{split}_expert.json"), work, ids=ids)
         load = steady_state(problem_from(work), plan_on(device.tolist())).time_s
         assert f"{load:.6g}" == THROUGHPUT[name].expert
 

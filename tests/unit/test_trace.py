@@ -4,18 +4,29 @@ import dataclasses
 import json
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Links
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
-from loadmaster.report.trace import chrome_trace
+from loadmaster.report.trace import chrome_trace, study_trace
 from loadmaster.simulator.events.engine import simulate
 from tests.builders import chain, diamond, fan_out, graph_of, plan_on, problem_of, star_cluster
 
 EVIL = '[bold]x[/bold]\n<script>alert("1")</script>\\\x1b[31m\u202e😀'
+
+
+class Span(NamedTuple):
+    """What a device did, as a study tells it."""
+
+    device: str
+    lane: str
+    name: str
+    trial: str
+    start_s: float
+    end_s: float
 
 
 def trace_of(timeline: Timeline, graph: Graph) -> dict[str, Any]:
@@ -152,3 +163,18 @@ def test_a_name_that_is_not_unicode_still_gives_json() -> None:
     graph = dataclasses.replace(chain(1), op_name=("a\udcffb",))
     (event,) = slices(json.loads(chrome_trace(spans((SpanKind.COMPUTE, 0, 0, 0.0, 1.0)), graph)))
     assert event["name"] == "a\udcffb"
+
+
+def test_lanes_of_a_study_are_threads_and_slices_that_touch_do_not_overlap() -> None:
+    first = Span("cpu#0", "up", "unit 1", "a", 0.1, 0.1 + 1.4e-9)
+    second = Span("cpu#0", "compute", "unit 1", "b\ud800", 0.1 + 1.4e-9, 0.3)
+    third = Span("cpu#1", "up", "unit 2", "a", 0.3, 0.2)  # two clocks may differ by a little
+    trace = json.loads(study_trace([first, second, third]))
+    named = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert named == ["cpu#0", "cpu#1", "up", "compute", "up"]
+    one, two, three = slices(trace)
+    assert (one["pid"], two["pid"], three["pid"]) == (0, 0, 1)
+    assert (one["tid"], two["tid"], three["tid"]) == (0, 1, 2)
+    assert round(one["ts"] * 1000) + round(one["dur"] * 1000) == round(two["ts"] * 1000)
+    assert three["dur"] == 0
+    assert (two["name"], two["cat"], two["args"]) == ("b\ud800: unit 1", "compute", {"trial": "b\ud800"})

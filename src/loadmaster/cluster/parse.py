@@ -11,12 +11,14 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from loadmaster.cluster.device_words import DeviceWord, parse_device_word, parse_sized_kind, strip_size
 from loadmaster.cluster.local import chip_of, local_kind
 from loadmaster.cluster.presets import (
     CPU_OVERHEAD_S,
@@ -41,7 +43,6 @@ V = TypeVar("V", int, float)
 _SUFFIXES = (".toml", ".json", ".json.gz")
 _COUNT = re.compile(r"([0-9]+)\s*[x×]\s*(.+)", re.IGNORECASE | re.DOTALL)
 _REPEAT = re.compile(r"([0-9]+)\s*\*\s*\((.*)\)", re.DOTALL)
-_MEMORY = re.compile(r"[0-9]*\.?[0-9]+\s*(?:[kmgt]i?b?|b)", re.IGNORECASE)
 _OPTIONS = ("intra", "inter")
 
 
@@ -185,36 +186,24 @@ def _format_amount(count: int) -> str:
 
 def _parse_entry(text: str, own: Sequence[KindPreset]) -> _Entry:
     """'A100-80GB', 'cpu-64GB' or the logical 'V100#0-8GB'."""
-    head, sharp, tail = text.partition("#")
-    if not sharp:
-        return _Entry(*_parse_kind_and_memory(text, own), chip_of(text))
-    number, dash, size = (piece.strip() for piece in tail.partition("-"))
-    if not re.fullmatch(r"[0-9]+", number):
-        raise ClusterError(f"{text!r}: logical devices are numbered; write for example 'cpu#0-64MB'")
-    kind, memory_bytes = _parse_kind_and_memory(head.strip(), own)
-    return _Entry(kind, _parse_memory(size, text) if dash else memory_bytes, f"{head.strip()}#{number}")
+    word = parse_device_word(text, partial(_find_kind, own=own))
+    head = text.partition("#")[0].strip()
+    if word is None:
+        raise _make_unknown_kind_error(head, own)
+    return _Entry(word.kind, _memory_of(word), f"{head}#{word.number}" if word.number else chip_of(text))
 
 
-def _parse_kind_and_memory(text: str, own: Sequence[KindPreset]) -> tuple[KindPreset, int]:
-    """The whole name as a kind, else a kind and its memory after the last '-'."""
-    kind = find_kind(text, own) or local_kind(text)
-    if kind is not None:
-        return kind, kind.memory_bytes
-    head, dash, size = text.rpartition("-")
-    sized = find_kind(head, own) or local_kind(head) if dash else None
-    if sized is not None:
-        return sized, _parse_memory(size, text)
-    unknown = head if dash and _MEMORY.fullmatch(size.strip()) else text
-    raise UnknownNameError("device kind", unknown, [*KINDS, *(kind.name for kind in own)], see=SEE)
+def _find_kind(name: str, *, own: Sequence[KindPreset]) -> KindPreset | None:
+    return find_kind(name, own) or local_kind(name)
 
 
-def _parse_memory(size: str, text: str) -> int:
-    if not _MEMORY.fullmatch(size.strip()):
-        raise ClusterError(f"{text!r}: {size!r} is no memory size; write for example '-16GB' or '-512MiB'")
-    memory_bytes = parse_bytes(size)
-    if memory_bytes == 0:
-        raise ClusterError(f"{text!r}: memory is 0; give the device some, for example '-16GB'")
-    return memory_bytes
+def _memory_of(word: DeviceWord[KindPreset]) -> int:
+    return word.kind.memory_bytes if word.memory_bytes is None else word.memory_bytes
+
+
+def _make_unknown_kind_error(text: str, own: Sequence[KindPreset]) -> UnknownNameError:
+    known = [*KINDS, *(kind.name for kind in own)]
+    return UnknownNameError("device kind", strip_size(text), known, see=SEE)
 
 
 def _name_devices(hosts: Sequence[tuple[str, Sequence[_Entry]]]) -> list[DeviceSpec]:
@@ -340,12 +329,15 @@ def _device_count(device: _DeviceTable) -> int:
 
 
 def _read_entry(device: _DeviceTable, own: Sequence[KindPreset]) -> _Entry:
-    kind, memory_bytes = _parse_kind_and_memory(device.kind, own)
+    word = parse_sized_kind(device.kind, partial(_find_kind, own=own))
+    if word is None:
+        raise _make_unknown_kind_error(device.kind, own)
+    memory_bytes = _memory_of(word)
     if device.memory is not None:
         memory_bytes = _parse_positive(
             parse_bytes, device.memory, f"device {device.name or device.kind!r}: memory"
         )
-    return _Entry(kind, memory_bytes)
+    return _Entry(word.kind, memory_bytes)
 
 
 def _read_kind(name: str, table: _KindTable) -> KindPreset:

@@ -170,14 +170,6 @@ def find_kind(name: str, own: Sequence[KindPreset] = ()) -> KindPreset | None:
     return next((kind for kind in (*own, *KINDS.values()) if normalize_name(kind.name) == key), None)
 
 
-def kind_preset(name: str) -> KindPreset:
-    """The device kind of that name, however it is spelled ('RTX 3090', 'rtx-3090', 'A100')."""
-    kind = find_kind(name)
-    if kind is None:
-        raise UnknownNameError("device kind", name, KINDS, see=SEE)
-    return kind
-
-
 def link_preset(name: str) -> LinkPreset:
     """The link of that name, however it is spelled ('100g', '100 Gbit', 'PCIe 4.0 x16', 'nvlink')."""
     key = normalize_name(name)

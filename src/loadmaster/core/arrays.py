@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,6 @@ Bytes8 = NDArray[np.int8]  # small enumerations: phase, dtype, origin, span kind
 Ints = NDArray[np.int32]  # indices and counts
 Longs = NDArray[np.int64]  # bytes
 Floats = NDArray[np.float64]  # seconds, rates, flops
-
-N = TypeVar("N")
-
-
-class Noun(Protocol):
-    """A frozen dataclass of columns; its digest is over its content, its name left out."""
-
-    @property
-    def digest(self) -> str:
-        """Hexadecimal SHA-256 of the content."""
-        ...
 
 
 def set_column(

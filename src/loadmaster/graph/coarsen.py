@@ -1,7 +1,6 @@
 """Coarsening: many ops contracted to one, with the maps back.
 
-Ops of equal label and phase become one op; where that closes a circle, the circle becomes one op
-too. Work and held bytes are kept exactly. Two things are estimates: the workspace of a coarse op
+Work and held bytes are kept exactly. Two things are estimates: the workspace of a coarse op
 is the largest of its members', and tensors that live and die inside it take no memory. Merging is
 a restriction, so a lower bound must never come from a coarse graph.
 """
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
-from loadmaster.core.errors import CostError, GraphError, PlanError
+from loadmaster.core.errors import CostError, PlanError
 from loadmaster.core.graph import (
     NO_GROUP,
     NO_MIRROR,
@@ -19,12 +18,10 @@ from loadmaster.core.graph import (
     NO_STORAGE,
     Graph,
     Phase,
-    edges,
     home_bytes,
 )
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Costs
-from loadmaster.graph._contract import contract_ops, label_components, renumber_by_first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,13 +31,6 @@ class CoarseGraph:
     graph: Graph
     op_of: Ints  # [N] coarse op of each fine op
     tensor_of: Ints  # [coarse T] fine tensor of each coarse tensor
-
-
-def coarsen(graph: Graph, label: Ints) -> CoarseGraph:
-    """Contract the ops of equal `label` [N], phases apart; the result is acyclic."""
-    if label.shape != (graph.num_ops,):
-        raise GraphError(f"coarsen got labels of shape {list(label.shape)}; give one per op: {graph.num_ops}")
-    return contract_to(graph, *contract_ops(graph, label))
 
 
 def contract_to(
@@ -84,30 +74,6 @@ def contract_to(
         capture=graph.capture,
     )
     return CoarseGraph(graph=coarse, op_of=op_of, tensor_of=tensor_of)
-
-
-def label_by_module(graph: Graph, depth: int) -> Ints:
-    """[N] labels: ops whose module paths agree in their first `depth` names; without a module, alone."""
-    if depth < 1:
-        raise GraphError(f"by_module got depth {depth}; give the number of names to compare, >= 1")
-    seen: dict[str, int] = {}
-    cut = {module: ".".join(module.split(".")[:depth]) for module in set(graph.module)}
-    label = [seen.setdefault(cut[module], op) if module else op for op, module in enumerate(graph.module)]
-    return np.array(label, dtype=np.int32)
-
-
-def label_chains(graph: Graph, *, join_groups: bool = False) -> Ints:
-    """[N] labels of maximal rows of ops in which each feeds only the next, and the next has no other input.
-
-    Ops of a row are of one phase and one group (or all free), unless groups may be joined.
-    """
-    source, target = edges(graph)
-    num_out = np.bincount(source, minlength=graph.num_ops)
-    num_in = np.bincount(target, minlength=graph.num_ops)
-    link = (num_out[source] == 1) & (num_in[target] == 1) & (graph.phase[source] == graph.phase[target])
-    if not join_groups:
-        link &= graph.group[source] == graph.group[target]
-    return label_components(source[link], target[link], graph.num_ops, strong=False)
 
 
 def coarsen_costs(costs: Costs, coarse: CoarseGraph) -> Costs:
@@ -230,14 +196,14 @@ def _join_groups(group: Ints, op_of: Ints, num_ops: int) -> Ints:
     ops = np.flatnonzero(group != NO_GROUP)
     _, row = np.unique(group[ops], return_inverse=True)
     rows = int(row.max()) + 1 if len(row) else 0
-    joined = label_components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows, strong=False)
+    joined = _label_components(op_of[ops], (num_ops + row).astype(np.int32), num_ops + rows)
     return _group_tied_ops(joined[:num_ops])
 
 
 def _group_tied_ops(tied: Ints) -> Ints:
     """Group of each coarse op, by what it is tied to; one op alone needs none."""
     shared = np.bincount(tied) > 1
-    label, _ = renumber_by_first(tied)
+    label, _ = _renumber_by_first(tied)
     return np.where(shared[tied], label, np.int32(NO_GROUP))
 
 
@@ -290,3 +256,22 @@ def _common_path(one: str, other: str) -> str:
         else:
             other = other.rpartition(".")[0]
     return one
+
+
+def _label_components(source: Ints, target: Ints, num: int) -> Ints:
+    """[num] number of the component each node is in."""
+    # imported here because scipy takes longer to load than most commands take to run
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    matrix = coo_array((np.ones(len(source)), (source, target)), shape=(num, num))
+    _, label = connected_components(matrix.tocsr(), connection="weak")
+    return np.asarray(label, dtype=np.int32)
+
+
+def _renumber_by_first(label: Ints) -> tuple[Ints, int]:
+    """Labels renumbered by first appearance, and their number."""
+    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int32)
+    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+    return rank[inverse], len(first)

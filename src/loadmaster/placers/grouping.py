@@ -71,13 +71,6 @@ class GroupedProblem:
             return replace(fine, priority=np.zeros(len(fine.device), dtype=np.int32))
         return fine
 
-    def expand_devices(self, device: Ints) -> Ints:
-        """[N] the device of every op, from that of every group."""
-        if device.shape != (self.problem.graph.num_ops,):
-            num = self.problem.graph.num_ops
-            raise PlanError(f"{list(device.shape)} devices do not fit {num} groups; give one per group")
-        return device[self.coarse.op_of]
-
 
 def group_ops(
     problem: Problem,

@@ -1,9 +1,9 @@
 """Repair: a placement that overflows, moved as little as it takes until it fits.
 
-`repair_assignment` works on resident memory (`resident_memory.py`), which the compiled search counts exactly:
-gently from where the units are; then hotter, with runs of units carved off the overfull devices; at last from
-contiguous blocks and for memory alone. `repair_until_fits` closes the loop with the simulator: what a peak
-shows beyond that model is taken off the room of its device, and the plan is repaired again. Work is
+`Bench.repair_devices` works on resident memory (`resident_memory.py`), which the compiled search counts
+exactly: gently from where the units are; then hotter, with runs of units carved off the overfull devices; at
+last from contiguous blocks and for memory alone. `repair_until_fits` closes the loop with the simulator: what
+a peak shows beyond that model is taken off the room of its device, and the plan is repaired again. Work is
 bounded by counts, not by clocks.
 """
 
@@ -103,7 +103,7 @@ class Bench:
         return best
 
     def excess(self, device: Ints, peak_bytes: Longs, seed: int) -> Longs:
-        """[D] what peaks show beyond the bytes that `repair_assignment` counts."""
+        """[D] what peaks show beyond the bytes that `repair_devices` counts."""
         beside = np.zeros(len(peak_bytes), dtype=np.int64)
         np.maximum.at(beside, device, self.running[seed % len(self.running)])
         counted = standing_bytes(self.standing, device, len(peak_bytes)) + beside
@@ -162,11 +162,6 @@ def _mean_bytes_per_s(problem: Problem) -> float:
         return float(problem.graph.tensor_bytes[timed].sum() / given_s[timed].sum())
     away = ~np.eye(problem.cluster.num_devices, dtype=np.bool_)
     return float(route_bytes_per_s(problem.cluster)[away].mean()) if away.any() else 0.0
-
-
-def repair_assignment(problem: Problem, cargo: Cargo, device: Ints, room_bytes: Longs) -> Ints:
-    """[U] devices near `device` [U] whose standing bytes are within `room_bytes` [D], or nearly."""
-    return load_bench(problem, cargo).repair_devices(device, room_bytes)
 
 
 def repair_until_fits(

@@ -1,14 +1,15 @@
-"""A timeline as a Chrome trace: opens in Perfetto and in chrome://tracing.
+"""Chrome traces of timelines and of studies: they open in Perfetto and in chrome://tracing.
 
-One process per device with its ops, one for the links with a thread per pair of devices. Transfers of
-a pair that overlap (links without contention) get lanes of their own, since slices of a thread must nest.
-Times are whole nanoseconds, so that slices which touch in the timeline do not overlap by a rounding error.
+A timeline has one process per device with its ops, and one for the links with a thread per pair of devices.
+Transfers of a pair that overlap (links without contention) get lanes of their own, since slices of a thread
+must nest. A study has one process per device, with a thread for each of its lanes (compute, up, down, ...).
+Times are whole nanoseconds, so that slices which touch do not overlap by a rounding error.
 """
 
 import heapq
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +40,48 @@ def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph) -> bytes:
     )
 
 
+class StudySpan(Protocol):
+    """Something that a device did for a trial."""
+
+    @property
+    def device(self) -> str:
+        """Its name."""
+
+    @property
+    def lane(self) -> str:
+        """compute, up, down, host, ..."""
+
+    @property
+    def name(self) -> str:
+        """What was done."""
+
+    @property
+    def trial(self) -> str:
+        """For whom."""
+
+    @property
+    def start_s(self) -> float:
+        """Since the study began."""
+
+    @property
+    def end_s(self) -> float:
+        """Since the study began."""
+
+
+def study_trace(spans: Iterable[StudySpan]) -> bytes:
+    """The JSON document of a study's trace; the trial stands in every slice."""
+    rows = list(spans)
+    pids = {device: pid for pid, device in enumerate(dict.fromkeys(row.device for row in rows))}
+    tids = {lane: tid for tid, lane in enumerate(dict.fromkeys((row.device, row.lane) for row in rows))}
+    events = [_name_event("process_name", pid, 0, device) for device, pid in pids.items()]
+    events += [_name_event("thread_name", pids[device], tid, lane) for (device, lane), tid in tids.items()]
+    for row in rows:
+        pid, tid, end_s = pids[row.device], tids[row.device, row.lane], max(row.start_s, row.end_s)
+        event = _slice_event(f"{row.trial}: {row.name}", row.lane, pid, tid, row.start_s, end_s)
+        events.append({**event, "args": {"trial": row.trial}})
+    return _encode_trace(events)
+
+
 def _list_events(timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     num = len(timeline.device_name)
@@ -56,8 +99,10 @@ def _summarize_timeline(timeline: Timeline) -> dict[str, Any]:
     return {"origin": timeline.origin, "step_s": timeline.step_s, "peak_bytes": peak}
 
 
-def _encode_trace(events: list[dict[str, Any]], other: dict[str, Any]) -> bytes:
-    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+def _encode_trace(events: list[dict[str, Any]], other: dict[str, Any] | None = None) -> bytes:
+    document: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    if other is not None:
+        document["otherData"] = other
     try:
         return msgspec.json.encode(document)
     except UnicodeEncodeError:  # half a surrogate pair in a name: the slower encoder escapes it

@@ -1,9 +1,9 @@
 """How hot loops are compiled: numba, with a cache on disk that is never stale and always writable.
 
-numba is imported here and nowhere else, so that it loads only when a kernel is needed. Two of its
-habits need care. It checks a cached function against its own source file only, although kernels
-call kernels in other files: so the folder's name carries a digest of every file that has kernels.
-And it gives up where the folder is read-only: so the first writable one of several is taken.
+numba is imported here and by files of kernels only, so that it loads only when a kernel is needed. Two of
+its habits need care. It checks a cached function against its own source file only, although kernels call
+kernels in other files: so the folder's name carries a digest of every file that has kernels. And it gives up
+where the folder is read-only: so the first writable one of several is taken.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numba
 
@@ -22,12 +22,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def kernel(function: F) -> F:
+@overload
+def kernel(function: F) -> F: ...
+
+
+@overload
+def kernel(*, parallel: bool = False, nogil: bool = False) -> Callable[[F], F]: ...
+
+
+def kernel(function: F | None = None, *, parallel: bool = False, nogil: bool = False) -> F | Callable[[F], F]:
     """Compile a function with numba when it is first called, and keep the result on disk."""
+    if function is None:
+        return lambda given: _compile_on_call(given, parallel=parallel, nogil=nogil)
+    return _compile_on_call(function)
+
+
+def _compile_on_call(function: F, **options: bool) -> F:
     before = numba.config.CACHE_DIR  # read by numba at decoration only; put back for other users of numba
     numba.config.CACHE_DIR = str(cache_folder())
     try:
-        compiled: F = numba.njit(cache=True, error_model="numpy")(function)
+        compiled: F = numba.njit(cache=True, error_model="numpy", **options)(function)
     finally:
         numba.config.CACHE_DIR = before
     return compiled

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loadmaster.shards.spec.trial import Trial as Trial
+    from loadmaster.train.backbone.group import open_group as open_group
+    from loadmaster.train.backbone.group import steps as _group_steps
     from loadmaster.train.coordination.callbacks import Callback as Callback
     from loadmaster.train.coordination.callbacks import CsvLogger as CsvLogger
     from loadmaster.train.coordination.callbacks import JsonlLogger as JsonlLogger
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from loadmaster.train.plain_loop import reference as reference
     from loadmaster.train.study import Study as Study
 
+    group_steps = _group_steps
+
 _HOME = {
     "Asha": "train.coordination.searchers",
     "Callback": "train.coordination.callbacks",
@@ -36,11 +40,14 @@ _HOME = {
     "SuccessiveHalving": "train.coordination.searchers",
     "TensorBoardLogger": "train.coordination.callbacks",
     "Trial": "shards.spec.trial",
+    "group_steps": "train.backbone.group",
     "interleave": "train.execute.runner",
+    "open_group": "train.backbone.group",
     "open_runner": "train.execute.runner",
     "optimize": "train.optuna_search",
     "reference": "train.plain_loop",
 }
+_NAME_AT_HOME = {"group_steps": "steps"}
 __all__ = sorted(_HOME)
 
 
@@ -48,7 +55,7 @@ def __getattr__(name: str) -> Any:
     """Fetch a public name from its home."""
     if name not in _HOME:
         raise AttributeError(f"module 'loadmaster.train' has no attribute {name!r}")
-    return getattr(import_module(f"loadmaster.{_HOME[name]}"), name)
+    return getattr(import_module(f"loadmaster.{_HOME[name]}"), _NAME_AT_HOME.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -1,17 +1,20 @@
 """The engine that trains shard by shard: devices by name, runners under a cap, plans.
 
-Devices: 'auto' is every GPU, or the CPU where there is none; else names such as 'cuda:0', 'cpu' or 'cpu#1' (a
-simulated device with memory of its own), in a list or parted by commas.
+Devices: 'auto' is every GPU, or the CPU where there is none; else words of a cluster's shorthand for devices
+of this machine, such as 'cuda:0', 'cuda:0-8GB', 'cpu' or 'cpu#1-4GB' (a simulated device with memory of its
+own), in a list or separated by commas. The memory after the dash caps that device as `memory_cap` caps all of
+them; where both are given, the smaller one holds.
 """
 
 import itertools
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from loadmaster.cluster.device_words import DeviceWord
+from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.model.shared_storage import ParameterOwners
@@ -19,7 +22,6 @@ from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.spec.engine import Runner, TrialPlan
 from loadmaster.shards.spec.trial import Trial
 
-_NAME = re.compile(r"cpu(#\d+)?|cuda(:\d+)?(#\d+)?")
 _OF_A_GPU = 0.9  # of its memory, where no cap is given
 _OF_THE_HOST = 0.25
 _PLACEMENTS = ("auto", "device", "host", "hybrid")
@@ -58,14 +60,11 @@ class ShardEngine:
         if devices == "auto":
             count = torch.cuda.device_count()
             return [f"cuda:{at}" for at in range(count)] or ["cpu"]
-        names = [each.strip() for each in devices.split(",")] if isinstance(devices, str) else list(devices)
-        for name in names:
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise InputError(f"unknown device {name!r}; write 'auto', 'cuda:0', 'cpu', or 'cpu#0, cpu#1'")
-            if name.startswith("cuda") and not torch.cuda.device_count():
-                raise InputError(f"there is no {name} here: torch sees no GPU; use devices='cpu'")
-        if not names or len(set(names)) != len(names):
-            raise InputError(f"devices {names} must be given, each once")
+        names = []
+        for word in parse_local_devices(devices):
+            names.append(format_local_device(word))
+            if word.kind != "cpu" and not torch.cuda.device_count():
+                raise InputError(f"there is no {names[-1]} here: torch sees no GPU; use devices='cpu'")
         return names
 
     def open_device(self, name: str) -> Any:
@@ -73,18 +72,20 @@ class ShardEngine:
         from loadmaster.shards.device.cpu_device import CpuDevice
         from loadmaster.shards.device.cuda_device import CudaDevice
 
-        if name.startswith("cuda"):
-            real = name.partition("#")[0]
-            real = real if ":" in real else f"{real}:0"
-            return CudaDevice(real, cap_bytes=self._cap_bytes(real), trace=True)
-        return CpuDevice(name, cap_bytes=self._cap_bytes("cpu"))
+        (word,) = parse_local_devices([name])
+        cap_bytes = self._cap_bytes(name)
+        if word.kind == "cpu":
+            return CpuDevice(format_local_device(replace(word, size="")), cap_bytes=cap_bytes)
+        return CudaDevice(_require_gpu(word), cap_bytes=cap_bytes, trace=True)
 
     def _cap_bytes(self, name: str) -> int:
-        if self.memory_cap_bytes is not None:
-            return self.memory_cap_bytes
-        if name.startswith("cuda"):
-            return int(_OF_A_GPU * torch.cuda.get_device_properties(name).total_memory)
-        return int(_OF_THE_HOST * free_host_bytes())
+        (word,) = parse_local_devices([name])
+        caps = [cap for cap in (self.memory_cap_bytes, word.memory_bytes) if cap is not None]
+        if caps:
+            return min(caps)
+        if word.kind == "cpu":
+            return int(_OF_THE_HOST * free_host_bytes())
+        return int(_OF_A_GPU * torch.cuda.get_device_properties(_require_gpu(word)).total_memory)
 
     def open_runner(self, trial: Trial, device: Any) -> Runner:
         """A trial at its beginning; updates of all trials of a process share one thread and one order."""
@@ -199,6 +200,15 @@ class ShardEngine:
         lent = sum(built.chain.parameters[n].nbytes for n in frozen_numbers(built.chain))
         self._lent_bytes[trial.name] = lent
         return lent
+
+
+def _require_gpu(word: DeviceWord[str]) -> str:
+    """The GPU that is meant, as torch names it."""
+    name, count = word.kind if ":" in word.kind else f"{word.kind}:0", torch.cuda.device_count()
+    if int(name.partition(":")[2]) >= count:
+        has = ", ".join(f"cuda:{at}" for at in range(count)) or "no GPU"
+        raise InputError(f"this machine has no {name}; it has {has}")
+    return name
 
 
 def count_steps(trial: Trial, num_batches: int | None) -> int:

@@ -12,8 +12,6 @@ from loadmaster.zoo.inception import InceptionV3
 from loadmaster.zoo.recurrent import Gnmt, Lstm, UnrolledLstm
 from loadmaster.zoo.vision import ResNet, Vgg
 
-_CLASSES = 1000
-
 
 def _image_example(build: Callable[[], nn.Module], side: int) -> Callable[[int, int, str], Example]:
     def example(batch: int, seq: int, device: str) -> Example:

@@ -41,8 +41,3 @@ def read(data: bytes, name: str) -> Workload:
         return Workload(noun)
     kind = type(noun).__name__.lower()
     raise FormatError(f"{name} holds a {kind}, not a graph; give a graph, a problem or a placement")
-
-
-def write(graph: Graph) -> bytes:
-    """The graph's document."""
-    return io.encode(graph)

@@ -24,11 +24,6 @@ M - d_max, so that fewer than D / (M - d_max) do. Where everything fits on every
 2 - 1/n. With M = K D/n + d_max, K > 1, and bytes that are never freed m > n (1 - 1/K); with C <= rho L, rho
 being longest transfer / shortest op, T <= (2 + rho + 1/(K-1)) OPT. (Where bytes are freed a plan made without
 counting them may not fit, and the one that is kept instead has no such promise.)
-
-*SCT* (Hanen, Munier: small communication delays on m processors): with rho <= 1, equal links and room for
-everything, the published rule is within 1 + (1 - 1/n) alpha of OPT, alpha = 2 (1 + rho) / (2 + rho): making
-favourites of x < 1/2 pays c where the programme pays c/2 or more. That is the rule of the literature; we
-know no proof for the rule of the published code or for ours, nor with scarce memory.
 """
 
 from dataclasses import dataclass
@@ -50,8 +45,8 @@ from loadmaster.simulator.events.kernel import ProblemArrays
 class Guarantee:
     """T <= seconds, T <= factor x (the best time without transfers) + plus_s, T <= of_best x (the best)."""
 
-    seconds: float | None  # None: relative only
-    factor: float | None
+    seconds: float
+    factor: float
     plus_s: float
     of_best: float  # infinite where an op takes no time
     sentence: str
@@ -64,7 +59,6 @@ class _Setting:
     num_devices: int
     op_s: Floats  # [N]
     longest_s: Floats  # [T] transfer between the worst pair of devices
-    shortest_s: Floats  # [T] and the best
     num_open: int  # devices that always have room for anything
 
     @property
@@ -96,30 +90,14 @@ def etf_guarantee(
     return Guarantee(seconds, factor, plus_s, factor + setting.rho, sentence)
 
 
-def sct_guarantee(problem: Problem) -> Guarantee | None:
-    """What is published of scheduling with favourite children."""
-    setting = _check_assumptions(problem, None)
-    if setting is None or setting.num_open < setting.num_devices or setting.rho > 1.0:
-        return None
-    if (setting.longest_s > setting.shortest_s * (1.0 + 1e-12)).any():
-        return None
-    n, rho = setting.num_devices, setting.rho
-    of_best = 1.0 + (1.0 - 1.0 / n) * 2.0 * (1.0 + rho) / (2.0 + rho)
-    sentence = (
-        f"SCT: the published rule takes at most {of_best:.3g} x the best ({n} equal devices, free equal"
-        f" links, transfers within {rho:.2g} x the shortest op, memory not binding; Hanen, Munier)"
-    )
-    return Guarantee(None, None, 0.0, of_best, sentence)
-
-
 def _check_assumptions(problem: Problem, cargo: Cargo | None) -> _Setting | None:
-    """What the theorems are about, None where an assumption fails."""
+    """What the theorem is about, None where an assumption fails."""
     seconds, cluster = problem.device_compute_s, problem.cluster
     equal = np.isfinite(seconds).all() and (seconds == seconds[:, :1]).all()
     alone = len(np.unique(cluster.engine)) == cluster.num_devices
     if problem.objective != Objective.STEP or problem.costs.issue_s.any() or not (equal and alone):
         return None
-    longest_s, shortest_s = _transfer_s(problem)
+    longest_s = _longest_transfer_s(problem)
     if problem.links != Links.PARALLEL and longest_s.any():
         return None
     num_open = _num_roomy_devices(problem)
@@ -128,20 +106,20 @@ def _check_assumptions(problem: Problem, cargo: Cargo | None) -> _Setting | None
         return None
     if num_open < 1 or (num_open < cluster.num_devices and not _never_frees(problem)):
         return None
-    return _Setting(cluster.num_devices, seconds[:, 0], longest_s, shortest_s, num_open)
+    return _Setting(cluster.num_devices, seconds[:, 0], longest_s, num_open)
 
 
-def _transfer_s(problem: Problem) -> tuple[Floats, Floats]:
-    """[T] longest and shortest between two devices, 0 where there is one device or nobody reads it."""
+def _longest_transfer_s(problem: Problem) -> Floats:
+    """[T] longest between two devices, 0 where there is one device or nobody reads it."""
     cluster, graph, given = problem.cluster, problem.graph, problem.costs.transfer_s
     away = ~np.eye(cluster.num_devices, dtype=np.bool_)
-    longest, shortest = np.zeros(graph.num_tensors), np.full(graph.num_tensors, np.inf)
+    longest = np.zeros(graph.num_tensors)
     pairs = np.stack([route_latency_s(cluster)[away], route_bytes_per_s(cluster)[away]], axis=1)
     for latency_s, bytes_per_s in np.unique(pairs, axis=0).tolist():
         there = np.where(given >= 0, given, latency_s + graph.tensor_bytes / bytes_per_s)
-        longest, shortest = np.maximum(longest, there), np.minimum(shortest, there)
+        longest = np.maximum(longest, there)
     read = np.bincount(graph.use_tensor, minlength=graph.num_tensors) > 0
-    return np.where(read, longest, 0.0), np.where(read & np.isfinite(shortest), shortest, 0.0)
+    return np.where(read, longest, 0.0)
 
 
 def _num_roomy_devices(problem: Problem) -> int:

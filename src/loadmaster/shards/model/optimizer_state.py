@@ -17,9 +17,6 @@ from loadmaster.modules.optimizer_copies import copy_optimizer
 _ODD_SIZES = (2, 3, 5, 7, 11, 13)
 _WHOLE_MODEL = ("LBFGS", "SAM")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

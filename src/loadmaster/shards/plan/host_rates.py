@@ -6,7 +6,6 @@
 A rate taken alone, or over one piece again and again, is one that no step sees.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +78,3 @@ def measure_rates_beside(
         updater.close()
     spans = sorted(updater.spans(), key=lambda span: span[2])
     return [pieces.num_params / (end - start) for _, _, start, end in spans[warm:]]
-
-
-def idle() -> None:
-    """Nothing is issued."""
-    time.sleep(1e-3)

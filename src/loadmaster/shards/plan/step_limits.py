@@ -53,9 +53,3 @@ def find_step_limit(work: Work, rates: Rates) -> Limit:
     }
     bound_by = max(terms, key=lambda name: terms[name])
     return Limit(terms[bound_by], bound_by, terms)
-
-
-def best_host_share(*, bus_bytes_per_s: float, host_bytes_per_s: float) -> float:
-    """The share of bf16 AdamW parameters to step on the host: bus and host memory end together."""
-    top = 14 / bus_bytes_per_s - 28 / host_bytes_per_s
-    return min(1.0, max(0.0, top / (10 / bus_bytes_per_s + 6 / host_bytes_per_s)))

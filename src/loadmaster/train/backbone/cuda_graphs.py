@@ -61,10 +61,6 @@ class UnitTape:
         """Units on the tape."""
         return len(self._graphs)
 
-    def stays(self, value: Any) -> bool:
-        """Whether a value is in memory of the tape's."""
-        return any(value is own for own in self._inputs.values())
-
     def note_input(self, shard: int, value: Any) -> None:
         """The input of a shard in a step that is not recorded."""
         if self._num_steps <= _WARM_STEPS:

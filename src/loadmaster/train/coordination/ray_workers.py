@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import InputError
 from loadmaster.shards.spec.engine import Engine, Runner
 from loadmaster.train.coordination.device_worker import Worker, take_snapshot
@@ -75,8 +76,10 @@ class _WorkerActor:
         self._halted = False
         self._at, self._events = at, events
         self._turn = threading.Lock()  # halting must not wait for a turn; everything else must
-        name = "cuda:0" if device.startswith("cuda") else device  # Ray shows an actor its own GPU only
-        self._worker = RayWorker(engine, trials, name, None, halted=lambda: self._halted)
+        if device.startswith("cuda"):  # Ray shows an actor its own GPU only
+            (word,) = parse_local_devices([device])
+            device = format_local_device(replace(word, kind="cuda:0", number=""))
+        self._worker = RayWorker(engine, trials, device, None, halted=lambda: self._halted)
 
     def handle(self, message: Message) -> None:
         """Do what the coordinator asks; events go into the queue."""

@@ -1,7 +1,6 @@
 """What a study found: every trial with its end, the best one, a table, a trace."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.io import write_bytes
 from loadmaster.modules.tensor_files import write_tensors
+from loadmaster.report.trace import study_trace
 from loadmaster.train.coordination.callbacks import replace_nonfinite
 from loadmaster.train.coordination.searchers import metric_value
 from loadmaster.train.disk import checkpoints
@@ -163,34 +163,7 @@ class Result:
 
     def trace(self, path: str | Path) -> None:
         """Write a Chrome trace of what the devices did (opens in Perfetto)."""
-        write_bytes(chrome_trace(self.spans), path)
-
-
-def chrome_trace(spans: Iterable[Span]) -> bytes:
-    """A process for each device, a thread for each of its lanes, the trial in every slice."""
-    rows = list(spans)
-    devices = list(dict.fromkeys(each.device for each in rows))
-    lanes = list(dict.fromkeys((each.device, each.lane) for each in rows))
-    events: list[dict[str, Any]] = []
-    for pid, device in enumerate(devices):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": device}})
-    for tid, (device, lane) in enumerate(lanes):
-        at = {"pid": devices.index(device), "tid": tid}
-        events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": lane}})
-    for each in rows:
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{each.trial}: {each.name}",
-                "cat": each.lane,
-                "pid": devices.index(each.device),
-                "tid": lanes.index((each.device, each.lane)),
-                "ts": round(each.start_s * 1e6, 3),
-                "dur": round(max(each.end_s - each.start_s, 0.0) * 1e6, 3),
-                "args": {"trial": each.trial},
-            }
-        )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+        write_bytes(study_trace(self.spans), path)
 
 
 def _format_check(trial: TrialResult) -> str:

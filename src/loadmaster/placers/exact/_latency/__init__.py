@@ -1,1 +1,1 @@
-"""The parts of `cpsat_latency`: ticks, model, solver, relaxation, published model."""
+"""The parts of `cpsat_latency`: ticks, model, solver, search and symmetry."""

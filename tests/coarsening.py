@@ -1,45 +1,45 @@
-"""Contraction: which ops become one, and in what order the results stand."""
+"""Coarse graphs by label, for tests of what contraction keeps.
+
+Ops of equal label and phase become one op; where that closes a circle, the circle becomes one op too.
+"""
 
 import heapq
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from loadmaster.core.arrays import Ints, sorted_unique
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase, edges
+from loadmaster.graph.coarsen import CoarseGraph, _renumber_by_first, contract_to
 
-__all__: list[str] = []
+
+def coarsen(graph: Graph, label: Ints) -> CoarseGraph:
+    """Contract the ops of equal `label` [N], phases apart; the result is acyclic."""
+    return contract_to(graph, *_contract_ops(graph, label))
 
 
-def contract_ops(graph: Graph, label: Ints) -> tuple[Ints, int]:
+def label_by_module(graph: Graph, depth: int) -> Ints:
+    """[N] labels: ops whose module paths agree in their first `depth` names; without a module, alone."""
+    seen: dict[str, int] = {}
+    cut = [".".join(module.split(".")[:depth]) for module in graph.module]
+    label = [seen.setdefault(module, op) if module else op for op, module in enumerate(cut)]
+    return np.array(label, dtype=np.int32)
+
+
+def _contract_ops(graph: Graph, label: Ints) -> tuple[Ints, int]:
     """Coarse op of each op and their number, in topological order, by first member where possible."""
     number = np.unique(label, return_inverse=True)[1].astype(np.int64)
     key = np.unique(number * len(Phase) + graph.phase, return_inverse=True)[1].astype(np.int32)
     source, target = _order_edges(graph)
-    circle = label_components(key[source], key[target], int(key.max()) + 1, strong=True)
-    label, num = renumber_by_first(circle[key])
+    num = int(key.max()) + 1
+    arrows = coo_array((np.ones(len(source)), (key[source], key[target])), shape=(num, num))
+    circle = connected_components(arrows.tocsr(), connection="strong")[1]
+    label, num = _renumber_by_first(circle[key])
     pair = sorted_unique(label[source].astype(np.int64) * num + label[target])
     source, target = (pair // num).astype(np.int32), (pair % num).astype(np.int32)
     rank = _rank_topologically(source[source != target], target[source != target], num)
     return rank[label], num
-
-
-def label_components(source: Ints, target: Ints, num: int, *, strong: bool) -> Ints:
-    """[num] number of the component each node is in."""
-    # imported here because scipy takes longer to load than most commands take to run
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    matrix = coo_array((np.ones(len(source)), (source, target)), shape=(num, num))
-    _, label = connected_components(matrix.tocsr(), connection="strong" if strong else "weak")
-    return np.asarray(label, dtype=np.int32)
-
-
-def renumber_by_first(label: Ints) -> tuple[Ints, int]:
-    """Labels renumbered by first appearance, and their number."""
-    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
-    return rank[inverse], len(first)
 
 
 def _order_edges(graph: Graph) -> tuple[Ints, Ints]:
