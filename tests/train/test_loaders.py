@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.model.loaders import Feed, LoaderError, check_source, with_timeout
+from loadmaster.shards.model.loaders import Feed, LoaderError, open_source, with_timeout
 
 
 class Stateful:
@@ -104,14 +104,14 @@ def test_data_that_shrank_is_found_when_it_is_skipped() -> None:
 def test_what_cannot_be_read_twice_is_refused_by_name() -> None:
     made = noisy()
     with pytest.raises(InputError, match="same generator every time"):
-        check_source(lambda: made, trial="a")
+        open_source(lambda: made, trial="a")
     with pytest.raises(InputError, match="is a list; give a function"):
-        check_source([1], trial="a")  # type: ignore[arg-type]
+        open_source([1], trial="a")  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="gave no batch in epoch 0"):
         list(Feed(lambda: [], trial="a").batches())
     with pytest.raises(InputError, match="gives int"):
         list(Feed(lambda: 3, trial="a").batches())  # type: ignore[arg-type, return-value]
-    check_source(shuffled, trial="a")
+    open_source(shuffled, trial="a")
 
 
 def test_a_timed_loader_gives_the_same_batches_and_keeps_its_length() -> None:

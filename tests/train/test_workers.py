@@ -120,7 +120,7 @@ def drained(crew: ProcessCrew, until: type) -> tuple[int, Any]:
 @pytest.mark.slow
 def test_a_trial_moves_between_processes_at_a_step_boundary_bit_for_bit(tmp_path: Path) -> None:
     one = trial("a", eval_every=None)
-    crew = ProcessCrew(Plain(2), {"a": one}, ["cpu#0", "cpu#1"], tmp_path)
+    crew = ProcessCrew(Plain(2), {"a": one}, {}, ["cpu#0", "cpu#1"], tmp_path)
     try:
         crew.send(0, Task(trial="a", fence=1, num_steps=7, fresh=True))
         assert drained(crew, TurnEnded)[1].step == 7

@@ -20,7 +20,7 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.shards.model.loaders import check_source, with_timeout
+from loadmaster.shards.model.loaders import with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
 from loadmaster.train.coordination.callbacks import CallbackList
@@ -121,9 +121,6 @@ class Study:
     def plan(self) -> StudyPlan:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
-            for name, trial in self._trials.items():
-                with wrap_user_errors(name):
-                    check_source(trial.data, trial=name)
             engine = self.engine()
             devices = self._device_names(engine)
             plans = [self._make_plan(engine, trial, devices) for trial in self._trials.values()]
@@ -160,7 +157,10 @@ class Study:
 
         Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
         """
-        plan = self.plan()
+        with self._release_models():
+            return self._train(self._plan_to_train(), retry_failed=retry_failed)
+
+    def _train(self, plan: StudyPlan, *, retry_failed: bool) -> Result:
         plan.require_feasible()
         began = time.perf_counter()
         with lock_folder(self.dir):
@@ -180,6 +180,32 @@ class Study:
             finally:
                 journal.close()
         return result
+
+    def _plan_to_train(self) -> StudyPlan:
+        """The plan, made now if it was not made before.
+
+        In that case the model of a lone trial that trains in this process is not built again, though it
+        has weights: it trains at once, so they stay no longer than they would.
+        """
+        engine: Any = self.engine()
+        if self._plan is not None or not hasattr(engine, "keeps_weights"):
+            return self.plan()
+        devices = self._device_names(engine)
+        engine.keeps_weights = len(self._trials) == 1 and self._choose_launcher(devices) == "inline"
+        try:
+            return self.plan()
+        finally:
+            engine.keeps_weights = False
+
+    @contextmanager
+    def _release_models(self) -> Iterator[None]:
+        """Models that were built for planning and not trained after all are not held any longer."""
+        try:
+            yield
+        finally:
+            engine: Any = self.engine()
+            if hasattr(engine, "forget_built"):
+                engine.forget_built()
 
     def _coordinator(self, journal: Journal, plan: StudyPlan, *, retry_failed: bool) -> Coordinator:
         book = Book(journal)
@@ -212,21 +238,25 @@ class Study:
 
     def _make_crew(self, plan: StudyPlan, root: Path) -> Crew:
         trials = self._add_data_timeouts()
-        launcher = self.launcher
-        if launcher == "auto":
-            launcher = "inline" if len(plan.devices) == 1 else "processes"
+        plans = {each.trial: each for each in plan.trials}
+        launcher = self._choose_launcher(plan.devices)
         if launcher == "processes":
             from loadmaster.train.coordination.process_workers import ProcessCrew
 
-            return ProcessCrew(self.engine(), trials, plan.devices, root)
+            return ProcessCrew(self.engine(), trials, plans, plan.devices, root)
         if launcher == "ray":
             from loadmaster.train.coordination.ray_workers import RayCrew
 
-            return RayCrew(self.engine(), trials, plan.devices)
+            return RayCrew(self.engine(), trials, plans, plan.devices)
         return InlineCrew(
-            lambda at, **ears: Worker(self.engine(), trials, plan.devices[at], root, **ears),
+            lambda at, **ears: Worker(self.engine(), trials, plans, plan.devices[at], root, **ears),
             len(plan.devices),
         )
+
+    def _choose_launcher(self, devices: Sequence[str]) -> str:
+        if self.launcher != "auto":
+            return self.launcher
+        return "inline" if len(devices) == 1 else "processes"
 
     def _add_data_timeouts(self) -> dict[str, Any]:
         """The trials, with a limit on how long their data may take."""

@@ -68,7 +68,7 @@ class Rehearsal:
 
     def _try_fit(self, session: Session, device: Device) -> str:
         with randomness.preserve_generators(device.torch_device):
-            batch, _ = take_first_batch(self.trial)
+            batch, _ = take_first_batch(self.trial, self.trial.data())
             batches = [batch] * self.trial.accumulate
         retries = 0
         for _ in range(_NUM_SWEEPS):

@@ -16,7 +16,7 @@ from loadmaster.core.units import format_bytes
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model import randomness
-from loadmaster.shards.model.built_model import build_trial
+from loadmaster.shards.model.built_model import BuiltModel, build_trial
 from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import SIMULATED, TYPICAL_GPU, Rates
@@ -280,17 +280,60 @@ def open_runner(
 ) -> "ShardRunner":
     """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
     built = build_trial(trial, device=device.torch_device)
-    threads = num_threads or default_threads()
-    about: dict[str, Any] = {"updater": updater or HostUpdater(), "sequence": sequence or itertools.count()}
+    about: dict[str, Any] = {"num_threads": num_threads, "updater": updater, "sequence": sequence}
     if placement is not None:
-        state = store_on_host(
-            built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True
-        )
+        starts = cuts if cuts is not None else range(len(built.chain.blocks))
         ahead = depth if depth is not None else num_slots - 1
-        setting = make_setting(
-            state, placement, num_slots=num_slots, depth=ahead, ring_bytes=None, num_threads=threads
-        )
-        return ShardRunner(state, setting, **about)
+        return _place_by_hand(built, starts, placement, num_slots=num_slots, depth=ahead, **about)
+    return open_built_runner(
+        built,
+        device=device,
+        optimizer_placement=optimizer_placement,
+        rates=rates,
+        cuts=cuts,
+        num_slots=num_slots,
+        share=share,
+        **about,
+    )
+
+
+def _place_by_hand(
+    built: BuiltModel,
+    starts: Sequence[int],
+    placement: Sequence[Placement],
+    *,
+    num_slots: int,
+    depth: int,
+    num_threads: int | None,
+    updater: HostUpdater | None,
+    sequence: Iterator[int] | None,
+) -> ShardRunner:
+    state = store_on_host(built, starts, landing=True)
+    threads = num_threads or default_threads()
+    setting = make_setting(
+        state, placement, num_slots=num_slots, depth=depth, ring_bytes=None, num_threads=threads
+    )
+    return ShardRunner(
+        state, setting, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
+    )
+
+
+def open_built_runner(
+    built: BuiltModel,
+    *,
+    device: Device,
+    plan: ShardPlan | None = None,
+    optimizer_placement: str = "auto",
+    rates: Rates | None = None,
+    cuts: Sequence[int] | None = None,
+    num_slots: int = 4,
+    share: int = 1,
+    num_threads: int | None = None,
+    updater: HostUpdater | None = None,
+    sequence: Iterator[int] | None = None,
+) -> ShardRunner:
+    """Hold a built trial and execute its plan on a device; without a plan, it is made for this device."""
+    threads = num_threads or default_threads()
     given: dict[str, Any] = {
         "cap_bytes": device.arena.cap_bytes,
         "rates": rates or default_rates(device.torch_device),
@@ -298,7 +341,8 @@ def open_runner(
         "num_slots": num_slots,
         "share": share,
     }
-    plan = make_plan(built, cuts=cuts, **given)
+    if plan is None:
+        plan = make_plan(built, cuts=cuts, **given)
     starts = [first for first, _ in plan.layout.cuts]
 
     def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
@@ -308,7 +352,14 @@ def open_runner(
 
     state = store_on_host(built, starts, landing=True)
     setting = to_setting(plan, num_threads=threads)
-    return ShardRunner(state, setting, plan=plan, planned=planned, **about)
+    return ShardRunner(
+        state,
+        setting,
+        plan=plan,
+        planned=planned,
+        updater=updater or HostUpdater(),
+        sequence=sequence or itertools.count(),
+    )
 
 
 def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
