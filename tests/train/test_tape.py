@@ -11,7 +11,7 @@ from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.train.backbone import group as groups
 from loadmaster.train.backbone.cuda_graphs import UnitTape
 from loadmaster.train.backbone.group import Group, open_group, steps
-from loadmaster.train.backbone.group_member_executor import Member
+from loadmaster.train.backbone.group_member_executor import GroupMemberExecutor
 from loadmaster.train.backbone.weight_stream import Belt
 from tests.train.lora_trials import NUM_LAYERS, build, lora
 
@@ -35,12 +35,12 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "Member", member_with_pool)
+    monkeypatch.setattr(groups, "GroupMemberExecutor", member_with_pool)
     monkeypatch.setattr(UnitTape, "_record_unit", lambda self, work, bind: Played(self._units, work, bind))
 
 
-def member_with_pool(state: Any, device: Any, *, pool: Any, **more: Any) -> Member:
-    return Member(state, device, pool=object() if state.trial.replay else None, **more)
+def member_with_pool(state: Any, device: Any, *, pool: Any, **more: Any) -> GroupMemberExecutor:
+    return GroupMemberExecutor(state, device, pool=object() if state.trial.replay else None, **more)
 
 
 def still() -> torch.nn.Module:

@@ -16,8 +16,8 @@ from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout
 from loadmaster.shards.plan.sizes import Sizes
 from loadmaster.shards.spec.trial import Trial
+from loadmaster.train.backbone.adapter_weights import lowest_trained_shard, visit_bytes
 from loadmaster.train.backbone.frozen_weights import is_frozen, piece_bytes
-from loadmaster.train.backbone.group_member_executor import lowest_trained_shard, visit_bytes
 from loadmaster.train.backbone.weight_stream import belt_bytes
 
 _PARTS = 16  # of the cap: a shard of several small blocks is at most so large

@@ -1,12 +1,15 @@
 """A trial's weights on a device: pinned pieces that stay, others that come before a unit needs them."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.device.streams import Copy, Device, Event
+from loadmaster.shards.plan.shard_plan import unit_bytes
 from loadmaster.shards.plan.unit_order import UnitOrder, split_sizes
 from loadmaster.train.execute.device_slots import Places, Slot
 from loadmaster.train.execute.device_updates import PinnedPiece
@@ -38,7 +41,36 @@ class Weights:
                 name = f"{state.trial.name} pinned"
                 self.pinned[host.piece.index] = PinnedPiece(host, device, ledger, name=name)
 
-    def get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
+    @contextmanager
+    def lend(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:
+        """The parameters of a shard for one unit, loading what is missing; then look ahead."""
+        self._places.release_landed()
+        leaves, used = self._get_leaves(shard)
+        self.prefetch()
+        yield leaves
+        self._free(used)
+        self.position += 1
+
+    @contextmanager
+    def lend_to_evaluate(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:
+        """The same as in a forward pass: what this shard follows is used again last."""
+        self.position = shard
+        leaves, used = self._get_leaves(shard)
+        yield leaves
+        self._free(used)
+
+    def unit_bytes(self, shard: int, kind: str) -> int:
+        """Device memory a unit takes beside weights and boundaries."""
+        state = self._state
+        return unit_bytes(state.facts, state.layout, state.sizes, self._setting.placement, shard, kind)
+
+    def _free(self, used: list[Slot]) -> None:
+        """What has been told to compute is all that reads these slots."""
+        done = self._device.mark()
+        for slot in used:
+            slot.free = done
+
+    def _get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
         """The parameters of a shard as leaves on the device, and the slots they stand in."""
         found: dict[int, torch.Tensor] = {}
         used: list[Slot] = []

@@ -26,7 +26,7 @@ from loadmaster.shards.spec.trial import Trial, compute_metrics
 from loadmaster.train.execute import first_step
 from loadmaster.train.execute.execution_config import Setting
 from loadmaster.train.execute.rehearsal import Rehearsal
-from loadmaster.train.execute.shard_executor import Session
+from loadmaster.train.execute.shard_executor import ShardExecutor
 from loadmaster.train.execute.trial_state import TrialState, frozen_names, store_on_host
 
 _SWITCH_S = 2e-4
@@ -65,7 +65,7 @@ class ShardRunner:
         self.state, self.setting = state, setting
         self._updater, self._sequence = updater, sequence
         updater.join(self)
-        self._session: Session | None = None
+        self._executor: ShardExecutor | None = None
         self._pinned_on: Device | None = None
         self._step_s = 0.0
 
@@ -92,18 +92,18 @@ class ShardRunner:
     def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
-            session = self._ensure_session(device)  # others may have had it leave between two steps
+            executor = self._ensure_executor(device)  # others may have had it leave between two steps
             last = number == num_steps - 1
             follower = (
-                after._session if last and isinstance(after, ShardRunner) and after is not self else None
+                after._executor if last and isinstance(after, ShardRunner) and after is not self else None
             )
             if follower is not None and follower.device is not device:
                 follower = None
             if first_step.is_due(self.state):
-                first_step.compare(self.state, device, session.units, session.rehearse)
+                first_step.compare(self.state, device, executor.units, executor.rehearse)
             began = time.perf_counter()
             with _shorten_switch_interval():
-                facts = session.step(follower)
+                facts = executor.step(follower)
             if facts is None:
                 return
             taken = time.perf_counter() - began
@@ -127,16 +127,16 @@ class ShardRunner:
         """The trial's own metrics of the model as it is, in eval mode."""
         if self.trial.evaluate is None:
             return {}
-        session = self._ensure_session(device)
+        executor = self._ensure_executor(device)
         model = self.state.chain.model
         model.eval()
         try:
             with (
                 randomness.preserve_generators(device.torch_device),
                 device.computing(),
-                session.units.bind_buffers(),
+                executor.units.bind_buffers(),
             ):
-                return compute_metrics(self.trial, session.predict)
+                return compute_metrics(self.trial, executor.predict)
         finally:
             model.train()
 
@@ -171,15 +171,15 @@ class ShardRunner:
 
     def settle(self) -> None:
         """Wait until host memory is the whole truth."""
-        if self._session is not None:
-            self._session.settle()
+        if self._executor is not None:
+            self._executor.settle()
 
     def leave(self) -> None:
         """Give the device's memory back; the state stays in host memory."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            session.device.tenants[:] = [each for each in session.device.tenants if each is not self]
-            session.close()
+        if self._executor is not None:
+            executor, self._executor = self._executor, None
+            executor.device.tenants[:] = [each for each in executor.device.tenants if each is not self]
+            executor.close()
 
     def close(self) -> None:
         """Memory back to where it was."""
@@ -198,28 +198,28 @@ class ShardRunner:
                 self._pinned_on.unpin(host.slab)
         self._pinned_on = None
 
-    def _ensure_session(self, device: Device) -> Session:
-        if self._session is not None and self._session.device is not device:
+    def _ensure_executor(self, device: Device) -> ShardExecutor:
+        if self._executor is not None and self._executor.device is not device:
             self.leave()
         if self._pinned_on is not device:
             self._unpin()
             self._pinned_on = device
-        if self._session is None:
-            self._session = self._open_session(device)
-        return self._session
+        if self._executor is None:
+            self._executor = self._open_executor(device)
+        return self._executor
 
     @property
     def notes(self) -> list[str]:
         """What was planned anew, and why."""
         return self._rehearsal.notes
 
-    def _open_session(self, device: Device) -> Session:
+    def _open_executor(self, device: Device) -> ShardExecutor:
         """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
         while True:
-            session, why = self._try_fit(device)
-            if session is not None:
+            executor, why = self._try_fit(device)
+            if executor is not None:
                 device.tenants.append(self)
-                return session
+                return executor
             again = self._rehearsal.replan(device, why) if why else None
             if again is not None:
                 self.plan, self.setting = again
@@ -232,22 +232,22 @@ class ShardRunner:
                     " take a smaller batch"
                 )
 
-    def _try_fit(self, device: Device) -> tuple[Session | None, str]:
-        """A session in which a step fits; or None, and why a rehearsal failed."""
+    def _try_fit(self, device: Device) -> tuple[ShardExecutor | None, str]:
+        """An executor in which a step fits; or None, and why a rehearsal failed."""
         try:
-            session = Session(self.state, device, self.setting, self._updater, self._sequence)
+            executor = ShardExecutor(self.state, device, self.setting, self._updater, self._sequence)
         except DeviceMemoryError:
             if not device.tenants:
                 raise
             return None, ""
         free_bytes = device.arena.cap_bytes - device.arena.used_bytes
         if device.tenants and free_bytes < self.setting.moving_bytes:  # places grew with this one
-            session.close()
+            executor.close()
             return None, ""
-        why = self._rehearsal.problem(session, device)
+        why = self._rehearsal.problem(executor, device)
         if not why:
-            return session, ""
-        session.close()
+            return executor, ""
+        executor.close()
         device.release()
         return None, why
 
