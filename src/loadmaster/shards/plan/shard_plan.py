@@ -29,7 +29,7 @@ class ShardPlan:
     depth: int
     ring_bytes: int
     peak_bytes: int  # of all trials that stand there
-    own_bytes: int  # of this trial, beside the places trials share
+    own_bytes: int  # of this trial, beside the slots trials share
     work: Work
     limit: Limit
     load_bytes: int  # to bring what is pinned

@@ -14,7 +14,7 @@ from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.train.execute.units import ForwardRecord
 
 
-class Shelf:
+class ActivationOffload:
     """The inputs of one trial's shards; every byte on the device is booked."""
 
     def __init__(self, device: Device, name: str, *, on_device: bool, lowest: int) -> None:

@@ -10,7 +10,7 @@ from loadmaster.shards.device.streams import Device
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.train.backbone.adapter import Adapter
 from loadmaster.train.backbone.frozen_weights import is_frozen
-from loadmaster.train.backbone.weight_stream import Belt
+from loadmaster.train.backbone.weight_stream import WeightStream
 from loadmaster.train.execute.trial_state import TrialState
 
 
@@ -29,7 +29,7 @@ class AdapterWeights:
         mine = [piece.index for piece in state.layout.pieces if is_frozen(piece, state.chain)]
         self._shared = {own: host.piece.index for own, host in zip(mine, shared, strict=True)}
         self.frozen: Mapping[int, list[torch.Tensor]] = {}  # the group's pieces that stand there now
-        self.stream: Belt | None = None  # where they come from
+        self.stream: WeightStream | None = None  # where they come from
 
     @contextmanager
     def lend(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:

@@ -33,7 +33,7 @@ from loadmaster.train.backbone.frozen_weights import (
 )
 from loadmaster.train.backbone.group_member_executor import GroupMemberExecutor
 from loadmaster.train.backbone.group_plan import GroupPlan, group_cuts, plan_group
-from loadmaster.train.backbone.weight_stream import Belt
+from loadmaster.train.backbone.weight_stream import WeightStream
 from loadmaster.train.execute import first_step
 from loadmaster.train.execute.trial_state import TrialState, store_on_host
 
@@ -65,7 +65,7 @@ class Group:
         self.cuts: list[int] = []
         self._num_places = num_places
         self._members: dict[int, GroupMemberExecutor] = {}  # by id of the state
-        self._belt: Belt | None = None
+        self._stream: WeightStream | None = None
         self.plan: GroupPlan | None = None
 
     def join(self, built: BuiltModel, *, cuts: Sequence[int] | None = None) -> TrialState | None:
@@ -100,22 +100,22 @@ class Group:
     def step(self, riders: Sequence[TrialState]) -> list[GroupStepResult]:
         """One optimizer step of each of these members."""
         self._enter()
-        assert self._belt is not None
+        assert self._stream is not None
         ride = _GroupStep([self._members[id(state)] for state in riders])
         began = time.perf_counter()
         with randomness.preserve_generators(self.device.torch_device), self.device.computing():
             if any(first_step.is_due(state) for state in riders):
                 ride.verify(self.device, self._rehearse)
                 began = time.perf_counter()
-            before = self._belt.up_bytes, self._belt.loads
+            before = self._stream.up_bytes, self._stream.loads
             ride.begin()
             if ride.alive:
-                self._sweep(ride, self._belt)
+                self._sweep(ride, self._stream)
             ride.end()
         count = max(1, len(ride.losses))
         taken = (time.perf_counter() - began) / count
         spans = tuple(self.device.spans()) if self.device.tracing else ()
-        shares = (self._belt.up_bytes - before[0]) // count, self._belt.loads - before[1]
+        shares = (self._stream.up_bytes - before[0]) // count, self._stream.loads - before[1]
         found = [ride.told(member, taken, *shares, spans) for member in ride.members]
         for told in found:
             if told.error is not None:
@@ -125,7 +125,7 @@ class Group:
     def predict(self, state: TrialState, inputs: Any) -> Any:
         """Outputs of one member, in eval mode, shard by shard."""
         self._enter()
-        assert self._belt is not None
+        assert self._stream is not None
         member = self._members[id(state)]
         return member.predict(inputs)
 
@@ -153,12 +153,12 @@ class Group:
     def leave(self) -> None:
         """Give the device's memory back; everything stays in host memory."""
         members, self._members = self._members, {}
-        belt, self._belt = self._belt, None
+        stream, self._stream = self._stream, None
         for member in members.values():
             member.settle()
             member.close()
-        if belt is not None:
-            belt.close()
+        if stream is not None:
+            stream.close()
             for host in self.frozen:
                 self.device.unpin(host.slab)
         self.device.tenants[:] = [each for each in self.device.tenants if each is not self]
@@ -166,11 +166,11 @@ class Group:
     def _enter(self) -> None:
         """Take the device's memory; who stands there longest leaves until there is room for a whole step."""
         device = self.device
-        if self._belt is None:
+        if self._stream is None:
             needed = self._make_plan(self.states).peak_bytes
             while device.tenants and device.arena.used_bytes + needed > device.arena.cap_bytes:
                 device.tenants[0].leave()
-        while self._belt is None:
+        while self._stream is None:
             try:
                 self._take_memory()
             except DeviceMemoryError:
@@ -206,9 +206,9 @@ class Group:
         hosts = {host.piece.index: host for host in self.frozen}
         order = [self.states[0].layout.pieces_of[shard] for _, shard in self.plan.order]
         names = "+".join(state.trial.name for state in self.states[:3])
-        self._belt = Belt(self.device, hosts, order, num_places=self.plan.num_places, name=names)
+        self._stream = WeightStream(self.device, hosts, order, num_places=self.plan.num_places, name=names)
         for member in self._members.values():
-            member.weights.stream = self._belt
+            member.weights.stream = self._stream
         self.device.tenants.append(self)
 
     def _abandon(self) -> None:
@@ -220,32 +220,32 @@ class Group:
 
     def _rehearse(self, member: GroupMemberExecutor, batches: list[Any], then: Any) -> float:
         """The visits of a step of one member, and nothing done; `then` gets all gradients."""
-        belt = self._belt
-        assert belt is not None
+        stream = self._stream
+        assert stream is not None
 
         def run() -> None:
             ride = _GroupStep([member])
             ride.begin()
-            self._sweep(ride, belt)
+            self._sweep(ride, stream)
             for problem in ride.errors.values():
                 raise problem
 
         return member.rehearse(batches, run, then)
 
-    def _sweep(self, ride: "_GroupStep", belt: Belt) -> None:
+    def _sweep(self, ride: "_GroupStep", stream: WeightStream) -> None:
         assert self.plan is not None
         for position, (kind, shard) in enumerate(self.plan.order):
-            frozen = belt.take(position)
+            frozen = stream.take(position)
             ride.lend(frozen)
             ride.run_unit(kind, shard)
             ride.lend({})  # nobody holds on to memory that may be given back
-            belt.done(position)
+            stream.done(position)
 
     def _drop_failed(self, state: TrialState) -> None:
         """A member that failed in the middle of a step: its memory back, nothing of it is brought home."""
         self._members.pop(id(state)).close()
         self.states = [each for each in self.states if each is not state]
-        if not self.states:  # nobody is left to give the belt back
+        if not self.states:  # nobody is left to give the stream back
             self.leave()
 
 

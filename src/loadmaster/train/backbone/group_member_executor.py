@@ -16,7 +16,7 @@ from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model import randomness
 from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.shards.plan.host_store import HostPiece
-from loadmaster.train.backbone.activation_offload import Shelf
+from loadmaster.train.backbone.activation_offload import ActivationOffload
 from loadmaster.train.backbone.adapter import Adapter
 from loadmaster.train.backbone.adapter_updates import AdapterUpdates
 from loadmaster.train.backbone.adapter_weights import AdapterWeights, lowest_trained_shard
@@ -33,7 +33,7 @@ class GroupMemberExecutor(StepExecutor):
     """A trial's part of group steps on one device; `begin`, then units as the group says, then `end`."""
 
     weights: AdapterWeights
-    boundaries: Shelf
+    boundaries: ActivationOffload
     updates: AdapterUpdates
 
     def __init__(
@@ -52,7 +52,9 @@ class GroupMemberExecutor(StepExecutor):
         self._told = (0, 0)
         self._adapters: dict[int, Adapter] = {}
         self.weights = AdapterWeights(state, device, self._adapters, shared=shared)
-        self.boundaries = Shelf(device, f"{name} boundaries", on_device=on_device, lowest=self.lowest)
+        self.boundaries = ActivationOffload(
+            device, f"{name} boundaries", on_device=on_device, lowest=self.lowest
+        )
         self.updates = AdapterUpdates(state, device, self._adapters)
         self._resident = BookingStack(device.arena, f"{name} batch")
         self.tape = UnitTape(self.units, device, pool, name=name) if pool is not None else None

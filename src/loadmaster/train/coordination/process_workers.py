@@ -96,7 +96,7 @@ class ProcessWorker(Worker):
         parcel.content.close()
 
 
-class ProcessCrew:
+class ProcessWorkerPool:
     """Workers as processes of this machine."""
 
     writes_checkpoints = True

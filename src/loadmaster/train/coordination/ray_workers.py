@@ -108,7 +108,7 @@ class _WorkerActor:
         self._halted = True
 
 
-class RayCrew:
+class RayWorkerPool:
     """Workers as actors; Ray restarts nobody, the coordinator asks for new ones."""
 
     writes_checkpoints = False

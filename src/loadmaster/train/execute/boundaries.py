@@ -10,21 +10,21 @@ import torch
 from torch.utils._pytree import tree_map
 
 from loadmaster.shards.device.arena import BookingStack, align_bytes
-from loadmaster.train.execute.device_slots import Places
+from loadmaster.train.execute.device_slots import DeviceSlots
 from loadmaster.train.execute.units import ForwardRecord
 
 
 class Boundaries:
     """A stack in a region that trials share; what does not fit is left where it is, and booked."""
 
-    def __init__(self, places: Places, name: str) -> None:
-        self._places, self._beside = places, BookingStack(places.device.arena, name)
+    def __init__(self, device_slots: DeviceSlots, name: str) -> None:
+        self._device_slots, self._beside = device_slots, BookingStack(device_slots.device.arena, name)
         self._ends: list[int] = []
 
     def keep(self, shard: int, values: list[Any], *, stays: bool) -> list[Any]:
         """The same values, standing in the region."""
         self._ends.append(self._ends[-1] if self._ends else 0)
-        region, beside = self._places.boundaries, 0
+        region, beside = self._device_slots.boundaries, 0
 
         def copy_to_region(leaf: Any) -> Any:
             nonlocal beside

@@ -10,10 +10,10 @@ from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model.optimizer_state import Hyper
 from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.shards.plan.shard_plan import update_bytes
-from loadmaster.train.execute.device_slots import Places
+from loadmaster.train.execute.device_slots import DeviceSlots
 from loadmaster.train.execute.device_updates import StreamedUpdate
-from loadmaster.train.execute.device_weights import Weights
-from loadmaster.train.execute.execution_config import Setting, TransferLedger
+from loadmaster.train.execute.device_weights import DeviceWeights
+from loadmaster.train.execute.execution_config import ExecutionConfig, TransferLedger
 from loadmaster.train.execute.gradients import Gradients
 from loadmaster.train.execute.optimizer_step import HostUpdate
 from loadmaster.train.execute.trial_state import TrialState
@@ -28,23 +28,23 @@ class PieceUpdates:
         self,
         state: TrialState,
         device: Device,
-        setting: Setting,
+        config: ExecutionConfig,
         *,
-        weights: Weights,
-        places: Places,
+        weights: DeviceWeights,
+        device_slots: DeviceSlots,
         ledger: TransferLedger,
         updater: HostUpdater,
         sequence: Iterator[int],
     ) -> None:
-        self._state, self._device, self._setting = state, device, setting
-        self._weights, self._places, self._ledger = weights, places, ledger
+        self._state, self._device, self._config = state, device, config
+        self._weights, self._device_slots, self._ledger = weights, device_slots, ledger
         self._updater, self._sequence, self._turn = updater, sequence, 0
-        self._ring = StreamedUpdate(state, device, ledger, places, num_bytes=setting.ring_bytes)
+        self._ring = StreamedUpdate(state, device, ledger, device_slots, num_bytes=config.ring_bytes)
         self._host_updates = {
             index: HostUpdate(
-                state.optimizer, state.pieces[index], state.groups(index), num_threads=setting.num_threads
+                state.optimizer, state.pieces[index], state.groups(index), num_threads=config.num_threads
             )
-            for index, where in enumerate(setting.placement)
+            for index, where in enumerate(config.placement)
             if where == "host"
         }
 
@@ -60,7 +60,7 @@ class PieceUpdates:
         """Update a piece, or send its gradients to where that happens."""
         if self._state.trial.deferred:
             self._send_grads(piece, grads)
-        elif self._setting.placement[piece] == "host":
+        elif self._config.placement[piece] == "host":
             self._update_on_host(piece, self._send_grads(piece, grads), sorted(grads), hyper, ())
         else:
             self._update_on_device(piece, grads, hyper)
@@ -76,10 +76,10 @@ class PieceUpdates:
         if overflow:
             gradients.forget()
             return
-        self._places.settle()
+        self._device_slots.settle()
         for index in sorted(gradients.noted, key=lambda piece: state.pieces[piece].piece.shards[0]):
             positions = gradients.noted[index]
-            if self._setting.placement[index] == "host":
+            if self._config.placement[index] == "host":
                 self._update_on_host(index, None, positions, hyper, factors)
             else:
                 self._update_on_device(index, self._fetch_grads(index, positions, factors), hyper)
@@ -87,12 +87,12 @@ class PieceUpdates:
 
     def hold_until(self, event: Event, tensors: list[torch.Tensor]) -> None:
         """Keep tensors until an event; where too much is under way, wait for the oldest."""
-        self._places.hold_in_flight(event, tensors)
+        self._device_slots.hold_in_flight(event, tensors)
 
     def rehearse(self, piece: int, grads: Grads) -> None:
         """The memory of an update, without it."""
         host = self._state.pieces[piece]
-        where = self._setting.placement[piece]
+        where = self._config.placement[piece]
         if where == "host" or self._state.trial.deferred:
             self._send_grads(piece, grads)
             return

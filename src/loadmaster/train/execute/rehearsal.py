@@ -20,7 +20,7 @@ from loadmaster.shards.model import randomness
 from loadmaster.shards.model.built_model import take_first_batch
 from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.trial import Trial
-from loadmaster.train.execute.execution_config import Setting
+from loadmaster.train.execute.execution_config import ExecutionConfig
 from loadmaster.train.execute.shard_executor import ShardExecutor
 
 _NUM_SWEEPS = 2
@@ -33,7 +33,9 @@ class Rehearsal:
     """What is known of one trial on one device."""
 
     trial: Trial
-    planned: Callable[[int], tuple[ShardPlan, Setting]] | None  # by bytes kept free beside; None: by hand
+    planned: (
+        Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None
+    )  # by bytes kept free beside; None: by hand
     done_on: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     more_bytes: int = 0
@@ -48,7 +50,7 @@ class Rehearsal:
             self.done_on.add(device.name)
         return found
 
-    def replan(self, device: Device, why: str) -> tuple[ShardPlan, Setting] | None:
+    def replan(self, device: Device, why: str) -> tuple[ShardPlan, ExecutionConfig] | None:
         """Another plan, with more kept free; None where there is none."""
         if self.planned is None or self.num_plans >= _MOST_PLANS:
             return None

@@ -24,7 +24,7 @@ from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.engine import make_nan_error
 from loadmaster.shards.spec.trial import Trial, compute_metrics
 from loadmaster.train.execute import first_step
-from loadmaster.train.execute.execution_config import Setting
+from loadmaster.train.execute.execution_config import ExecutionConfig
 from loadmaster.train.execute.rehearsal import Rehearsal
 from loadmaster.train.execute.shard_executor import ShardExecutor
 from loadmaster.train.execute.trial_state import TrialState, frozen_names, store_on_host
@@ -33,7 +33,7 @@ _SWITCH_S = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepResult:
     """A step boundary."""
 
     step: int
@@ -53,16 +53,16 @@ class ShardRunner:
     def __init__(
         self,
         state: TrialState,
-        setting: Setting,
+        config: ExecutionConfig,
         *,
         updater: HostUpdater,
         sequence: Iterator[int],
         plan: ShardPlan | None = None,
-        planned: Callable[[int], tuple[ShardPlan, Setting]] | None = None,
+        planned: Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None = None,
     ) -> None:
         self.plan = plan  # None: placed by hand
         self._rehearsal = Rehearsal(state.trial, planned)
-        self.state, self.setting = state, setting
+        self.state, self.config = state, config
         self._updater, self._sequence = updater, sequence
         updater.join(self)
         self._executor: ShardExecutor | None = None
@@ -89,7 +89,7 @@ class ShardRunner:
         """What the comparison of the first step with the plain model said; '' = there was none."""
         return self.state.verified
 
-    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
+    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepResult]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
             executor = self._ensure_executor(device)  # others may have had it leave between two steps
@@ -111,7 +111,7 @@ class ShardRunner:
             if facts.loss != facts.loss and self.trial.on_nan == "fail":
                 raise make_nan_error(self.trial.name, facts.loss, self.step)
             over = last or not self.state.steps_left  # or the data does not say: then it may be over
-            yield StepDone(
+            yield StepResult(
                 self.step,
                 self.state.epoch,
                 facts.loss,
@@ -161,8 +161,8 @@ class ShardRunner:
 
     @property
     def need_bytes(self) -> int | None:
-        """Device memory of a turn beside the places trials share, where it was planned."""
-        return self.setting.own_bytes
+        """Device memory of a turn beside the slots trials share, where it was planned."""
+        return self.config.own_bytes
 
     def remaining_s(self) -> float:
         """Seconds left at the pace so far."""
@@ -222,7 +222,7 @@ class ShardRunner:
                 return executor
             again = self._rehearsal.replan(device, why) if why else None
             if again is not None:
-                self.plan, self.setting = again
+                self.plan, self.config = again
             elif device.tenants:
                 device.tenants[0].leave()
             else:
@@ -235,13 +235,13 @@ class ShardRunner:
     def _try_fit(self, device: Device) -> tuple[ShardExecutor | None, str]:
         """An executor in which a step fits; or None, and why a rehearsal failed."""
         try:
-            executor = ShardExecutor(self.state, device, self.setting, self._updater, self._sequence)
+            executor = ShardExecutor(self.state, device, self.config, self._updater, self._sequence)
         except DeviceMemoryError:
             if not device.tenants:
                 raise
             return None, ""
         free_bytes = device.arena.cap_bytes - device.arena.used_bytes
-        if device.tenants and free_bytes < self.setting.moving_bytes:  # places grew with this one
+        if device.tenants and free_bytes < self.config.moving_bytes:  # slots grew with this one
             executor.close()
             return None, ""
         why = self._rehearsal.problem(executor, device)
@@ -310,11 +310,11 @@ def _place_by_hand(
 ) -> ShardRunner:
     state = store_on_host(built, starts, landing=True)
     threads = num_threads or default_threads()
-    setting = make_setting(
+    config = make_execution_config(
         state, placement, num_slots=num_slots, depth=depth, ring_bytes=None, num_threads=threads
     )
     return ShardRunner(
-        state, setting, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
+        state, config, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
     )
 
 
@@ -345,16 +345,16 @@ def open_built_runner(
         plan = make_plan(built, cuts=cuts, **given)
     starts = [first for first, _ in plan.layout.cuts]
 
-    def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
+    def planned(more_bytes: int) -> tuple[ShardPlan, ExecutionConfig]:
         """The same cuts, for what is held lies in them, with more kept free."""
         found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
-        return found, to_setting(found, num_threads=threads)
+        return found, to_execution_config(found, num_threads=threads)
 
     state = store_on_host(built, starts, landing=True)
-    setting = to_setting(plan, num_threads=threads)
+    config = to_execution_config(plan, num_threads=threads)
     return ShardRunner(
         state,
-        setting,
+        config,
         plan=plan,
         planned=planned,
         updater=updater or HostUpdater(),
@@ -362,9 +362,9 @@ def open_built_runner(
     )
 
 
-def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
+def to_execution_config(plan: ShardPlan, *, num_threads: int) -> ExecutionConfig:
     """How a plan is run."""
-    return Setting(
+    return ExecutionConfig(
         plan.placement,
         plan.num_slots,
         plan.depth,
@@ -379,7 +379,7 @@ def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
 
 def interleave(
     runners: Sequence[ShardRunner], device: Device, num_steps: int
-) -> Iterator[tuple[ShardRunner, StepDone]]:
+) -> Iterator[tuple[ShardRunner, StepResult]]:
     """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
 
     The weights the next trial begins with come while the one before it ends.
@@ -409,7 +409,7 @@ def default_rates(device: torch.device) -> Rates:
     return TYPICAL_GPU if device.type == "cuda" else SIMULATED
 
 
-def make_setting(
+def make_execution_config(
     state: TrialState,
     placement: str | Sequence[Placement],
     *,
@@ -417,7 +417,7 @@ def make_setting(
     depth: int,
     ring_bytes: int | None,
     num_threads: int,
-) -> Setting:
+) -> ExecutionConfig:
     """Placement of each piece, and a ring as large as the largest parameter that needs it."""
     from loadmaster.shards.plan.ring_chunks import chunk_places, ring_size
     from loadmaster.shards.plan.unit_order import least_slots
@@ -434,4 +434,4 @@ def make_setting(
     ]
     ring = max([ring_bytes or 0, *needed]) if needed else 0
     slots = max(num_slots, least_slots(state.layout, streamed))
-    return Setting(chosen, slots, depth, ring, num_threads=num_threads)
+    return ExecutionConfig(chosen, slots, depth, ring, num_threads=num_threads)

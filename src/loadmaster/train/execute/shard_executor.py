@@ -15,9 +15,14 @@ from loadmaster.shards.plan.shard_plan import flight_bytes
 from loadmaster.shards.plan.slot_needs import MemoryNeed, boundary_bytes, compute_memory_need
 from loadmaster.shards.plan.unit_order import unit_order
 from loadmaster.train.execute.boundaries import Boundaries
-from loadmaster.train.execute.device_slots import get_places
-from loadmaster.train.execute.device_weights import Weights, find_streamed
-from loadmaster.train.execute.execution_config import Setting, StepFacts, TransferLedger, subtract_ledgers
+from loadmaster.train.execute.device_slots import get_device_slots
+from loadmaster.train.execute.device_weights import DeviceWeights, find_streamed
+from loadmaster.train.execute.execution_config import (
+    ExecutionConfig,
+    StepFacts,
+    TransferLedger,
+    subtract_ledgers,
+)
 from loadmaster.train.execute.micro_batches import next_batches
 from loadmaster.train.execute.piece_updates import PieceUpdates
 from loadmaster.train.execute.step_executor import StepExecutor
@@ -27,47 +32,47 @@ from loadmaster.train.execute.trial_state import TrialState
 class ShardExecutor(StepExecutor):
     """One trial on one device, until it is closed; its state is whole in host memory only after `settle`."""
 
-    weights: Weights
+    weights: DeviceWeights
     updates: PieceUpdates
 
     def __init__(
         self,
         state: TrialState,
         device: Device,
-        setting: Setting,
+        config: ExecutionConfig,
         updater: HostUpdater,
         sequence: Iterator[int],
     ) -> None:
         """Take regions, pin slabs for as long as the trial is held, bring pieces up; all or nothing."""
         self.ledger, self._told = TransferLedger(), TransferLedger()
-        self.places = get_places(device)
-        self.places.join(self, _need(state, setting))
+        self.device_slots = get_device_slots(device)
+        self.device_slots.join(self, _need(state, config))
         before = device.arena.mark()
         try:
             super().__init__(state, device)
-            self.boundaries = Boundaries(self.places, f"{state.trial.name} boundaries")
+            self.boundaries = Boundaries(self.device_slots, f"{state.trial.name} boundaries")
             for host in state.pieces:
                 device.pin(host.slab)
-            self.weights = Weights(state, device, self.places, setting, self.ledger)
+            self.weights = DeviceWeights(state, device, self.device_slots, config, self.ledger)
             self.updates = PieceUpdates(
                 state,
                 device,
-                setting,
+                config,
                 weights=self.weights,
-                places=self.places,
+                device_slots=self.device_slots,
                 ledger=self.ledger,
                 updater=updater,
                 sequence=sequence,
             )
         except BaseException:
             device.arena.rewind(before)
-            self.places.leave(self, None)
+            self.device_slots.leave(self, None)
             raise
 
     def step(self, follower: "ShardExecutor | None" = None) -> StepFacts | None:
         """One optimizer step, None where the data is at its end; the follower's weights come at its end."""
         state, where = self.state, self.device.torch_device
-        self.places.set_turn(self.weights, None if follower is None else follower.weights)
+        self.device_slots.set_turn(self.weights, None if follower is None else follower.weights)
         self.weights.position = 0
         with self._own_randomness(), self.device.computing(), self.units.bind_buffers():
             batches = next_batches(state, where)
@@ -94,7 +99,7 @@ class ShardExecutor(StepExecutor):
 
     def predict(self, inputs: Any) -> Any:
         """Outputs of the model for some inputs, shard by shard, without gradients."""
-        self.places.set_turn(self.weights, None)
+        self.device_slots.set_turn(self.weights, None)
         value = super().predict(inputs)
         self.weights.position = 0
         return value
@@ -105,7 +110,7 @@ class ShardExecutor(StepExecutor):
         Whether a step fits is known before the first one changes anything. `then` gets all gradients.
         """
         where, told = self.device.torch_device, replace(self.ledger)
-        self.places.set_turn(self.weights, None)
+        self.device_slots.set_turn(self.weights, None)
         self.weights.position = 0
         try:
             with (
@@ -121,7 +126,7 @@ class ShardExecutor(StepExecutor):
         finally:
             with self.device.computing():  # which puts the buffers back
                 self.device.mark().wait()
-            for slot in self.places.slots:
+            for slot in self.device_slots.slots:
                 if slot.owner is self.weights:
                     slot.clear()
             for name in ("up_bytes", "down_bytes", "loads", "waited_s"):
@@ -135,7 +140,7 @@ class ShardExecutor(StepExecutor):
             self.device.mark().wait()
         for event in list(self.weights.ready.values()):
             event.wait()
-        self.places.settle()
+        self.device_slots.settle()
         self.settle_buffers()
 
     def close(self) -> None:
@@ -145,7 +150,7 @@ class ShardExecutor(StepExecutor):
             self.settle()
         finally:
             self.weights.close()
-            self.places.leave(self, self.weights)
+            self.device_slots.leave(self, self.weights)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -158,17 +163,17 @@ class ShardExecutor(StepExecutor):
                 self.state.generators = randomness.capture_generators(where)
 
 
-def _need(state: TrialState, setting: Setting) -> MemoryNeed:
-    """What a trial needs of the places that trials on a device share."""
-    streamed = find_streamed(setting)
+def _need(state: TrialState, config: ExecutionConfig) -> MemoryNeed:
+    """What a trial needs of the slots that trials on a device share."""
+    streamed = find_streamed(config)
     return compute_memory_need(
         [host.up.numel() for host in state.pieces],
         streamed,
-        num_slots=setting.num_slots,
-        ring_bytes=setting.ring_bytes,
-        num_rings=setting.num_rings,
+        num_slots=config.num_slots,
+        ring_bytes=config.ring_bytes,
+        num_rings=config.num_rings,
         flight_bytes=flight_bytes(
-            state.layout, state.sizes, streamed, setting.num_in_flight, ring_bytes=setting.ring_bytes
+            state.layout, state.sizes, streamed, config.num_in_flight, ring_bytes=config.ring_bytes
         ),
         boundary_bytes=boundary_bytes(state.facts, state.layout, micro_batches=state.trial.accumulate),
     )
