@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loadmaster.core.errors import InputError
+from loadmaster.shards.model.loaders import open_source
 from loadmaster.shards.spec.engine import TrialPlan
 from loadmaster.shards.spec.trial import Trial
 from tests.train.feed import Feed
@@ -142,7 +143,7 @@ class Plain:
     def open_device(self, name: str) -> str:
         return name
 
-    def open_runner(self, trial: Trial, device: Any) -> PlainRunner:
+    def open_runner(self, trial: Trial, device: Any, plan: TrialPlan | None = None) -> PlainRunner:
         self.opened.append(PlainRunner(trial, self._num_steps(trial)))
         return self.opened[-1]
 
@@ -150,6 +151,7 @@ class Plain:
         return trial.max_steps or trial.epochs * len(trial.data())  # type: ignore[arg-type]
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
+        open_source(trial.data, trial=trial.name)
         return TrialPlan(
             trial=trial.name,
             num_steps=self._num_steps(trial),

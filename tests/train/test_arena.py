@@ -17,7 +17,7 @@ from loadmaster.shards.model.built_model import build_trial
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import TYPICAL_GPU, Rates
 from loadmaster.shards.plan.slot_needs import MemoryNeed
-from loadmaster.train.execute.device_slots import Places
+from loadmaster.train.execute.device_slots import DeviceSlots
 
 
 def _arena(cap_bytes: int) -> Arena:
@@ -47,20 +47,20 @@ def test_books_are_given_back_in_the_other_order_and_after_an_exception() -> Non
     assert arena.used_bytes == 0
 
 
-def test_places_grow_for_who_needs_larger_ones_and_shrink_when_it_leaves() -> None:
+def test_slots_grow_for_who_needs_larger_ones_and_shrink_when_it_leaves() -> None:
     device = CpuDevice(cap_bytes=10_000)
-    places = Places(device)
+    slots = DeviceSlots(device)
     small, large = MemoryNeed((), 256, 2), MemoryNeed((1024,), 512, 3, 256, 2)
-    places.join("small", small)
+    slots.join("small", small)
     assert device.arena.used_bytes == 512
-    places.join("large", large)
+    slots.join("large", large)
     assert device.arena.used_bytes == 1024 + 3 * 512 + 2 * 256
-    with pytest.raises(DeviceMemoryError, match="places for shards"):
-        places.join("huge", MemoryNeed((9_000,), 256, 2))
+    with pytest.raises(DeviceMemoryError, match="slots for shards"):
+        slots.join("huge", MemoryNeed((9_000,), 256, 2))
     assert device.arena.used_bytes == 1024 + 3 * 512 + 2 * 256
-    places.leave("large", None)
+    slots.leave("large", None)
     assert device.arena.used_bytes == 512
-    places.leave("small", None)
+    slots.leave("small", None)
     assert device.arena.used_bytes == 0
 
 

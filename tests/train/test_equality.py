@@ -128,7 +128,7 @@ def _equals_plain(trial: lt.Trial, cuts: list[int], kind: str) -> None:
     on_host = [
         names[number]
         for host in runner.state.pieces
-        if runner.setting.placement[host.piece.index] == "host"
+        if runner.config.placement[host.piece.index] == "host"
         for number in host.piece.parameters
     ]
     plain = lt.reference(trial, host=on_host)

@@ -286,9 +286,9 @@ def test_a_member_that_moves_to_another_device_of_this_process_joins_a_group_the
             opened.append(super().open_device(name))
             return opened[-1]
 
-        def open_runner(self, trial: lt.Trial, device: Any) -> Any:
+        def open_runner(self, trial: lt.Trial, device: Any, plan: Any = None) -> Any:
             begun.add((trial.name, device.name))
-            return super().open_runner(trial, device)
+            return super().open_runner(trial, device, plan)
 
     trials = [lora(f"t{n}", seed=n, epochs=epochs) for n, epochs in enumerate((9, 8, 7))]
     devices = ["cpu#0", "cpu#1"]

@@ -72,7 +72,7 @@ def test_three_trials_in_turn_each_end_with_the_bits_of_the_reference(kind: list
         losses[runner.trial.name].append(done.loss)
     for runner in runners:
         names = runner.state.chain.parameter_name
-        pieces = [h for h in runner.state.pieces if runner.setting.placement[h.piece.index] == "host"]
+        pieces = [h for h in runner.state.pieces if runner.config.placement[h.piece.index] == "host"]
         on_host = [names[number] for host in pieces for number in host.piece.parameters]
         plain = lt.reference(runner.trial, host=on_host)
         assert losses[runner.trial.name] == list(plain.losses)

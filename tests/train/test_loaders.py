@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from loadmaster.core.errors import InputError
 from loadmaster.shards.model.loaders import (
     LoaderError,
-    check_source,
     decode_loader_state,
     encode_loader_state,
+    open_source,
     with_timeout,
 )
 
@@ -58,10 +58,10 @@ def test_a_state_that_is_not_json_is_refused_by_name() -> None:
 def test_what_cannot_be_read_twice_is_refused_by_name() -> None:
     made = noisy()
     with pytest.raises(InputError, match="same generator every time"):
-        check_source(lambda: made, trial="a")
+        open_source(lambda: made, trial="a")
     with pytest.raises(InputError, match="is a list; give a function"):
-        check_source([1], trial="a")  # type: ignore[arg-type]
-    check_source(shuffled, trial="a")
+        open_source([1], trial="a")  # type: ignore[arg-type]
+    open_source(shuffled, trial="a")
 
 
 def test_a_timed_loader_gives_the_same_batches_and_keeps_its_length() -> None:

@@ -11,8 +11,8 @@ from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.train.backbone import group as groups
 from loadmaster.train.backbone.cuda_graphs import UnitTape
 from loadmaster.train.backbone.group import Group, open_group, steps
-from loadmaster.train.backbone.group_member_executor import Member
-from loadmaster.train.backbone.weight_stream import Belt
+from loadmaster.train.backbone.group_member_executor import GroupMemberExecutor
+from loadmaster.train.backbone.weight_stream import WeightStream
 from tests.train.lora_trials import NUM_LAYERS, build, lora
 
 EACH_BLOCK = list(range(NUM_LAYERS + 2))
@@ -35,12 +35,12 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "Member", member_with_pool)
+    monkeypatch.setattr(groups, "GroupMemberExecutor", member_with_pool)
     monkeypatch.setattr(UnitTape, "_record_unit", lambda self, work, bind: Played(self._units, work, bind))
 
 
-def member_with_pool(state: Any, device: Any, *, pool: Any, **more: Any) -> Member:
-    return Member(state, device, pool=object() if state.trial.replay else None, **more)
+def member_with_pool(state: Any, device: Any, *, pool: Any, **more: Any) -> GroupMemberExecutor:
+    return GroupMemberExecutor(state, device, pool=object() if state.trial.replay else None, **more)
 
 
 def still() -> torch.nn.Module:
@@ -152,15 +152,15 @@ def test_a_shard_stands_at_the_same_address_at_every_step(
     num_places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[int, set[int]] = {}
-    right = Belt.take
+    right = WeightStream.take
 
-    def take(self: Belt, position: int) -> Any:
+    def take(self: WeightStream, position: int) -> Any:
         found = right(self, position)
         for piece, views in found.items():
             seen.setdefault(piece, set()).add(views[0].data_ptr())
         return found
 
-    monkeypatch.setattr(Belt, "take", take)
+    monkeypatch.setattr(WeightStream, "take", take)
     device = CpuDevice(cap_bytes=1 << 20)
     group = open_group(swept(), device=device, cuts=EACH_BLOCK, num_places=num_places)
     for _ in steps(group, 6):

@@ -66,7 +66,7 @@ def equals_plain(device: CudaDevice, trial: lt.Trial, cuts: list[int], kind: str
     on_host = [
         names[number]
         for host in runner.state.pieces
-        if runner.setting.placement[host.piece.index] == "host"
+        if runner.config.placement[host.piece.index] == "host"
         for number in host.piece.parameters
     ]
     ours = {name: tensor.clone() for name, tensor in runner.state_dict().items()}

@@ -18,7 +18,7 @@ from loadmaster.train.coordination.messages import (
     TurnEnded,
     WorkerLost,
 )
-from loadmaster.train.coordination.process_workers import FolderParcel, ProcessCrew, pickle_by_value
+from loadmaster.train.coordination.process_workers import FolderParcel, ProcessWorkerPool, pickle_by_value
 from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
@@ -108,7 +108,7 @@ def test_ctrl_c_stops_all_processes_and_the_next_call_goes_on(tmp_path: Path) ->
     assert digest(result["b"].state_dict()) == plainly(trial("b", lr=0.1))
 
 
-def drained(crew: ProcessCrew, until: type) -> tuple[int, Any]:
+def drained(crew: ProcessWorkerPool, until: type) -> tuple[int, Any]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = crew.receive(1.0)
@@ -120,7 +120,7 @@ def drained(crew: ProcessCrew, until: type) -> tuple[int, Any]:
 @pytest.mark.slow
 def test_a_trial_moves_between_processes_at_a_step_boundary_bit_for_bit(tmp_path: Path) -> None:
     one = trial("a", eval_every=None)
-    crew = ProcessCrew(Plain(2), {"a": one}, ["cpu#0", "cpu#1"], tmp_path)
+    crew = ProcessWorkerPool(Plain(2), {"a": one}, {}, ["cpu#0", "cpu#1"], tmp_path)
     try:
         crew.send(0, Task(trial="a", fence=1, num_steps=7, fresh=True))
         assert drained(crew, TurnEnded)[1].step == 7
@@ -152,10 +152,10 @@ def test_events_under_an_old_fencing_number_change_nothing(tmp_path: Path) -> No
 
         def on_step(self, name: str, done: Any) -> None:
             coordinator = seen[0]
-            before = coordinator.book.entries["a"].step
+            before = coordinator.state.entries["a"].step
             stale = TurnEnded(trial="a", fence=1, step=999, finished=True)
             coordinator._handle(0, stale)
-            assert coordinator.book.entries["a"].step == before
+            assert coordinator.state.entries["a"].step == before
 
     one = study(tmp_path, [trial("a")], launcher="inline", callbacks=[Late()])
     make = one._coordinator

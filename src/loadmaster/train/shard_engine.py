@@ -17,8 +17,10 @@ from loadmaster.cluster.device_words import DeviceWord
 from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
 from loadmaster.shards.device.host_bytes import free_host_bytes
+from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.rates import Rates
+from loadmaster.shards.plan.shard_plan import PlannedTrial
 from loadmaster.shards.spec.engine import Runner, TrialPlan
 from loadmaster.shards.spec.trial import Trial
 
@@ -36,6 +38,10 @@ class ShardEngine:
     optimizer_placement: str = "auto"
     rates: Rates | None = None  # None: typical ones
     share: int = 1  # trials that are to stand on a device at once
+    keeps_weights: bool = False  # a model with weights waits from planning to training: of one trial alone
+    _built: dict[str, tuple[PlannedTrial, BuiltModel]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # planned in this process, and not opened yet
     _here: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # of this process
     _groups: dict[int, Any] = field(
         default_factory=dict, init=False, repr=False
@@ -52,8 +58,9 @@ class ShardEngine:
             raise UnknownNameError("optimizer_placement", self.optimizer_placement, _PLACEMENTS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Threads stay in their process."""
-        return {**self.__dict__, "_here": {}, "_groups": {}, "_sketches": {}, "_owners": ParameterOwners()}
+        """Threads and models stay in their process."""
+        here: dict[str, Any] = {name: {} for name in ("_built", "_here", "_groups", "_sketches")}
+        return {**self.__dict__, **here, "_owners": ParameterOwners()}
 
     def device_names(self, devices: str | Sequence[str]) -> list[str]:
         """The devices that are meant; no GPU is touched."""
@@ -87,42 +94,57 @@ class ShardEngine:
             return int(_OF_THE_HOST * free_host_bytes())
         return int(_OF_A_GPU * torch.cuda.get_device_properties(_require_gpu(word)).total_memory)
 
-    def open_runner(self, trial: Trial, device: Any) -> Runner:
-        """A trial at its beginning; updates of all trials of a process share one thread and one order."""
+    def open_runner(self, trial: Trial, device: Any, plan: TrialPlan | None = None) -> Runner:
+        """A trial at its beginning; updates of all trials of a process share one thread and one order.
+
+        The plan is executed as it was made, on a device like the one it was made for; another device (the
+        study's plan is for the one with the least room) gets a plan of its own.
+        """
         from loadmaster.shards.device.update_thread import HostUpdater
-        from loadmaster.train.execute.runner import open_runner
-
-        grouped = self._open_grouped_runner(trial, device)
-        if grouped is not None:
-            return grouped
-        if "updater" not in self._here:
-            self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
-        wish = self.optimizer_placement
-        return open_runner(
-            trial, device=device, optimizer_placement=wish, rates=self.rates, share=self.share, **self._here
-        )
-
-    def _open_grouped_runner(self, trial: Trial, device: Any) -> Runner | None:
-        """A runner on a shared backbone, where most of a model is frozen and a group of it fits."""
-        from loadmaster.shards.model.built_model import build_trial
         from loadmaster.train.backbone.frozen_weights import has_backbone
         from loadmaster.train.backbone.group_runner import GroupRegistry
+        from loadmaster.train.execute.runner import open_built_runner
 
-        if trial.name not in self._backbones or trial.name in self._alone:
-            return None
-        built = build_trial(trial, device=device.torch_device)
-        if not has_backbone(built.chain):
-            return None
-        groups = self._groups.setdefault(id(device), GroupRegistry())
-        try:
-            return groups.runner(built, device)
-        except DeviceMemoryError:  # it was planned for another device, or not at all
-            return None
+        planned: PlannedTrial | None = None if plan is None else plan.detail
+        built = self._take_built(trial, device, planned)
+        if trial.name in self._backbones and trial.name not in self._alone and has_backbone(built.chain):
+            groups = self._groups.setdefault(id(device), GroupRegistry())
+            try:
+                return groups.runner(built, device)
+            except DeviceMemoryError:  # it was planned for another device, or not at all
+                built = self._take_built(trial, device, planned)  # anew: a group may have moved its weights
+        if "updater" not in self._here:
+            self._here |= {"updater": HostUpdater(), "sequence": itertools.count()}
+        suits = planned is not None and planned.suits(device.torch_device.type, device.arena.cap_bytes)
+        return open_built_runner(
+            built,
+            device=device,
+            plan=planned.plan if planned is not None and suits else None,
+            optimizer_placement=self.optimizer_placement,
+            rates=self.rates,
+            share=self.share,
+            **self._here,
+        )
+
+    def _take_built(self, trial: Trial, device: Any, planned: PlannedTrial | None) -> BuiltModel:
+        """The model that was built for planning, if it waits in this process; else it is built again."""
+        from loadmaster.shards.model.built_model import build_trial
+
+        where = device.torch_device
+        waiting, built = self._built.pop(trial.name, (None, None))
+        if planned is None or planned.device_type != where.type:
+            return build_trial(trial, device=where)
+        if built is not None and waiting is planned:
+            return replace(built, trial=trial, device=where)
+        return build_trial(trial, device=where, known=planned.record)
+
+    def forget_built(self) -> None:
+        """Let go of the models that were built for planning and not opened."""
+        self._built.clear()
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
         from loadmaster.shards.model.built_model import build_trial
-        from loadmaster.shards.model.refusals import describe_options
         from loadmaster.shards.plan.partition import make_plan
         from loadmaster.shards.plan.sizes import measure_sizes
         from loadmaster.train.backbone.group_forecast import sketch_trial
@@ -130,12 +152,12 @@ class ShardEngine:
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
-        rates = self.rates or default_rates(where)
+        cap_bytes, rates = self._cap_bytes(name), self.rates or default_rates(where)
         built = build_trial(trial, device=where)
         self._owners.claim(trial.name, built.chain)
         plan = make_plan(
             built,
-            cap_bytes=self._cap_bytes(name),
+            cap_bytes=cap_bytes,
             rates=rates,
             optimizer_placement=self.optimizer_placement,
             share=self.share,
@@ -143,11 +165,18 @@ class ShardEngine:
         sizes = measure_sizes(built)
         state_bytes = sum(sizes.pinned_bytes)
         shared_bytes = self._noted(trial, built)
-        count = count_steps(trial, built.num_batches)
+        count = count_steps(trial, built.record.num_batches)
         buffer_bytes = sum(buffer.nbytes for buffer in built.chain.buffers)
+        planned = PlannedTrial(plan, where.type, cap_bytes, built.record)
+        kept = built.empty or self.keeps_weights
         if trial.name in self._backbones:
             backbone = self._backbones[trial.name]
-            self._sketches[trial.name] = sketch_trial(built, sizes, backbone, cap_bytes=self._cap_bytes(name))
+            self._sketches[trial.name] = sketch_trial(built, sizes, backbone, cap_bytes=cap_bytes, kept=kept)
+        # One without weights waits at no cost. Those with weights would fill the host's memory, so that each
+        # of several trials is built again when it is its turn.
+        self._built.pop(trial.name, None)
+        if kept:
+            self._built[trial.name] = planned, built
         return TrialPlan(
             trial=trial.name,
             num_steps=count,
@@ -160,11 +189,9 @@ class ShardEngine:
             bytes_down=int(plan.work.down_bytes),
             bound_by=plan.limit.bound_by,
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
-            options=describe_options(
-                trial, trial.optim([p for p in built.chain.parameters if p.requires_grad])
-            ),
+            options=built.probe.options,
             built_on="meta" if built.empty else "cpu",
-            detail=plan,
+            detail=planned,
         )
 
     def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
@@ -184,6 +211,7 @@ class ShardEngine:
             rates=self.rates or default_rates(where),
         )
         self._alone = {each.trial for each in found if each.trial in self._sketches and not each.is_grouped}
+        self._sketches.clear()  # they hold models that are to be trained
         return found
 
     def _noted(self, trial: Trial, built: Any) -> int:
@@ -212,7 +240,7 @@ def _require_gpu(word: DeviceWord[str]) -> str:
 
 
 def count_steps(trial: Trial, num_batches: int | None) -> int:
-    """Optimizer steps of a trial; data without a length is counted once, by an iterator of its own."""
+    """Optimizer steps of a trial; data without a length is opened once more and counted."""
     if num_batches is None and trial.max_steps is not None:  # it may have no end
         num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), trial.max_steps * trial.accumulate))
     elif num_batches is None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.shards.model.loaders import check_source, with_timeout
+from loadmaster.shards.model.loaders import with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
 from loadmaster.train.coordination.callbacks import CallbackList
@@ -28,12 +28,12 @@ from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.referee import Referee
 from loadmaster.train.coordination.result import Result, TrialResult
+from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
-from loadmaster.train.coordination.study_state import Book, TrialEntry
-from loadmaster.train.coordination.worker_pool import Crew, InlineCrew
+from loadmaster.train.coordination.study_state import StudyState, TrialEntry
+from loadmaster.train.coordination.worker_pool import InlineWorkerPool, WorkerPool
 from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
 
@@ -121,9 +121,6 @@ class Study:
     def plan(self) -> StudyPlan:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
-            for name, trial in self._trials.items():
-                with wrap_user_errors(name):
-                    check_source(trial.data, trial=name)
             engine = self.engine()
             devices = self._device_names(engine)
             plans = [self._make_plan(engine, trial, devices) for trial in self._trials.values()]
@@ -160,7 +157,10 @@ class Study:
 
         Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
         """
-        plan = self.plan()
+        with self._release_models():
+            return self._train(self._plan_to_train(), retry_failed=retry_failed)
+
+    def _train(self, plan: StudyPlan, *, retry_failed: bool) -> Result:
         plan.require_feasible()
         began = time.perf_counter()
         with lock_folder(self.dir):
@@ -172,24 +172,50 @@ class Study:
                     with _handle_interrupts(coordinator):
                         coordinator.run()
                 finally:
-                    coordinator.crew.close()
+                    coordinator.pool.close()
                     journal.sync()
                     coordinator.audience.tell("on_close")
-                result = self._make_result(coordinator.book, time.perf_counter() - began, coordinator)
+                result = self._make_result(coordinator.state, time.perf_counter() - began, coordinator)
                 coordinator.audience.tell("on_end", result)
             finally:
                 journal.close()
         return result
 
+    def _plan_to_train(self) -> StudyPlan:
+        """The plan, made now if it was not made before.
+
+        In that case the model of a lone trial that trains in this process is not built again, though it
+        has weights: it trains at once, so they stay no longer than they would.
+        """
+        engine: Any = self.engine()
+        if self._plan is not None or not hasattr(engine, "keeps_weights"):
+            return self.plan()
+        devices = self._device_names(engine)
+        engine.keeps_weights = len(self._trials) == 1 and self._choose_launcher(devices) == "inline"
+        try:
+            return self.plan()
+        finally:
+            engine.keeps_weights = False
+
+    @contextmanager
+    def _release_models(self) -> Iterator[None]:
+        """Models that were built for planning and not trained after all are not held any longer."""
+        try:
+            yield
+        finally:
+            engine: Any = self._engine  # None where it could not be made
+            if hasattr(engine, "forget_built"):
+                engine.forget_built()
+
     def _coordinator(self, journal: Journal, plan: StudyPlan, *, retry_failed: bool) -> Coordinator:
-        book = Book(journal)
+        state = StudyState(journal)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
             facts = _collect_facts(trial) | dict(plans[name].options)
-            entry = book.enter(name, facts, plans[name].num_steps)
+            entry = state.enter(name, facts, plans[name].num_steps)
             if retry_failed and entry.error_kind:
-                book.note("retry", trial=name)
-                book.rewind(name)
+                state.note("retry", trial=name)
+                state.rewind(name)
         audience = CallbackList(self.callbacks)
         root = self.dir / "checkpoints"
         root.mkdir(exist_ok=True)
@@ -200,33 +226,39 @@ class Study:
         return Coordinator(
             names=self.names,
             device_names=plan.devices,
-            book=book,
-            crew=self._make_crew(plan, root),
-            referee=Referee(book, searcher, self._trials, audience=audience),
+            state=state,
+            pool=self._make_pool(plan, root),
+            decisions=SearchDecisions(state, searcher, self._trials, audience=audience),
             plans=plans,
-            places=TrialLocations({each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes),
+            locations=TrialLocations(
+                {each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes
+            ),
             pace=Pace({each.trial: each.step_s for each in plan.trials}, self._every),
             audience=audience,
             root=root,
         )
 
-    def _make_crew(self, plan: StudyPlan, root: Path) -> Crew:
+    def _make_pool(self, plan: StudyPlan, root: Path) -> WorkerPool:
         trials = self._add_data_timeouts()
-        launcher = self.launcher
-        if launcher == "auto":
-            launcher = "inline" if len(plan.devices) == 1 else "processes"
+        plans = {each.trial: each for each in plan.trials}
+        launcher = self._choose_launcher(plan.devices)
         if launcher == "processes":
-            from loadmaster.train.coordination.process_workers import ProcessCrew
+            from loadmaster.train.coordination.process_workers import ProcessWorkerPool
 
-            return ProcessCrew(self.engine(), trials, plan.devices, root)
+            return ProcessWorkerPool(self.engine(), trials, plans, plan.devices, root)
         if launcher == "ray":
-            from loadmaster.train.coordination.ray_workers import RayCrew
+            from loadmaster.train.coordination.ray_workers import RayWorkerPool
 
-            return RayCrew(self.engine(), trials, plan.devices)
-        return InlineCrew(
-            lambda at, **ears: Worker(self.engine(), trials, plan.devices[at], root, **ears),
+            return RayWorkerPool(self.engine(), trials, plans, plan.devices)
+        return InlineWorkerPool(
+            lambda at, **ears: Worker(self.engine(), trials, plans, plan.devices[at], root, **ears),
             len(plan.devices),
         )
+
+    def _choose_launcher(self, devices: Sequence[str]) -> str:
+        if self.launcher != "auto":
+            return self.launcher
+        return "inline" if len(devices) == 1 else "processes"
 
     def _add_data_timeouts(self) -> dict[str, Any]:
         """The trials, with a limit on how long their data may take."""
@@ -238,10 +270,10 @@ class Study:
             for name, trial in self._trials.items()
         }
 
-    def _make_result(self, book: Book, wall_s: float, coordinator: Coordinator) -> Result:
+    def _make_result(self, state: StudyState, wall_s: float, coordinator: Coordinator) -> Result:
         root = self.dir / "checkpoints"
         rows = tuple(
-            replace(_make_trial_result(book.entries[name], root), is_evaluated=name in self.evaluated)
+            replace(_make_trial_result(state.entries[name], root), is_evaluated=name in self.evaluated)
             for name in self.names
         )
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))

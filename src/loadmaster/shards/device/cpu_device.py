@@ -61,7 +61,7 @@ class CpuDevice:
     ) -> None:
         self.name = name
         self.tenants: list[Any] = []
-        self.places: Any = None
+        self.slots: Any = None
         self.tracing = True
         self.rehearses = False  # every byte is booked
         self.torch_device = torch.device("cpu")

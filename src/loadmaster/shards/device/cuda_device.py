@@ -44,7 +44,7 @@ class CudaDevice:
     def __init__(self, name: str = "cuda:0", *, cap_bytes: int, trace: bool = False) -> None:
         self.name = name
         self.tenants: list[Any] = []
-        self.places: Any = None
+        self.slots: Any = None
         self.tracing = trace  # may be changed between steps: events take time to record and to read
         self.rehearses = True  # libraries and the allocator take what no plan sees
         self.torch_device = torch.device(name)

@@ -49,7 +49,7 @@ class Device(Protocol):
     torch_device: torch.device
     arena: Arena
     tenants: list[Any]  # runners that stand there, longest first
-    places: Any  # slots and rings they share, None until first asked for
+    slots: Any  # slots and rings they share, None until first asked for
     rehearses: bool  # whether a trial's first step there is tried before anything is changed
 
     def pin(self, memory: torch.Tensor) -> None:

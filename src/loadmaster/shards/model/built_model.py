@@ -1,6 +1,10 @@
-"""A model built from its trial, with its blocks and its profile; nothing is laid out in memory yet."""
+"""A model built from its trial, with its blocks and its profile; nothing is laid out in memory yet.
 
-from collections.abc import Sized
+What was found out about it (`BuildRecord`) is plain data: another process that builds the model again needs
+neither an example batch nor a profile nor a probe of the optimizer.
+"""
+
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,8 @@ from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.blocks import Chain, build_chain
-from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state
+from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state, open_source
+from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
 from loadmaster.shards.model.profile import Profile, profile
 from loadmaster.shards.model.refusals import (
     check_dense_grads,
@@ -24,23 +29,50 @@ from loadmaster.shards.spec.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BuildRecord:
+    """What was found out about a trial when it was built; the same in every process that builds it."""
+
+    facts: Profile
+    probe: OptimizerProbe
+    num_batches: int | None  # of an epoch, where the data says
+    empty: bool  # built without memory: its numbers are drawn when it is held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BuiltModel:
     """A model with its blocks, looked at but not laid out yet."""
 
     trial: Trial
     chain: Chain
-    facts: Profile
     generators: randomness.Generators
-    num_batches: int | None
     device: torch.device
-    empty: bool = False  # its numbers are drawn when it is held
+    record: BuildRecord
+
+    @property
+    def facts(self) -> Profile:
+        """What its blocks need."""
+        return self.record.facts
+
+    @property
+    def probe(self) -> OptimizerProbe:
+        """What its optimizer keeps."""
+        return self.record.probe
+
+    @property
+    def empty(self) -> bool:
+        """Whether its numbers are drawn when it is held."""
+        return self.record.empty
 
 
-def build_trial(trial: Trial, *, device: torch.device) -> BuiltModel:
-    """Build the model as a plain script would after seeding, and profile it on a batch of its own."""
+def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None = None) -> BuiltModel:
+    """Build the model as a plain script would after seeding, and profile it on a batch of its own.
+
+    `build` is called twice where the model cannot be built on `meta`: that is known only once it was tried.
+    With what is `known` from an earlier build, it is called once, and nothing else of the trial is.
+    """
     with randomness.preserve_generators(device):
         randomness.seed_all(trial.seed, device)
-        empty = build_on_meta(trial.build)
+        empty = build_on_meta(trial.build) if known is None or known.empty else None
         if empty is None:
             randomness.seed_all(trial.seed, device)
         model = trial.build() if empty is None else empty
@@ -54,19 +86,27 @@ def build_trial(trial: Trial, *, device: torch.device) -> BuiltModel:
         chain = build_chain(trial, model)
         check_shared_memory(trial.name, chain)
         check_extra_state(trial, model)
-        batch, num_batches = take_first_batch(trial)
         model.train()
-        with refuse_value_reads(trial):
-            facts = profile(trial, chain, batch, device=device)
+        if known is None:
+            facts, num_batches = _profile_first_batch(trial, chain, device)
+        else:
+            facts, num_batches = known.facts, known.num_batches
         if empty is not None:
             free_weights(model)
             chain = build_chain(trial, model)
-    return BuiltModel(trial, chain, facts, generators, num_batches, device, empty is not None)
+        probe = probe_optimizer(trial, chain) if known is None else known.probe
+    record = BuildRecord(facts, probe, num_batches, empty is not None)
+    return BuiltModel(trial, chain, generators, device, record)
 
 
-def take_first_batch(trial: Trial) -> tuple[Any, int | None]:
-    """A batch from an iterator of its own, and how many an epoch has."""
-    data = trial.data()
+def _profile_first_batch(trial: Trial, chain: Chain, device: torch.device) -> tuple[Profile, int | None]:
+    batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
+    with refuse_value_reads(trial):
+        return profile(trial, chain, batch, device=device), num_batches
+
+
+def take_first_batch(trial: Trial, data: Iterable[Any]) -> tuple[Any, int | None]:
+    """The first batch of an epoch's data, and how many the epoch has."""
     for batch in data:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise InputError(

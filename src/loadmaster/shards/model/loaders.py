@@ -26,19 +26,24 @@ class LoaderError(RunError):
     """A trial's data cannot be read on."""
 
 
-def check_source(data: Callable[[], Iterable[Batch]], *, trial: str) -> None:
-    """Refuse before the start what could not be resumed: a factory that gives one and the same iterator."""
+def open_source(data: Callable[[], Iterable[Batch]], *, trial: str) -> Iterable[Batch]:
+    """The data of an epoch; refuses what could not be resumed: a factory that gives the same iterator again.
+
+    An iterator without a state is asked for twice, to see that the second one is another.
+    """
     if not callable(data):
         raise InputError(
             f"the data of trial {trial!r} is a {type(data).__name__}; give a function that returns it,"
             " for example data=lambda: loader"
         )
-    first, second = data(), data()
-    if first is second and isinstance(first, Iterator) and not has_state(first):
+    source = data()
+    if isinstance(source, Iterator) and not has_state(source) and data() is source:
         raise InputError(
-            f"the data of trial {trial!r} gives the same {type(first).__name__} every time, which can be read"
-            " once and not resumed; make it inside the function, or give it state_dict and load_state_dict"
+            f"the data of trial {trial!r} gives the same {type(source).__name__} every time, which can"
+            " be read once and not resumed; make it inside the function, or give it state_dict and"
+            " load_state_dict"
         )
+    return source
 
 
 def has_state(source: Any) -> bool:

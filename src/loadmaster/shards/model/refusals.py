@@ -54,11 +54,8 @@ def check_extra_state(trial: Trial, model: nn.Module) -> None:
             )
 
 
-def check_schedule(trial: Trial, optimizer: torch.optim.Optimizer) -> None:
+def _check_schedule(trial: Trial, made: Any) -> None:
     """A schedule is stepped with the optimizer and told nothing."""
-    if trial.lr_schedule is None:
-        return
-    made = trial.lr_schedule(optimizer)
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
             f"trial {trial.name!r}: ReduceLROnPlateau wants a metric in each step, and a schedule here is"
@@ -73,7 +70,10 @@ def check_schedule(trial: Trial, optimizer: torch.optim.Optimizer) -> None:
 
 
 def describe_options(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Optimizer and schedule by kind and options, as facts: a trial that has begun goes on with them."""
+    """Optimizer and schedule by kind and options, as facts: a trial that has begun goes on with them.
+
+    Makes the schedule, which changes the optimizer's options, and refuses one that cannot be stepped.
+    """
     groups = optimizer.param_groups
     found: dict[str, Any] = {"optim": type(optimizer).__name__, "optim.num_groups": len(groups)}
     for at, group in enumerate(groups):
@@ -81,7 +81,9 @@ def describe_options(trial: Trial, optimizer: torch.optim.Optimizer) -> dict[str
         found |= _select_plain_options(group, begins)
     if trial.lr_schedule is None:
         return found | {"lr_schedule": None}
-    return found | _describe_schedule(trial.lr_schedule(optimizer), "lr_schedule")
+    schedule = trial.lr_schedule(optimizer)
+    _check_schedule(trial, schedule)
+    return found | _describe_schedule(schedule, "lr_schedule")
 
 
 def _describe_schedule(schedule: Any, begins: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from loadmaster.shards.device.arena import Arena, align_bytes
-from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.built_model import BuildRecord, BuiltModel
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout, Placement
 from loadmaster.shards.plan.ring_chunks import ring_size
@@ -29,7 +29,7 @@ class ShardPlan:
     depth: int
     ring_bytes: int
     peak_bytes: int  # of all trials that stand there
-    own_bytes: int  # of this trial, beside the places trials share
+    own_bytes: int  # of this trial, beside the slots trials share
     work: Work
     limit: Limit
     load_bytes: int  # to bring what is pinned
@@ -38,6 +38,25 @@ class ShardPlan:
     slot_bytes: int = 0  # what a turn of another trial pushes out
     step_s: float = 0.0  # as predicted
     moving_bytes: int = 0  # the most that comes and goes in a step: activations, batches, updates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedTrial:
+    """A plan with all that a process needs to execute it; plain data, so that it can be sent to workers."""
+
+    plan: ShardPlan
+    device_type: str  # what it was planned for
+    cap_bytes: int
+    record: BuildRecord
+
+    def suits(self, device_type: str, cap_bytes: int) -> bool:
+        """Whether it is the plan of such a device: one with as much room.
+
+        The room of a CPU is what was free at that moment, so there it is enough that the plan fits.
+        """
+        if self.device_type != device_type:
+            return False
+        return self.cap_bytes == cap_bytes or (device_type == "cpu" and self.plan.peak_bytes <= cap_bytes)
 
 
 def unit_bytes(

@@ -5,19 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loadmaster.core.errors import InputError
 from loadmaster.shards.device.arena import align_bytes
-from loadmaster.shards.model.blocks import Chain
 from loadmaster.shards.model.built_model import BuiltModel
-from loadmaster.shards.model.optimizer_state import (
-    StateLayout,
-    check_optimizer,
-    discover_state_layouts,
-    starts_at_zero,
-)
-from loadmaster.shards.model.refusals import (
-    check_schedule,
-)
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE
 
 
@@ -37,19 +26,15 @@ class Sizes:
 
 
 def measure_sizes(built: BuiltModel) -> Sizes:
-    """What each parameter weighs; makes the optimizer once, to see what it keeps."""
+    """What each parameter weighs, with what the optimizer keeps for it."""
     trial, chain = built.trial, built.chain
     dtype = COMPUTE_DTYPE[trial.precision]
-    optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
-    check_optimizer(optimizer, name=trial.name)
-    states, _ = _find_state_layouts(optimizer, chain)
-    check_schedule(trial, optimizer)
     rows = []
     for number, parameter in enumerate(chain.parameters):
         narrow = dtype is not None and built.facts.castable[number] and parameter.dtype == torch.float32
         count, width = parameter.numel(), parameter.element_size()
         compute = count * (2 if narrow else width)
-        layout = states[number]
+        layout = built.probe.states[number]
         kept = 0
         for key in layout.large if layout is not None else ():
             assert layout is not None
@@ -58,42 +43,8 @@ def measure_sizes(built: BuiltModel) -> Sizes:
         copy = compute if narrow else 0
         master = align_bytes(count * width)
         wide = count * width if 0 < grad < count * width else 0
-        start = 0 if starts_at_zero(optimizer) else kept
+        start = 0 if built.probe.starts_at_zero else kept
         update = master + kept + align_bytes(copy)
         rows.append((count, layout is not None, compute, grad, master + kept, copy, update, wide, start))
     columns = list(zip(*rows, strict=True))
     return Sizes(*columns)
-
-
-def _find_state_layouts(
-    optimizer: torch.optim.Optimizer, chain: Chain
-) -> tuple[list[StateLayout | None], list[int]]:
-    """State layout and group of each parameter."""
-    group_of_id = {
-        id(parameter): group
-        for group, options in enumerate(optimizer.param_groups)
-        for parameter in options["params"]
-    }
-    foreign = group_of_id.keys() - {id(parameter) for parameter in chain.parameters}
-    if foreign:
-        raise InputError(
-            f"optim was given the model's parameters, but steps {len(foreign)} that are not among them (of"
-            " the loss?); make them parameters of the model"
-        )
-    known: dict[tuple[int, torch.dtype, int], StateLayout] = {}
-    states: list[StateLayout | None] = []
-    groups = []
-    for parameter in chain.parameters:
-        group = group_of_id.get(id(parameter), -1) if parameter.requires_grad else -1
-        groups.append(group)
-        if group < 0:
-            states.append(None)
-            continue
-        key = (group, parameter.dtype, parameter.ndim)
-        if key not in known:
-            found = discover_state_layouts(
-                optimizer, [parameter.ndim], group, dtype=parameter.dtype, device="cpu"
-            )
-            known[key] = found[parameter.ndim]
-        states.append(known[key])
-    return states, groups

@@ -106,11 +106,11 @@ class Engine(Protocol):
     def open_device(self, name: str) -> Any:
         """A device, in the process that uses it."""
 
-    def open_runner(self, trial: Any, device: Any) -> Runner:
-        """A trial at its beginning."""
+    def open_runner(self, trial: Any, device: Any, plan: "TrialPlan | None" = None) -> Runner:
+        """A trial at its beginning, to be run by the plan that `planned` made."""
 
     def planned(self, trial: Any, device_names: Sequence[str]) -> "TrialPlan":
-        """What a trial will need; trains nothing."""
+        """What a trial will need; trains nothing, and refuses data that could not be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,4 +132,4 @@ class TrialPlan:
     is_grouped: bool = False  # its backbone is streamed for a group, if only of one
     options: Mapping[str, Any] = field(default_factory=dict)  # of its optimizer; they may not change later
     built_on: str = "cpu"  # 'meta': without memory, until it is held
-    detail: Any = None  # the engine's own plan
+    detail: Any = None  # the engine's own plan; workers get it, too, so it can be pickled

@@ -1,4 +1,8 @@
-"""Boundary activations between forward and backward: on the device, or in pinned host memory by need."""
+"""Boundary activations between forward and backward: on the device, or in pinned host memory by need.
+
+An input is laid down after its shard's forward and brought back before its backward; one that no backward
+reads, because nothing is trained at or below its shard, is dropped at once.
+"""
 
 from typing import Any
 
@@ -7,13 +11,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.model.profile import tree_bytes
+from loadmaster.train.execute.units import ForwardRecord
 
 
-class Shelf:
+class ActivationOffload:
     """The inputs of one trial's shards; every byte on the device is booked."""
 
-    def __init__(self, device: Device, name: str, *, on_device: bool) -> None:
-        self._device, self._name, self._on_device = device, name, on_device
+    def __init__(self, device: Device, name: str, *, on_device: bool, lowest: int) -> None:
+        """`lowest`: the first shard that runs backward."""
+        self._device, self._name, self._on_device, self._lowest = device, name, on_device, lowest
         self._values: dict[int, Any] = {}  # on the device
         self._below: dict[int, tuple[list[torch.Tensor], list[Any], Any, Event]] = {}
         self._rising: dict[int, tuple[Any, Event]] = {}
@@ -22,16 +28,39 @@ class Shelf:
         self._spare: dict[Any, list[torch.Tensor]] = {}  # host memory to use again, by form
         self.up_bytes = self.down_bytes = 0
 
-    def note(self, shard: int, value: Any, *, stays: bool = False) -> None:
-        """The input of a shard, as it comes from the one before; `stays`: its memory is booked elsewhere."""
+    def keep(self, shard: int, values: list[Any], *, stays: bool) -> list[Any]:
+        """The inputs of a shard, from the one before; `stays`: their memory is booked elsewhere."""
         self._release_landed()
         if stays:
             self._booked[shard] = 0
         else:
-            self._book(shard, value)
-        self._values[shard] = value
+            self._book(shard, values)
+        self._values[shard] = values
+        return values
 
-    def lay_down(self, shard: int) -> None:
+    def leave(self, kind: str, shard: int, records: list[ForwardRecord]) -> None:
+        """After a forward it is wanted only by the shard's backward, if it has one; else not any more."""
+        if shard == 0:  # the batch itself
+            return
+        if kind != "F" or shard < self._lowest:
+            self._drop(shard)
+            return
+        for record in records:
+            record.value = None
+        self._lay_down(shard)
+
+    def recall(self, shard: int, records: list[ForwardRecord]) -> None:
+        """Give the inputs back to what backward reads."""
+        if shard > 0:
+            for record, value in zip(records, self._take_input(shard), strict=True):
+                record.value = value
+
+    def prefetch(self, shard: int) -> None:
+        """Bring the input of a shard back, ahead of its backward."""
+        if shard > max(0, self._lowest - 1):
+            self._reach_for(shard)
+
+    def _lay_down(self, shard: int) -> None:
         """It is not wanted for a while."""
         if self._on_device:
             return
@@ -46,7 +75,7 @@ class Shelf:
         leaves[:] = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         self._falling.append((landed, self._booked.pop(shard), sources))
 
-    def reach_for(self, shard: int) -> None:
+    def _reach_for(self, shard: int) -> None:
         """Send for it, if it is below."""
         if shard not in self._below or shard in self._rising:
             return
@@ -62,11 +91,11 @@ class Shelf:
         leaves = [next(following) if mark is None else mark[0] for mark in marks]
         self._rising[shard] = (tree_unflatten(leaves, spec), arrived)
 
-    def take_input(self, shard: int) -> Any:
+    def _take_input(self, shard: int) -> Any:
         """The input of a shard, which compute may read."""
         if shard in self._values:
             return self._values[shard]
-        self.reach_for(shard)
+        self._reach_for(shard)
         value, arrived = self._rising.pop(shard)
         self._device.hold(arrived)
         for place in self._below.pop(shard)[0]:
@@ -74,7 +103,7 @@ class Shelf:
         self._values[shard] = value
         return value
 
-    def drop(self, shard: int) -> None:
+    def _drop(self, shard: int) -> None:
         """It is not wanted any more."""
         self._values.pop(shard, None)
         self._device.arena.release(self._name, self._booked.pop(shard))

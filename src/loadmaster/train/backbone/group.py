@@ -8,7 +8,7 @@ fails or is stopped leaves; the others do not notice.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +31,11 @@ from loadmaster.train.backbone.frozen_weights import (
     match_frozen_pieces,
     split_frozen,
 )
-from loadmaster.train.backbone.group_member_executor import Member
+from loadmaster.train.backbone.group_member_executor import GroupMemberExecutor
 from loadmaster.train.backbone.group_plan import GroupPlan, group_cuts, plan_group
-from loadmaster.train.backbone.weight_stream import Belt
+from loadmaster.train.backbone.weight_stream import WeightStream
 from loadmaster.train.execute import first_step
 from loadmaster.train.execute.trial_state import TrialState, store_on_host
-
-_Views = dict[int, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,8 @@ class Group:
         self.frozen: list[HostPiece] = []
         self.cuts: list[int] = []
         self._num_places = num_places
-        self._members: dict[int, Member] = {}  # by id of the state
-        self._belt: Belt | None = None
+        self._members: dict[int, GroupMemberExecutor] = {}  # by id of the state
+        self._stream: WeightStream | None = None
         self.plan: GroupPlan | None = None
 
     def join(self, built: BuiltModel, *, cuts: Sequence[int] | None = None) -> TrialState | None:
@@ -102,22 +100,22 @@ class Group:
     def step(self, riders: Sequence[TrialState]) -> list[GroupStepResult]:
         """One optimizer step of each of these members."""
         self._enter()
-        assert self._belt is not None
+        assert self._stream is not None
         ride = _GroupStep([self._members[id(state)] for state in riders])
         began = time.perf_counter()
         with randomness.preserve_generators(self.device.torch_device), self.device.computing():
             if any(first_step.is_due(state) for state in riders):
                 ride.verify(self.device, self._rehearse)
                 began = time.perf_counter()
-            before = self._belt.up_bytes, self._belt.loads
+            before = self._stream.up_bytes, self._stream.loads
             ride.begin()
             if ride.alive:
-                self._sweep(ride, self._belt)
+                self._sweep(ride, self._stream)
             ride.end()
         count = max(1, len(ride.losses))
         taken = (time.perf_counter() - began) / count
         spans = tuple(self.device.spans()) if self.device.tracing else ()
-        shares = (self._belt.up_bytes - before[0]) // count, self._belt.loads - before[1]
+        shares = (self._stream.up_bytes - before[0]) // count, self._stream.loads - before[1]
         found = [ride.told(member, taken, *shares, spans) for member in ride.members]
         for told in found:
             if told.error is not None:
@@ -127,9 +125,9 @@ class Group:
     def predict(self, state: TrialState, inputs: Any) -> Any:
         """Outputs of one member, in eval mode, shard by shard."""
         self._enter()
-        assert self._belt is not None
+        assert self._stream is not None
         member = self._members[id(state)]
-        return member.predict(inputs, self._belt)
+        return member.predict(inputs)
 
     def has(self, state: TrialState) -> bool:
         """Whether a trial is a member."""
@@ -155,12 +153,12 @@ class Group:
     def leave(self) -> None:
         """Give the device's memory back; everything stays in host memory."""
         members, self._members = self._members, {}
-        belt, self._belt = self._belt, None
+        stream, self._stream = self._stream, None
         for member in members.values():
             member.settle()
             member.close()
-        if belt is not None:
-            belt.close()
+        if stream is not None:
+            stream.close()
             for host in self.frozen:
                 self.device.unpin(host.slab)
         self.device.tenants[:] = [each for each in self.device.tenants if each is not self]
@@ -168,11 +166,11 @@ class Group:
     def _enter(self) -> None:
         """Take the device's memory; who stands there longest leaves until there is room for a whole step."""
         device = self.device
-        if self._belt is None:
+        if self._stream is None:
             needed = self._make_plan(self.states).peak_bytes
             while device.tenants and device.arena.used_bytes + needed > device.arena.cap_bytes:
                 device.tenants[0].leave()
-        while self._belt is None:
+        while self._stream is None:
             try:
                 self._take_memory()
             except DeviceMemoryError:
@@ -196,7 +194,7 @@ class Group:
         pool = torch.cuda.graph_pool_handle() if recorded else None
         for state in self.states:
             trial = state.trial
-            self._members[id(state)] = Member(
+            self._members[id(state)] = GroupMemberExecutor(
                 state,
                 self.device,
                 shared=self.frozen,
@@ -208,7 +206,9 @@ class Group:
         hosts = {host.piece.index: host for host in self.frozen}
         order = [self.states[0].layout.pieces_of[shard] for _, shard in self.plan.order]
         names = "+".join(state.trial.name for state in self.states[:3])
-        self._belt = Belt(self.device, hosts, order, num_places=self.plan.num_places, name=names)
+        self._stream = WeightStream(self.device, hosts, order, num_places=self.plan.num_places, name=names)
+        for member in self._members.values():
+            member.weights.stream = self._stream
         self.device.tenants.append(self)
 
     def _abandon(self) -> None:
@@ -218,50 +218,52 @@ class Group:
         for host in self.frozen:
             self.device.unpin(host.slab)
 
-    def _rehearse(self, member: Member, batches: list[Any], then: Any) -> float:
+    def _rehearse(self, member: GroupMemberExecutor, batches: list[Any], then: Any) -> float:
         """The visits of a step of one member, and nothing done; `then` gets all gradients."""
-        assert self._belt is not None
-        with member.rehearsing(batches):
+        stream = self._stream
+        assert stream is not None
+
+        def run() -> None:
             ride = _GroupStep([member])
             ride.begin()
-            self._sweep(ride, self._belt)
+            self._sweep(ride, stream)
             for problem in ride.errors.values():
                 raise problem
-            return member.finish_rehearsal(then)
 
-    def _sweep(self, ride: "_GroupStep", belt: Belt) -> None:
+        return member.rehearse(batches, run, then)
+
+    def _sweep(self, ride: "_GroupStep", stream: WeightStream) -> None:
         assert self.plan is not None
         for position, (kind, shard) in enumerate(self.plan.order):
-            views = belt.take(position)
-            if kind == "F":
-                ride.forward(shard, views)
-            elif kind == "L":
-                ride.last(views)
-            else:
-                ride.backward(shard, views)
-            belt.done(position)
+            frozen = stream.take(position)
+            ride.lend(frozen)
+            ride.run_unit(kind, shard)
+            ride.lend({})  # nobody holds on to memory that may be given back
+            stream.done(position)
 
     def _drop_failed(self, state: TrialState) -> None:
         """A member that failed in the middle of a step: its memory back, nothing of it is brought home."""
         self._members.pop(id(state)).close()
         self.states = [each for each in self.states if each is not state]
-        if not self.states:  # nobody is left to give the belt back
+        if not self.states:  # nobody is left to give the stream back
             self.leave()
 
 
 class _GroupStep:
     """One step of some members: who is still in it, and what became of them."""
 
-    def __init__(self, members: list[Member]) -> None:
+    def __init__(self, members: list[GroupMemberExecutor]) -> None:
         self.members, self.alive = members, list(members)
         self.losses: dict[int, float] = {}
         self.errors: dict[int, Exception] = {}
         self._num_tokens: dict[int, int] = {}
 
-    def verify(self, device: Device, rehearse: Callable[[Member, list[Any], Any], float]) -> None:
+    def verify(
+        self, device: Device, rehearse: Callable[[GroupMemberExecutor, list[Any], Any], float]
+    ) -> None:
         """Members before their first step: is it that of the plain model?"""
 
-        def act(member: Member) -> None:
+        def act(member: GroupMemberExecutor) -> None:
             state = member.state
             if first_step.is_due(state):
                 by_shards = partial(rehearse, member)
@@ -271,40 +273,33 @@ class _GroupStep:
             self._run_guarded(member, act)
 
     def begin(self) -> None:
-        begun: list[Member] = []
+        begun: list[GroupMemberExecutor] = []
         for member in self.members:
             self._run_guarded(member, lambda each: begun.append(each) if each.begin() else None)
         self.alive = begun
 
-    def forward(self, shard: int, views: _Views) -> None:
-        def act(member: Member) -> None:
-            member.forward(shard, views)
-            member.lay_down(shard)
+    def lend(self, frozen: Mapping[int, list[torch.Tensor]]) -> None:
+        """Frozen weights that stand on the device now, for all members."""
+        for member in self.members:
+            member.weights.frozen = frozen
 
-        for member in list(self.alive):
-            self._run_guarded(member, act)
-
-    def last(self, views: _Views) -> None:
-        for member in list(self.alive):
-            self._run_guarded(member, lambda each: each.last(views))
-
-    def backward(self, shard: int, views: _Views) -> None:
-        """B of every member; the next one's input is sent for while one computes."""
+    def run_unit(self, kind: str, shard: int) -> None:
+        """A unit of every member; before a backward the next one's input is sent for while one computes."""
         waiting = list(self.alive)
         for member, following in zip_longest(waiting, waiting[1:]):
-            if following is not None:
-                self._run_guarded(following, lambda each: each.reach_for(shard))
-            self._run_guarded(member, lambda each: each.backward(shard, views))
+            if following is not None and kind == "B":
+                self._run_guarded(following, lambda each: each.boundaries.prefetch(shard))
+            self._run_guarded(member, lambda each: each.run_unit(kind, shard))
 
     def end(self) -> None:
-        def act(member: Member) -> None:
+        def act(member: GroupMemberExecutor) -> None:
             self._num_tokens[id(member)] = member.num_tokens
             self.losses[id(member)] = member.end()
 
         for member in list(self.alive):
             self._run_guarded(member, act)
 
-    def _run_guarded(self, member: Member, act: Callable[[Member], Any]) -> None:
+    def _run_guarded(self, member: GroupMemberExecutor, act: Callable[[GroupMemberExecutor], Any]) -> None:
         """Let a member act; one that raises is out of the step."""
         if member not in self.alive:
             return
@@ -319,7 +314,9 @@ class _GroupStep:
         names = (f"{each.state.trial.name} " for each in self.members)
         return max((name for name in names if label.startswith(name)), key=len, default="")
 
-    def told(self, member: Member, seconds: float, up: int, loads: int, spans: Any) -> GroupStepResult:
+    def told(
+        self, member: GroupMemberExecutor, seconds: float, up: int, loads: int, spans: Any
+    ) -> GroupStepResult:
         key, name = id(member), member.state.trial.name
         if key in self.errors:
             return GroupStepResult(member.state, error=self.errors[key])

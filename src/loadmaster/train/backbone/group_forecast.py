@@ -32,15 +32,18 @@ class TrialSketch:
     backbone: str  # hash of its frozen parameters
 
 
-def sketch_trial(built: BuiltModel, sizes: Sizes, backbone: str, *, cap_bytes: int) -> TrialSketch:
-    """Cut it as a group would; the model that was built for planning gives its weights back."""
+def sketch_trial(
+    built: BuiltModel, sizes: Sizes, backbone: str, *, cap_bytes: int, kept: bool
+) -> TrialSketch:
+    """Cut it as a group would; a model that is not kept for training gives its weights back."""
     from loadmaster.train.backbone.group import build_split_layout
 
     layout = build_split_layout(built, group_cuts(built, cap_bytes))
-    free_weights(built.chain.model)
-    return TrialSketch(
-        built.trial, build_chain(built.trial, built.chain.model), built.facts, layout, sizes, backbone
-    )
+    chain = built.chain
+    if not kept:
+        free_weights(chain.model)
+        chain = build_chain(built.trial, chain.model)
+    return TrialSketch(built.trial, chain, built.facts, layout, sizes, backbone)
 
 
 def plan_together(
@@ -106,7 +109,7 @@ def _plan_member(
     count = len(members)
     crossing = 0 if plan.on_device else sum(boundary_bytes(each) for each in members)
     up = plan.streamed_bytes + crossing
-    flops = sum(found[each.trial.name].detail.work.flops for each in members)
+    flops = sum(found[each.trial.name].detail.plan.work.flops for each in members)
     work = Work(flops=flops, up_bytes=up, down_bytes=crossing, host_stepped=0, host_bytes=up + crossing)
     bound = find_step_limit(work, rates)
     return replace(

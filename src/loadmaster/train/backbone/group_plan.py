@@ -1,6 +1,7 @@
-"""What a group takes of a device: adapters and one visit at a time always, boundaries if they fit, a belt.
+"""What a group takes of a device: adapters, one unit at a time, boundaries if they fit, and a weight stream.
 
-The rest of the cap is places of the belt: each holds a frozen shard that need not be loaded at the next turn.
+The rest of the cap is places of the stream: each holds a frozen shard that need not be loaded at the next
+turn.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout
 from loadmaster.shards.plan.sizes import Sizes
 from loadmaster.shards.spec.trial import Trial
+from loadmaster.train.backbone.adapter_weights import lowest_trained_shard, visit_bytes
 from loadmaster.train.backbone.frozen_weights import is_frozen, piece_bytes
-from loadmaster.train.backbone.group_member_executor import lowest_trained_shard, visit_bytes
-from loadmaster.train.backbone.weight_stream import belt_bytes
+from loadmaster.train.backbone.weight_stream import stream_bytes
 
 _PARTS = 16  # of the cap: a shard of several small blocks is at most so large
 _MARGIN = 0.12  # of a GPU's cap: work space of its libraries and what its allocator cannot use
@@ -103,19 +104,19 @@ def plan_group(
     base = _base_bytes(states)
     kept = sum(boundary_bytes(state) for state in states)
     crossing = _crossing_bytes(states)
-    on_device = base + kept + belt_bytes(sizes, fewest) <= room
+    on_device = base + kept + stream_bytes(sizes, fewest) <= room
     used = base + (kept if on_device else crossing)
     wanted = min(num_places or len(sizes), len(sizes))
     places = next(
-        (n for n in range(wanted, min(fewest, wanted) - 1, -1) if used + belt_bytes(sizes, n) <= room), None
+        (n for n in range(wanted, min(fewest, wanted) - 1, -1) if used + stream_bytes(sizes, n) <= room), None
     )
     if places is None:
-        _refuse_group(states, used + belt_bytes(sizes, fewest), room)
+        _refuse_group(states, used + stream_bytes(sizes, fewest), room)
     assert places is not None
     up = sum(sizes[p] for _, shard in order for p in first.layout.pieces_of[shard] if p in sizes)
     # A zig-zag: what stands when it turns is used again, so each place saves its shard twice a step.
     streamed = int(up * max(0, len(sizes) - places) / max(1, len(sizes)))
-    return GroupPlan(order, places, on_device, used + belt_bytes(sizes, places), up, streamed)
+    return GroupPlan(order, places, on_device, used + stream_bytes(sizes, places), up, streamed)
 
 
 def _base_bytes(states: Sequence[PlannableTrial]) -> int:

@@ -15,7 +15,7 @@ from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.spec.trial import compute_metrics
 from loadmaster.train.backbone.group import Group, GroupStepResult
-from loadmaster.train.execute.runner import StepDone
+from loadmaster.train.execute.runner import StepResult
 from loadmaster.train.execute.snapshots import collect_facts, collect_tensors, restore_state
 from loadmaster.train.execute.trial_state import TrialState, frozen_names
 
@@ -56,7 +56,7 @@ class MemberRunner:
         """What the comparison of the first step with the plain model said; '' = there was none."""
         return self.state.verified
 
-    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
+    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepResult]:
         """Up to `num_steps` optimizer steps; the others of the group ride along."""
         for _ in range(num_steps):
             told = self._ahead.popleft() if self._ahead else self._step_together()
@@ -68,7 +68,7 @@ class MemberRunner:
             if not self._ahead:
                 self._start = None
             self._step_s = told.seconds if not self._step_s else 0.7 * self._step_s + 0.3 * told.seconds
-            yield StepDone(
+            yield StepResult(
                 self.step,
                 told.epoch,
                 told.loss,

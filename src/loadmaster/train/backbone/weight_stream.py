@@ -1,4 +1,4 @@
-"""A belt of weights that never change: places on a device, filled ahead over a known order of units.
+"""A stream of weights that never change: places on a device, filled ahead over a known order of units.
 
 A piece much larger than the others has a place of its own and stays in it. Of the others, the one used again
 last makes room; nothing is written back.
@@ -35,14 +35,14 @@ def large_pieces(sizes: Mapping[int, int]) -> list[int]:
     return [piece for piece, size in sizes.items() if size > _LARGE * usual]
 
 
-def belt_bytes(sizes: Mapping[int, int], num_places: int) -> int:
-    """Device memory of a belt."""
+def stream_bytes(sizes: Mapping[int, int], num_places: int) -> int:
+    """Device memory of a stream."""
     large = large_pieces(sizes)
     rest = [size for piece, size in sizes.items() if piece not in large]
     return sum(sizes[piece] for piece in large) + min(num_places, len(rest)) * max(rest, default=0)
 
 
-class Belt:
+class WeightStream:
     """Streams pieces through places of one device; `order` names the pieces of each unit of a step."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Belt:
         wanted += [(max(rest), None)] * min(num_places, len(rest))
         try:
             for size, own in wanted:
-                self._places.append(_Place(device.arena.region("belts", size), own))
+                self._places.append(_Place(device.arena.region("frozen weights", size), own))
         except BaseException:
             self.close()
             raise
@@ -85,7 +85,7 @@ class Belt:
             place = self._find_place(piece) or self._load(piece, position)
             if place is None:
                 raise RunError(
-                    f"{self._device.name}: no place for {self._hosts[piece].piece.name} on the belt"
+                    f"{self._device.name}: no place for {self._hosts[piece].piece.name} of the weight stream"
                 )
             found[piece] = place
         self._ahead(position)

@@ -1,7 +1,7 @@
 """The coordinator's side of checkpoints: which are being written, and which count.
 
 A checkpoint counts when the journal says so, and only under the fence of the turn that began it. Workers
-write beside the training, from a copy, where host memory has room for one; crews whose workers share no disk
+write beside the training, from a copy, where host memory has room for one; pools whose workers share no disk
 with the coordinator send it the state, and it writes beside its own loop.
 """
 
@@ -16,7 +16,7 @@ from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.messages import CheckpointWritten, TurnEnded
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.study_state import Book
+from loadmaster.train.coordination.study_state import StudyState
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.backbone_files import Backbone
 from loadmaster.train.disk.background_writer import Writer
@@ -39,10 +39,10 @@ class CheckpointTracker:
     """Checkpoints of all trials."""
 
     root: Path
-    book: Book
+    state: StudyState
     pace: Pace
     audience: CallbackList
-    places: TrialLocations
+    locations: TrialLocations
     plans: Mapping[str, TrialPlan]
     pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)  # by trial and fence
     _given: dict[str, int] = field(default_factory=dict)  # the generation that the last turn was to write
@@ -53,8 +53,8 @@ class CheckpointTracker:
     def sweep(self, names: Sequence[str]) -> None:
         """Delete what an earlier run left that does not count; nobody is writing yet."""
         for name in names:
-            checkpoints.sweep(self.root, name, self.book.entries[name].committed)
-        checkpoints.sweep_shared(self.root, [entry.committed for entry in self.book.entries.values()])
+            checkpoints.sweep(self.root, name, self.state.entries[name].committed)
+        checkpoints.sweep_shared(self.root, [entry.committed for entry in self.state.entries.values()])
 
     def is_save_due(self, name: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint; by time, one at a time."""
@@ -66,7 +66,7 @@ class CheckpointTracker:
 
     def number(self, name: str) -> int:
         """The generation of the next checkpoint; no two of a trial have the same."""
-        known = [each.generation for each in self.book.entries[name].committed]
+        known = [each.generation for each in self.state.entries[name].committed]
         known += [each.generation for (trial, _), each in self.pending.items() if trial == name]
         last = max(known, default=0)
         self._given[name] = last + 1
@@ -75,11 +75,11 @@ class CheckpointTracker:
     def has_room(self, name: str) -> bool:
         """Whether host memory has room for a copy of a trial's state."""
         held = sum(self.plans[other].state_bytes for other, _ in self.pending)
-        return self.places.taken_bytes + held + self.plans[name].state_bytes <= self.places.cap_bytes
+        return self.locations.taken_bytes + held + self.plans[name].state_bytes <= self.locations.cap_bytes
 
     def register_pending(self, event: TurnEnded, device: int) -> None:
         """A turn ended with a checkpoint that is being written, or is to be."""
-        entry = self.book.entries[event.trial]
+        entry = self.state.entries[event.trial]
         sent = event.snapshot is not None
         number = self.number(event.trial) if sent else self._given[event.trial]
         self.pending[event.trial, event.fence] = _Pending(
@@ -122,9 +122,9 @@ class CheckpointTracker:
 
     def commit(self, saved: SavedCheckpoint, save_s: float, seconds: float, num_tokens: int) -> None:
         """Journal it, then delete older ones."""
-        entry = self.book.entries[saved.trial]
+        entry = self.state.entries[saved.trial]
         facts = {"generation": saved.generation, "fence": saved.fence, "step": saved.step, "crc": saved.crc}
-        self.book.note("commit", trial=saved.trial, **facts, seconds=seconds, num_tokens=num_tokens)
+        self.state.note("commit", trial=saved.trial, **facts, seconds=seconds, num_tokens=num_tokens)
         checkpoints.sweep(self.root, saved.trial, entry.committed, writing=True)
         self.pace.saved(saved.trial, save_s)
         self.audience.tell("on_checkpoint", saved.trial, saved.step)

@@ -34,12 +34,12 @@ from loadmaster.train.coordination.messages import (
     WorkerLost,
 )
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.referee import Referee
 from loadmaster.train.coordination.result import Span, TrialStatus
 from loadmaster.train.coordination.running_turn import RunningTurn, convert_spans
 from loadmaster.train.coordination.scheduler import TrialStanding, Turn, choose_turn
-from loadmaster.train.coordination.study_state import ENDED, Book, TrialEntry
-from loadmaster.train.coordination.worker_pool import Crew
+from loadmaster.train.coordination.search_decisions import SearchDecisions
+from loadmaster.train.coordination.study_state import ENDED, StudyState, TrialEntry
+from loadmaster.train.coordination.worker_pool import WorkerPool
 from loadmaster.train.disk import checkpoints
 
 _WAIT_S = 0.5
@@ -55,11 +55,11 @@ class Coordinator:
 
     names: Sequence[str]
     device_names: Sequence[str]
-    book: Book
-    crew: Crew
-    referee: Referee
+    state: StudyState
+    pool: WorkerPool
+    decisions: SearchDecisions
     plans: Mapping[str, TrialPlan]
-    places: TrialLocations
+    locations: TrialLocations
     pace: Pace
     audience: CallbackList
     root: Path  # of checkpoints
@@ -78,10 +78,10 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         """Fencing numbers of this run stand above those of every run before, committed or not."""
-        self.book.note("study", run=self.book.num_runs + 1)
-        self._fence = self.book.num_runs * _FENCES_OF_A_RUN
+        self.state.note("study", run=self.state.num_runs + 1)
+        self._fence = self.state.num_runs * _FENCES_OF_A_RUN
         self._saves = CheckpointTracker(
-            self.root, self.book, self.pace, self.audience, self.places, self.plans
+            self.root, self.state, self.pace, self.audience, self.locations, self.plans
         )
         self._saves.sweep(self.names)
 
@@ -100,7 +100,7 @@ class Coordinator:
             raise KeyboardInterrupt
 
     def _run_loop(self) -> None:
-        self._apply(self.referee.pending())
+        self._apply(self.decisions.pending())
         while not self.halt_asked and self._trouble is None:
             self._dispatch()
             if not self._running and not self._moving and not self._saves.pending:
@@ -112,7 +112,7 @@ class Coordinator:
     def _receive(self) -> None:
         """One event, of a worker or of what this process writes."""
         written = self._saves.finished(_WAIT_S if not self._running and not self._moving else 0.0)
-        found = self.crew.receive(_WAIT_S) if written is None else (-1, written)
+        found = self.pool.receive(_WAIT_S) if written is None else (-1, written)
         if found is not None:
             self._handle(*found)
 
@@ -133,14 +133,14 @@ class Coordinator:
         """Every trial that may run, as the scheduler sees it."""
         found = []
         for at, name in enumerate(self.names):
-            entry = self.book.entries[name]
-            limit = self.referee.limit(entry)
+            entry = self.state.entries[name]
+            limit = self.decisions.limit(entry)
             if entry.status in ENDED or limit is None or name in self._ending:
                 continue
             running = name in self._running or name in self._moving
-            if not running and not self.places.admits(name):
+            if not running and not self.locations.admits(name):
                 continue
-            place = self.places.where.get(name)
+            place = self.locations.where.get(name)
             found.append(
                 TrialStanding(
                     trial=at,
@@ -158,50 +158,50 @@ class Coordinator:
         name = self.names[turn.trial]
         for other in self.names:
             self._passed[other] = self._passed.get(other, 0) + 1 if other != name else 0
-        place = self.places.where.get(name)
+        place = self.locations.where.get(name)
         if isinstance(place, int) and place != device:
             self._moving[name] = device, turn
             self._fence += 1
-            self.crew.send(place, Release(name, self._fence))
+            self.pool.send(place, Release(name, self._fence))
             return
         self._start(device, turn)
 
     def _start(self, device: int, turn: Turn) -> None:
         name = self.names[turn.trial]
-        entry = self.book.entries[name]
-        stop = self.referee.next_stop(entry)
+        entry = self.state.entries[name]
+        stop = self.decisions.next_stop(entry)
         limit = self.pace.next_save(name, entry.step)
         goal = stop if limit is None else min(stop, limit)
         num_steps = min(turn.num_steps, max(0, goal - entry.step))
-        pending = self.referee.owes_report(entry)
+        pending = self.decisions.owes_report(entry)
         if pending:
             num_steps = 0
         elif entry.step >= entry.num_steps:
             num_steps = 1  # the runner says whether there is one
         due = self._saves.is_save_due(name, entry.step + num_steps)
         then = self.names[turn.then] if turn.then is not None else None
-        evaluate = pending or self.referee.wants_report(entry, entry.step + num_steps)
+        evaluate = pending or self.decisions.wants_report(entry, entry.step + num_steps)
         beside = self._saves.has_room(name)
         self._send(device, name, num_steps=num_steps, evaluate=evaluate, save=due, beside=beside, then=then)
 
     def _send(self, device: int, name: str, **told: Any) -> None:
         """Give a trial's turn to a worker, with its state where the worker has it not."""
-        entry = self.book.entries[name]
-        place = self.places.where.get(name)
+        entry = self.state.entries[name]
+        place = self.locations.where.get(name)
         self._fence += 1
         source: dict[str, Any] = {}
         if isinstance(place, Parcel):
             source = {"parcel": place}
         elif place is None and not entry.committed:
             source = {"fresh": True}
-        elif place is None and self.crew.writes_checkpoints:
+        elif place is None and self.pool.writes_checkpoints:
             source = {"restore": entry.committed[-1]}
         elif place is None:
             source = {"parcel": Parcel(checkpoints.load(self.root, entry.committed[-1]))}
-        number = self._saves.number(name) if self.crew.writes_checkpoints else 0
-        self.places.where[name] = device
+        number = self._saves.number(name) if self.pool.writes_checkpoints else 0
+        self.locations.where[name] = device
         self._running[name] = RunningTurn(device, self._fence)
-        self.crew.send(device, Task(trial=name, fence=self._fence, generation=number, **source, **told))
+        self.pool.send(device, Task(trial=name, fence=self._fence, generation=number, **source, **told))
 
     def _handle(self, device: int, event: Event) -> None:
         match event:
@@ -243,11 +243,11 @@ class Coordinator:
 
     def _turned(self, event: TurnEnded, running: RunningTurn) -> None:
         name = event.trial
-        entry = self.book.entries[name]
+        entry = self.state.entries[name]
         if event.step != entry.step:
             loss = running.loss if running.loss is not None else entry.loss
             facts = {"seconds": running.seconds, "num_tokens": running.num_tokens, "verified": event.verified}
-            self.book.note("turn", trial=name, step=event.step, loss=loss, **facts)
+            self.state.note("turn", trial=name, step=event.step, loss=loss, **facts)
         if event.saved is not None:
             self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
         elif event.saving or event.snapshot is not None:
@@ -259,12 +259,12 @@ class Coordinator:
         if event.finished:
             if event.saved is not None:
                 self._finish_trial(event)
-        elif self.referee.wants_report(entry, event.step):
-            self._apply(self.referee.record_report(entry, event.metrics))
+        elif self.decisions.wants_report(entry, event.step):
+            self._apply(self.decisions.record_report(entry, event.metrics))
 
     def _finish_trial(self, event: TurnEnded) -> None:
         """Its last state is on disk."""
-        self._apply(self.referee.finished(self.book.entries[event.trial], event.metrics))
+        self._apply(self.decisions.finished(self.state.entries[event.trial], event.metrics))
         self._end(event.trial, TrialStatus.DONE)
 
     def _written(self, event: CheckpointWritten) -> None:
@@ -286,44 +286,44 @@ class Coordinator:
             self._end(name, TrialStatus.STOPPED)
 
     def _end(self, name: str, status: TrialStatus) -> None:
-        entry = self.book.entries[name]
+        entry = self.state.entries[name]
         step = max([entry.step, *entry.reports])  # it had been there before a crash
-        self.book.note("done", trial=name, status=str(status), step=step)
+        self.state.note("done", trial=name, status=str(status), step=step)
         self._close(name)
         self.audience.tell("on_trial_end", name, str(status), "")
 
     def _close(self, name: str) -> None:
         """Give a trial's memory back."""
-        place = self.places.where.get(name)
-        self.places.left(name)
+        place = self.locations.where.get(name)
+        self.locations.left(name)
         if isinstance(place, int):
             self._fence += 1
-            self.crew.send(place, Release(name, self._fence, drop=True))
+            self.pool.send(place, Release(name, self._fence, drop=True))
         elif isinstance(place, Parcel):
             _close_parcel(place)
 
     def _handle_failure(self, event: TrialFailed, device: int) -> None:
         name = event.trial
-        self.places.left(name)
+        self.locations.left(name)
         if event.kind == "checkpoint":
-            self.book.fall_back(name, event.text)
+            self.state.fall_back(name, event.text)
             return
         if event.device_broken:
             self._handle_lost_worker(device, event.text)
         self._fail(name, event.kind, event.text)
 
     def _fail(self, name: str, kind: str, text: str) -> None:
-        entry = self.book.entries[name]
-        self.book.note("fail", trial=name, error_kind=kind, error=text, step=entry.step)
+        entry = self.state.entries[name]
+        self.state.note("fail", trial=name, error_kind=kind, error=text, step=entry.step)
         self.audience.tell("on_trial_end", name, str(TrialStatus.FAILED), text)
-        self._apply(self.referee.withdraw_trial(name))
+        self._apply(self.decisions.withdraw_trial(name))
 
     def _handle_release(self, event: TrialReleased) -> None:
         waiting = self._moving.pop(event.trial, None)
-        if waiting is None or self.places.where.get(event.trial) is None:
+        if waiting is None or self.locations.where.get(event.trial) is None:
             _close_parcel(event.parcel)  # it ended meanwhile
             return
-        self.places.where[event.trial] = event.parcel
+        self.locations.where[event.trial] = event.parcel
         device, turn = waiting
         if not self.halt_asked and self._trouble is None:
             self._start(device, turn)
@@ -331,7 +331,7 @@ class Coordinator:
     def _handle_lost_worker(self, device: int, reason: str) -> None:
         """A worker is gone: what it held goes back to its last checkpoint, and its device gets a new one."""
         self._saves.lost(device)
-        held = [name for name, place in self.places.where.items() if place == device]
+        held = [name for name, place in self.locations.where.items() if place == device]
         for name in held:
             ran = self._running.get(name)
             here = ran is not None and ran.device == device
@@ -339,18 +339,18 @@ class Coordinator:
                 del self._running[name]
             self._moving.pop(name, None)
             self._ending.pop(name, None)
-            self.places.left(name)
-            self.book.rewind(name)
+            self.locations.left(name)
+            self.state.rewind(name)
             if here:
                 self._deaths[name] = self._deaths.get(name, 0) + 1
                 if self._deaths[name] >= _MOST_DEATHS:
                     self._fail(name, "worker", f"its worker died {_MOST_DEATHS} times: {reason}")
-        self.crew.restart(device)
+        self.pool.restart(device)
 
     def _unstick(self) -> bool:
         """Nothing runs: make room in memory, or ask the searcher about those who wait. False: all is done."""
-        open_now = [name for name in self.names if self.places.where.get(name) is not None]
-        waiting = [e for e in self.book.list_unfinished(self.names) if self.referee.limit(e) is not None]
+        open_now = [name for name in self.names if self.locations.where.get(name) is not None]
+        waiting = [e for e in self.state.list_unfinished(self.names) if self.decisions.limit(e) is not None]
         if waiting:
             if not open_now:
                 raise RunError(
@@ -358,10 +358,10 @@ class Coordinator:
                 )
             self._park(max(open_now, key=lambda name: self.plans[name].host_bytes))
             return True
-        paused: list[TrialEntry] = self.book.list_unfinished(self.names)
+        paused: list[TrialEntry] = self.state.list_unfinished(self.names)
         if not paused:
             return False
-        self._apply(self.referee.exhausted(paused))
+        self._apply(self.decisions.exhausted(paused))
         return True
 
     def _park(self, name: str) -> None:
@@ -371,7 +371,7 @@ class Coordinator:
 
     def _save_now(self, name: str) -> None:
         self._await_write(name)
-        entry, place = self.book.entries[name], self.places.where.get(name)
+        entry, place = self.state.entries[name], self.locations.where.get(name)
         if entry.step > entry.durable_step:
             self._send(place if isinstance(place, int) else 0, name, num_steps=0, save=True)
             while name in self._running and self._trouble is None:
@@ -385,13 +385,13 @@ class Coordinator:
     def _wind_down(self) -> None:
         """Stop at step boundaries, then save what is not on disk."""
         for device in sorted(self._busy_devices()):
-            self.crew.send(device, Halt())
+            self.pool.send(device, Halt())
         first = self._trouble
         try:
             while self._running or self._moving or self._saves.pending:
                 self._receive()
             for name in self.names:
-                if self.places.where.get(name) is not None and first is None:
+                if self.locations.where.get(name) is not None and first is None:
                     self._save_now(name)
         except LoadmasterError as problem:
             self._trouble = first or problem

@@ -17,7 +17,14 @@ import torch
 from loadmaster.core.errors import DeviceMemoryError, FileError, VerifyError
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.model.loaders import LoaderError
-from loadmaster.shards.spec.engine import Engine, NotANumberError, Runner, StepDone, make_nan_error
+from loadmaster.shards.spec.engine import (
+    Engine,
+    NotANumberError,
+    Runner,
+    StepDone,
+    TrialPlan,
+    make_nan_error,
+)
 from loadmaster.train.coordination.eviction import Room
 from loadmaster.train.coordination.messages import (
     CheckpointWritten,
@@ -52,6 +59,7 @@ class Worker:
         self,
         engine: Engine,
         trials: Mapping[str, Any],
+        plans: Mapping[str, TrialPlan],
         device_name: str,
         root: Path | None,
         *,
@@ -60,7 +68,8 @@ class Worker:
     ) -> None:
         self._known: dict[str, Backbone] = {}  # frozen weights on disk
         self._tell, self._writer = tell, Writer()  # events that come between turns, from another thread
-        self._engine, self._trials, self._root = engine, trials, root  # root None: the coordinator writes
+        self._engine, self._trials, self._plans = engine, trials, plans
+        self._root = root  # None: the coordinator writes
         self._device = engine.open_device(device_name)
         self._halted = halted
         self._room = Room(self._device)
@@ -126,7 +135,7 @@ class Worker:
         if task.parcel is not None and hasattr(task.parcel.content, "steps"):
             runner = task.parcel.content  # handed over within this process
         else:
-            runner = self._engine.open_runner(trial, self._device)
+            runner = self._engine.open_runner(trial, self._device, self._plans.get(task.trial))
             self.held[task.trial] = runner
             if task.parcel is not None:
                 self.unpack(runner, task.parcel)

@@ -1,6 +1,6 @@
 """Room on a device for the trial whose turn it is: others leave, the one that ran longest ago first.
 
-What a trial needs beside the places that all share is what its last turn took at its highest; for one that
+What a trial needs beside the slots that all share is what its last turn took at its highest; for one that
 never ran, what was planned, or all others leave.
 Works on the arena of a device; a device without one is taken to have room for all.
 """

@@ -5,7 +5,7 @@
                                          <--       Written, later: a checkpoint that was written beside
         Release(trial)                   -->       Released(parcel)
         Halt                             -->       the turn ends at the next step boundary
-                                         <--       Lost, from the crew: the process is gone
+                                         <--       Lost, from the pool: the process is gone
 
 A fencing number is given out with every task. Messages and checkpoints of an older one are ignored, so that
 a worker which was thought dead cannot change anything when it comes back.

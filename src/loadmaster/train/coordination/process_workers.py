@@ -1,7 +1,8 @@
 """One process for each device, on this machine; the coordinator talks to each over a pipe of its own.
 
 Workers are fresh Python processes, not forks: a fork after torch has used its threads hangs. What they need
-(engine, trials) is sent by value with cloudpickle: trials may hold lambdas, scripts need no `__main__` guard.
+(engine, trials, plans) is sent by value with cloudpickle: trials may hold lambdas, scripts need no `__main__`
+guard.
 
 A trial moves between workers through a folder in shared memory. A worker that dies is found by the end of its
 pipe and started anew; workers whose coordinator dies end by the same sign.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from loadmaster.core.errors import InputError
-from loadmaster.shards.spec.engine import Engine, Runner
+from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
 from loadmaster.train.coordination.device_worker import Worker, take_snapshot
 from loadmaster.train.coordination.messages import (
     Event,
@@ -95,17 +96,26 @@ class ProcessWorker(Worker):
         parcel.content.close()
 
 
-class ProcessCrew:
+class ProcessWorkerPool:
     """Workers as processes of this machine."""
 
     writes_checkpoints = True
 
-    def __init__(self, engine: Engine, trials: Mapping[str, Any], devices: Sequence[str], root: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        trials: Mapping[str, Any],
+        plans: Mapping[str, TrialPlan],
+        devices: Sequence[str],
+        root: Path,
+    ) -> None:
         base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         self._parcels = Path(tempfile.mkdtemp(prefix="loadmaster-", dir=base))
         threads = max(1, (os.cpu_count() or 1) // len(devices))
         self._payloads = [
-            pickle_by_value((engine, dict(trials), name, str(root.resolve()), str(self._parcels), threads))
+            pickle_by_value(
+                (engine, dict(trials), dict(plans), name, str(root.resolve()), str(self._parcels), threads)
+            )
             for name in devices
         ]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -190,7 +200,7 @@ def serve(pipe: Connection) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which tells us
-    engine, trials, device, root, parcels, threads = pickle.loads(pipe.recv_bytes())
+    engine, trials, plans, device, root, parcels, threads = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     inbox: deque[Message] = deque()
     halted = False
@@ -218,7 +228,7 @@ def serve(pipe: Connection) -> None:
         with suppress(OSError):  # the coordinator is gone; the main thread finds it out
             tell(event)
 
-    worker = ProcessWorker(engine, trials, device, Path(root), halted=is_halted, tell=tell_beside)
+    worker = ProcessWorker(engine, trials, plans, device, Path(root), halted=is_halted, tell=tell_beside)
     worker.parcels = Path(parcels)
     running = ""
     while True:

@@ -11,7 +11,7 @@ from typing import Any
 
 from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import InputError
-from loadmaster.shards.spec.engine import Engine, Runner
+from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
 from loadmaster.train.coordination.device_worker import Worker, take_snapshot
 from loadmaster.train.coordination.messages import (
     Event,
@@ -70,7 +70,15 @@ class RayWorker(Worker):
 class _WorkerActor:
     """What lives in an actor: a worker, and a way out for its events."""
 
-    def __init__(self, engine: Engine, trials: Mapping[str, Any], device: str, at: int, events: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        trials: Mapping[str, Any],
+        plans: Mapping[str, TrialPlan],
+        device: str,
+        at: int,
+        events: Any,
+    ) -> None:
         import threading
 
         self._halted = False
@@ -79,7 +87,7 @@ class _WorkerActor:
         if device.startswith("cuda"):  # Ray shows an actor its own GPU only
             (word,) = parse_local_devices([device])
             device = format_local_device(replace(word, kind="cuda:0", number=""))
-        self._worker = RayWorker(engine, trials, device, None, halted=lambda: self._halted)
+        self._worker = RayWorker(engine, trials, plans, device, None, halted=lambda: self._halted)
 
     def handle(self, message: Message) -> None:
         """Do what the coordinator asks; events go into the queue."""
@@ -103,28 +111,34 @@ class _WorkerActor:
         self._halted = True
 
 
-class RayCrew:
+class RayWorkerPool:
     """Workers as actors; Ray restarts nobody, the coordinator asks for new ones."""
 
     writes_checkpoints = False
 
-    def __init__(self, engine: Engine, trials: Mapping[str, Any], devices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        trials: Mapping[str, Any],
+        plans: Mapping[str, TrialPlan],
+        devices: Sequence[str],
+    ) -> None:
         self._ray = _import_ray()
         _connect(self._ray)
         from ray.util.queue import Queue
 
         self._events = Queue()
-        self._given = engine, dict(trials), list(devices)
+        self._given = engine, dict(trials), dict(plans), list(devices)
         self._calls: list[list[Any]] = [[] for _ in devices]
         self._actors = [self._start_actor(at) for at in range(len(devices))]
 
     def _start_actor(self, at: int) -> Any:
-        engine, trials, devices = self._given
+        engine, trials, plans, devices = self._given
         num_gpus = 1 if devices[at].startswith("cuda") else 0
         host = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2, max_restarts=0)(
             _WorkerActor
         )
-        return host.remote(engine, trials, devices[at], at, self._events)
+        return host.remote(engine, trials, plans, devices[at], at, self._events)
 
     def send(self, device: int, message: Message) -> None:
         """An actor call; its end, or its actor's, is seen in `receive`."""

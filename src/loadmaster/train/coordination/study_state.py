@@ -1,4 +1,4 @@
-"""The book of a study: how every trial stands, as the journal tells it.
+"""The state of a study: how every trial stands, as the journal tells it.
 
 The state is a fold over the records: the same `apply` runs when a record is written and when it is replayed,
 so that a study which goes on after a crash stands where the journal says, and nowhere else.
@@ -46,7 +46,7 @@ class TrialEntry:
         return self.committed[-1].step if self.committed else 0
 
 
-class Book:
+class StudyState:
     """All trials, and the journal that says so."""
 
     def __init__(self, journal: Journal) -> None:

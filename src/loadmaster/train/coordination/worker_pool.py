@@ -1,4 +1,4 @@
-"""A crew: the workers of all devices, wherever they run. It is sent messages and gives events."""
+"""A pool of workers: those of all devices, wherever they run. It is sent messages and gives events."""
 
 import queue
 from collections import deque
@@ -10,7 +10,7 @@ from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.messages import Event, Halt, Message, Quit, Release, Task
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers, one for each device."""
 
     writes_checkpoints: bool  # else snapshots come with the events, and the coordinator writes them
@@ -28,7 +28,7 @@ class Crew(Protocol):
         """End all workers."""
 
 
-class InlineCrew:
+class InlineWorkerPool:
     """All workers in this process, taking turns step by step: one device, or many in a test."""
 
     writes_checkpoints = True

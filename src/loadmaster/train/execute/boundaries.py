@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from loadmaster.shards.device.arena import Arena, BookingStack, Region, align_bytes
+from loadmaster.shards.device.arena import BookingStack, align_bytes
+from loadmaster.train.execute.device_slots import DeviceSlots
+from loadmaster.train.execute.units import ForwardRecord
 
 
 class Boundaries:
     """A stack in a region that trials share; what does not fit is left where it is, and booked."""
 
-    def __init__(self, arena: Arena, name: str) -> None:
-        self._beside = BookingStack(arena, name)
+    def __init__(self, device_slots: DeviceSlots, name: str) -> None:
+        self._device_slots, self._beside = device_slots, BookingStack(device_slots.device.arena, name)
         self._ends: list[int] = []
 
-    def push(self, values: list[Any], region: Region | None) -> list[Any]:
+    def keep(self, shard: int, values: list[Any], *, stays: bool) -> list[Any]:
         """The same values, standing in the region."""
         self._ends.append(self._ends[-1] if self._ends else 0)
-        beside = 0
+        region, beside = self._device_slots.boundaries, 0
 
         def copy_to_region(leaf: Any) -> Any:
             nonlocal beside
@@ -42,8 +44,13 @@ class Boundaries:
         self._beside.push(beside)
         return found
 
-    def pop(self) -> None:
-        """The newest is not wanted any more."""
+    def recall(self, shard: int, records: list[ForwardRecord]) -> None:
+        """They stand where they are read."""
+
+    def leave(self, kind: str, shard: int, records: list[ForwardRecord]) -> None:
+        """After a backward the newest is not wanted any more."""
+        if kind != "B":
+            return
         if self._ends:
             self._ends.pop()
         self._beside.pop()

@@ -1,4 +1,4 @@
-"""Places on a device, shared by all trials that stand there: slots for pieces, rings for optimizer state.
+"""What trials that stand on a device share there: slots for pieces, rings for optimizer state.
 
 The trial whose turn it is, and the one that follows, say in what order pieces are used; what leaves for a
 piece is what is used again last. The pieces of all others may leave at once.
@@ -22,19 +22,19 @@ _FAR = 1 << 60
 
 
 class Owner(Protocol):
-    """A trial's weights, as places see them."""
+    """A trial's weights, as slots see them."""
 
     order: UnitOrder
     position: int  # the unit that runs, or len(order) at the end of a step
-    rank: dict[int, int]  # [large piece] which of the large places is its own
+    rank: dict[int, int]  # [large piece] which of the large slots is its own
 
 
 @dataclass(eq=False)
-class Slot:
-    """One place for a piece."""
+class DeviceSlot:
+    """Room for one piece."""
 
     region: Region
-    rank: int | None = None  # of a large place
+    rank: int | None = None  # of a large slot
     owner: Owner | None = None
     piece: int | None = None  # the piece in it, None = nothing of use
     ready: Event | None = None  # its bytes have arrived
@@ -74,22 +74,22 @@ class Ring:
 
 
 @dataclass(eq=False)
-class Places:
+class DeviceSlots:
     """Slots and rings of one device."""
 
     device: Device
     need: MemoryNeed = field(default_factory=MemoryNeed)
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[DeviceSlot] = field(default_factory=list)
     rings: list[Ring] = field(default_factory=list)
     boundaries: Region | None = None
     running: Owner | None = None
     following: Owner | None = None
-    _users: dict[int, MemoryNeed] = field(default_factory=dict)  # [id of a session]
+    _users: dict[int, MemoryNeed] = field(default_factory=dict)  # [id of an executor]
     _turn: int = 0
     _flying: list[tuple[Event, list[torch.Tensor], int]] = field(default_factory=list)
 
     def join(self, user: Any, need: MemoryNeed) -> None:
-        """Make room for one more trial; places grow where it needs larger ones."""
+        """Make room for one more trial; slots grow where it needs larger ones."""
         self._resize(self.need.joined(need))
         self._users[id(user)] = need
 
@@ -122,12 +122,12 @@ class Places:
             return ahead + owner.order.next_use(piece, 0)
         return _FAR
 
-    def find_slot(self, owner: Owner, piece: int) -> Slot | None:
-        """The place a piece stands in."""
+    def find_slot(self, owner: Owner, piece: int) -> DeviceSlot | None:
+        """The slot a piece stands in."""
         return next((slot for slot in self.slots if slot.piece == piece and slot.owner is owner), None)
 
-    def choose_slot(self, owner: Owner, piece: int) -> Slot | None:
-        """An empty place, else that of the piece used last of all, if later than this one."""
+    def choose_slot(self, owner: Owner, piece: int) -> DeviceSlot | None:
+        """An empty slot, else that of the piece used last of all, if later than this one."""
         rank = owner.rank.get(piece)
         fitting = [slot for slot in self.slots if slot.rank == rank]
         empty = next((slot for slot in fitting if slot.piece is None), None)
@@ -180,7 +180,7 @@ class Places:
         free = arena.cap_bytes - arena.used_bytes + self.need.num_bytes
         if need.num_bytes > free:
             raise DeviceMemoryError(
-                f"{self.device.name}: places for shards need {format_bytes(need.num_bytes)}, but"
+                f"{self.device.name}: slots for shards need {format_bytes(need.num_bytes)}, but"
                 f" {format_bytes(free)} of {format_bytes(arena.cap_bytes)} is free; raise memory_cap, or cut"
                 " into smaller blocks"
             )
@@ -200,9 +200,9 @@ class Places:
         arena.book("gradients", need.flight_bytes)
         for rank, size in enumerate(need.large):
             if size:
-                self.slots.append(Slot(arena.region("slots", size), rank=rank))
+                self.slots.append(DeviceSlot(arena.region("slots", size), rank=rank))
         for _ in range(need.num_usual):
-            self.slots.append(Slot(arena.region("slots", need.usual_bytes)))
+            self.slots.append(DeviceSlot(arena.region("slots", need.usual_bytes)))
         for _ in range(need.num_rings):
             self.rings.append(Ring(arena.region("rings", need.ring_bytes)))
         if need.boundary_bytes:
@@ -228,9 +228,9 @@ class Places:
         self.slots, self.rings, self.boundaries = [], [], None
 
 
-def get_places(device: Device) -> Places:
-    """The places of a device, made when first asked for."""
-    if device.places is None:
-        device.places = Places(device)
-    found: Places = device.places
+def get_device_slots(device: Device) -> DeviceSlots:
+    """The slots of a device, made when first asked for."""
+    if device.slots is None:
+        device.slots = DeviceSlots(device)
+    found: DeviceSlots = device.slots
     return found

@@ -16,7 +16,7 @@ from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Packer
 from loadmaster.shards.plan.ring_chunks import COPY, MASTER, Chunk, make_chunks
-from loadmaster.train.execute.device_slots import Places, Slot
+from loadmaster.train.execute.device_slots import DeviceSlot, DeviceSlots
 from loadmaster.train.execute.execution_config import TransferLedger
 from loadmaster.train.execute.optimizer_step import UpdateEntry, apply_step
 from loadmaster.train.execute.trial_state import TrialState
@@ -26,9 +26,15 @@ class StreamedUpdate:
     """Optimizer steps on the device of pieces whose state lives on the host."""
 
     def __init__(
-        self, state: TrialState, device: Device, ledger: TransferLedger, places: Places, *, num_bytes: int
+        self,
+        state: TrialState,
+        device: Device,
+        ledger: TransferLedger,
+        device_slots: DeviceSlots,
+        *,
+        num_bytes: int,
     ) -> None:
-        self._state, self._device, self._ledger, self._places = state, device, ledger, places
+        self._state, self._device, self._ledger, self._device_slots = state, device, ledger, device_slots
         self._limit_bytes = num_bytes
         self._chunks: dict[tuple[int, tuple[int, ...], bool], list[Chunk]] = {}
 
@@ -38,7 +44,7 @@ class StreamedUpdate:
         groups: Sequence[int],
         grads: Mapping[int, torch.Tensor],
         hyper: Hyper,
-        slot: Slot | None,
+        slot: DeviceSlot | None,
         *,
         after: Event | None,
     ) -> Event:
@@ -47,7 +53,7 @@ class StreamedUpdate:
         computed = self._device.mark()
         label = f"{self._state.trial.name} state {host.piece.name}"
         for chunk in self._chunks_of(host, sorted(grads)):
-            ring = self._places.ring()
+            ring = self._device_slots.ring()
             memory, views = ring.region.memory, ring.get_views(chunk.layout, chunk.places)
             self._ledger.up_bytes += chunk.up_bytes
             copies = chunk.brought(memory)
@@ -84,7 +90,10 @@ class StreamedUpdate:
 
     @staticmethod
     def _copy_out(
-        host: HostPiece, positions: Sequence[int], views: list[dict[str, torch.Tensor]], slot: Slot | None
+        host: HostPiece,
+        positions: Sequence[int],
+        views: list[dict[str, torch.Tensor]],
+        slot: DeviceSlot | None,
     ) -> None:
         """The new weights as units read them: for the host, and where they stand on the device."""
         for position, view in zip(positions, views, strict=True):

@@ -1,28 +1,41 @@
 """A trial's weights on a device: pinned pieces that stay, others that come before a unit needs them."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from loadmaster.core.errors import RunError
 from loadmaster.shards.device.streams import Copy, Device, Event
+from loadmaster.shards.plan.shard_plan import unit_bytes
 from loadmaster.shards.plan.unit_order import UnitOrder, split_sizes
-from loadmaster.train.execute.device_slots import Places, Slot
+from loadmaster.train.execute.device_slots import DeviceSlot, DeviceSlots
 from loadmaster.train.execute.device_updates import PinnedPiece
-from loadmaster.train.execute.execution_config import Setting, TransferLedger, is_host_event, wait_briefly
+from loadmaster.train.execute.execution_config import (
+    ExecutionConfig,
+    TransferLedger,
+    is_host_event,
+    wait_briefly,
+)
 from loadmaster.train.execute.trial_state import TrialState
 
 
-class Weights:
+class DeviceWeights:
     """The pieces of one trial, as units of one device read them."""
 
     def __init__(
-        self, state: TrialState, device: Device, places: Places, setting: Setting, ledger: TransferLedger
+        self,
+        state: TrialState,
+        device: Device,
+        device_slots: DeviceSlots,
+        config: ExecutionConfig,
+        ledger: TransferLedger,
     ) -> None:
-        self._state, self._device, self._places = state, device, places
-        self._setting, self._ledger = setting, ledger
-        streamed = find_streamed(setting)
+        self._state, self._device, self._device_slots = state, device, device_slots
+        self._config, self._ledger = config, ledger
+        streamed = find_streamed(config)
         self.order = UnitOrder(state.layout, streamed)
         self.position = 0
         self._layouts = [
@@ -34,14 +47,43 @@ class Weights:
         self.ready: dict[int, Event] = {}  # the host copy of a piece is whole
         self.pinned: dict[int, PinnedPiece] = {}
         for host in state.pieces:
-            if setting.placement[host.piece.index] == "pinned":
+            if config.placement[host.piece.index] == "pinned":
                 name = f"{state.trial.name} pinned"
                 self.pinned[host.piece.index] = PinnedPiece(host, device, ledger, name=name)
 
-    def get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[Slot]]:
+    @contextmanager
+    def lend(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:
+        """The parameters of a shard for one unit, loading what is missing; then look ahead."""
+        self._device_slots.release_landed()
+        leaves, used = self._get_leaves(shard)
+        self.prefetch()
+        yield leaves
+        self._free(used)
+        self.position += 1
+
+    @contextmanager
+    def lend_to_evaluate(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:
+        """The same as in a forward pass: what this shard follows is used again last."""
+        self.position = shard
+        leaves, used = self._get_leaves(shard)
+        yield leaves
+        self._free(used)
+
+    def unit_bytes(self, shard: int, kind: str) -> int:
+        """Device memory a unit takes beside weights and boundaries."""
+        state = self._state
+        return unit_bytes(state.facts, state.layout, state.sizes, self._config.placement, shard, kind)
+
+    def _free(self, used: list[DeviceSlot]) -> None:
+        """What has been told to compute is all that reads these slots."""
+        done = self._device.mark()
+        for slot in used:
+            slot.free = done
+
+    def _get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[DeviceSlot]]:
         """The parameters of a shard as leaves on the device, and the slots they stand in."""
         found: dict[int, torch.Tensor] = {}
-        used: list[Slot] = []
+        used: list[DeviceSlot] = []
         for piece in self._state.layout.pieces_of[shard]:
             host = self._state.pieces[piece]
             if piece in self.pinned:
@@ -54,17 +96,17 @@ class Weights:
                 found[number] = view.detach().requires_grad_(host.trainable[position])
         return found, used
 
-    def find_slot(self, piece: int) -> Slot | None:
+    def find_slot(self, piece: int) -> DeviceSlot | None:
         """The slot a piece stands in."""
-        return self._places.find_slot(self, piece)
+        return self._device_slots.find_slot(self, piece)
 
     def is_soon(self, piece: int) -> bool:
         """Whether a piece is used so soon that it may as well stay."""
-        return self._places.distance(self, piece) <= self._setting.depth
+        return self._device_slots.distance(self, piece) <= self._config.depth
 
     def prefetch(self) -> None:
         """Load what the next units need and can have by now, the following trial's too."""
-        for owner, piece in self._places.wanted(self._setting.depth):
+        for owner, piece in self._device_slots.wanted(self._config.depth):
             weights: Any = owner
             if weights.awaits_host(piece):
                 continue
@@ -76,9 +118,9 @@ class Weights:
         pending = self.ready.get(piece)
         return pending is not None and is_host_event(pending) and not pending.done()
 
-    def load(self, piece: int) -> Slot | None:
+    def load(self, piece: int) -> DeviceSlot | None:
         """Bring a piece to a place, if one is to be had."""
-        slot = self._places.choose_slot(self, piece)
+        slot = self._device_slots.choose_slot(self, piece)
         if slot is None:
             return None
         host = self._state.pieces[piece]
@@ -95,7 +137,7 @@ class Weights:
         for piece in self.pinned.values():
             piece.close()
 
-    def _await_slot(self, piece: int) -> Slot:
+    def _await_slot(self, piece: int) -> DeviceSlot:
         """The slot that holds a piece, once compute may read it."""
         slot = self.find_slot(piece)
         if slot is None:
@@ -119,6 +161,6 @@ class Weights:
         self._ledger.waited_s += time.perf_counter() - began
 
 
-def find_streamed(setting: Setting) -> frozenset[int]:
+def find_streamed(config: ExecutionConfig) -> frozenset[int]:
     """Pieces that come and go."""
-    return frozenset(piece for piece, where in enumerate(setting.placement) if where != "pinned")
+    return frozenset(piece for piece, where in enumerate(config.placement) if where != "pinned")

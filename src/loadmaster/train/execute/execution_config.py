@@ -10,7 +10,7 @@ _PATIENCE_S = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ExecutionConfig:
     """How a trial is run on a device."""
 
     placement: tuple[Placement, ...]  # [piece]
@@ -20,13 +20,13 @@ class Setting:
     num_rings: int = 2
     num_threads: int = 1
     num_in_flight: int = 3  # pieces whose gradients may be on their way down
-    own_bytes: int | None = None  # planned, beside the places trials share
+    own_bytes: int | None = None  # planned, beside the slots trials share
     moving_bytes: int = 0  # planned, of what comes and goes in a step
 
 
 @dataclass(slots=True)
 class TransferLedger:
-    """Bytes and loads since the session began."""
+    """Bytes and loads since the trial came to the device."""
 
     up_bytes: int = 0
     down_bytes: int = 0

@@ -20,8 +20,8 @@ from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model.built_model import take_first_batch
 from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.trial import Trial
-from loadmaster.train.execute.execution_config import Setting
-from loadmaster.train.execute.shard_executor import Session
+from loadmaster.train.execute.execution_config import ExecutionConfig
+from loadmaster.train.execute.shard_executor import ShardExecutor
 
 _NUM_SWEEPS = 2
 _MOST_PLANS = 5
@@ -33,22 +33,24 @@ class Rehearsal:
     """What is known of one trial on one device."""
 
     trial: Trial
-    planned: Callable[[int], tuple[ShardPlan, Setting]] | None  # by bytes kept free beside; None: by hand
+    planned: (
+        Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None
+    )  # by bytes kept free beside; None: by hand
     done_on: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     more_bytes: int = 0
     num_plans: int = 1
 
-    def problem(self, session: Session, device: Device) -> str:
+    def problem(self, executor: ShardExecutor, device: Device) -> str:
         """Why a step does not fit as it is planned; '' = it does."""
         if not device.rehearses or device.name in self.done_on:
             return ""
-        found = self._try_fit(session, device)
+        found = self._try_fit(executor, device)
         if not found:
             self.done_on.add(device.name)
         return found
 
-    def replan(self, device: Device, why: str) -> tuple[ShardPlan, Setting] | None:
+    def replan(self, device: Device, why: str) -> tuple[ShardPlan, ExecutionConfig] | None:
         """Another plan, with more kept free; None where there is none."""
         if self.planned is None or self.num_plans >= _MOST_PLANS:
             return None
@@ -66,14 +68,14 @@ class Rehearsal:
         warnings.warn(note, RuntimeWarning, stacklevel=2)
         return found
 
-    def _try_fit(self, session: Session, device: Device) -> str:
+    def _try_fit(self, executor: ShardExecutor, device: Device) -> str:
         with randomness.preserve_generators(device.torch_device):
-            batch, _ = take_first_batch(self.trial)
+            batch, _ = take_first_batch(self.trial, self.trial.data())
             batches = [batch] * self.trial.accumulate
         retries = 0
         for _ in range(_NUM_SWEEPS):
             before = device.num_retries()
-            why = _rehearse_once(session, batches)
+            why = _rehearse_once(executor, batches)
             if why:
                 device.release()  # only now: the error held what the step had made
                 return why
@@ -84,10 +86,10 @@ class Rehearsal:
         return ""
 
 
-def _rehearse_once(session: Session, batches: list[Any]) -> str:
+def _rehearse_once(executor: ShardExecutor, batches: list[Any]) -> str:
     """What became of one sweep; the error and all it holds is gone when this returns."""
     try:
-        session.rehearse(batches)
+        executor.rehearse(batches)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         return f"ran out of memory ({str(error).splitlines()[0][:160]})"
     return ""

@@ -16,7 +16,7 @@ from loadmaster.core.units import format_bytes
 from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
-from loadmaster.shards.model.built_model import build_trial
+from loadmaster.shards.model.built_model import BuiltModel, build_trial
 from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.shards.plan.rates import SIMULATED, TYPICAL_GPU, Rates
@@ -24,16 +24,16 @@ from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.engine import make_nan_error
 from loadmaster.shards.spec.trial import Trial, compute_metrics
 from loadmaster.train.execute import first_step
-from loadmaster.train.execute.execution_config import Setting
+from loadmaster.train.execute.execution_config import ExecutionConfig
 from loadmaster.train.execute.rehearsal import Rehearsal
-from loadmaster.train.execute.shard_executor import Session
+from loadmaster.train.execute.shard_executor import ShardExecutor
 from loadmaster.train.execute.trial_state import TrialState, frozen_names, store_on_host
 
 _SWITCH_S = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepResult:
     """A step boundary."""
 
     step: int
@@ -53,19 +53,19 @@ class ShardRunner:
     def __init__(
         self,
         state: TrialState,
-        setting: Setting,
+        config: ExecutionConfig,
         *,
         updater: HostUpdater,
         sequence: Iterator[int],
         plan: ShardPlan | None = None,
-        planned: Callable[[int], tuple[ShardPlan, Setting]] | None = None,
+        planned: Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None = None,
     ) -> None:
         self.plan = plan  # None: placed by hand
         self._rehearsal = Rehearsal(state.trial, planned)
-        self.state, self.setting = state, setting
+        self.state, self.config = state, config
         self._updater, self._sequence = updater, sequence
         updater.join(self)
-        self._session: Session | None = None
+        self._executor: ShardExecutor | None = None
         self._pinned_on: Device | None = None
         self._step_s = 0.0
 
@@ -89,21 +89,21 @@ class ShardRunner:
         """What the comparison of the first step with the plain model said; '' = there was none."""
         return self.state.verified
 
-    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepDone]:
+    def steps(self, device: Device, num_steps: int, *, after: Any = None) -> Iterator[StepResult]:
         """Up to `num_steps` optimizer steps; each yield is a step boundary."""
         for number in range(num_steps):
-            session = self._ensure_session(device)  # others may have had it leave between two steps
+            executor = self._ensure_executor(device)  # others may have had it leave between two steps
             last = number == num_steps - 1
             follower = (
-                after._session if last and isinstance(after, ShardRunner) and after is not self else None
+                after._executor if last and isinstance(after, ShardRunner) and after is not self else None
             )
             if follower is not None and follower.device is not device:
                 follower = None
             if first_step.is_due(self.state):
-                first_step.compare(self.state, device, session.units, session.rehearse)
+                first_step.compare(self.state, device, executor.units, executor.rehearse)
             began = time.perf_counter()
             with _shorten_switch_interval():
-                facts = session.step(follower)
+                facts = executor.step(follower)
             if facts is None:
                 return
             taken = time.perf_counter() - began
@@ -111,7 +111,7 @@ class ShardRunner:
             if facts.loss != facts.loss and self.trial.on_nan == "fail":
                 raise make_nan_error(self.trial.name, facts.loss, self.step)
             over = last or not self.state.steps_left  # or the data does not say: then it may be over
-            yield StepDone(
+            yield StepResult(
                 self.step,
                 self.state.epoch,
                 facts.loss,
@@ -127,16 +127,16 @@ class ShardRunner:
         """The trial's own metrics of the model as it is, in eval mode."""
         if self.trial.evaluate is None:
             return {}
-        session = self._ensure_session(device)
+        executor = self._ensure_executor(device)
         model = self.state.chain.model
         model.eval()
         try:
             with (
                 randomness.preserve_generators(device.torch_device),
                 device.computing(),
-                session.units.bind_buffers(),
+                executor.units.bind_buffers(),
             ):
-                return compute_metrics(self.trial, session.predict)
+                return compute_metrics(self.trial, executor.predict)
         finally:
             model.train()
 
@@ -161,8 +161,8 @@ class ShardRunner:
 
     @property
     def need_bytes(self) -> int | None:
-        """Device memory of a turn beside the places trials share, where it was planned."""
-        return self.setting.own_bytes
+        """Device memory of a turn beside the slots trials share, where it was planned."""
+        return self.config.own_bytes
 
     def remaining_s(self) -> float:
         """Seconds left at the pace so far."""
@@ -171,15 +171,15 @@ class ShardRunner:
 
     def settle(self) -> None:
         """Wait until host memory is the whole truth."""
-        if self._session is not None:
-            self._session.settle()
+        if self._executor is not None:
+            self._executor.settle()
 
     def leave(self) -> None:
         """Give the device's memory back; the state stays in host memory."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            session.device.tenants[:] = [each for each in session.device.tenants if each is not self]
-            session.close()
+        if self._executor is not None:
+            executor, self._executor = self._executor, None
+            executor.device.tenants[:] = [each for each in executor.device.tenants if each is not self]
+            executor.close()
 
     def close(self) -> None:
         """Memory back to where it was."""
@@ -198,31 +198,31 @@ class ShardRunner:
                 self._pinned_on.unpin(host.slab)
         self._pinned_on = None
 
-    def _ensure_session(self, device: Device) -> Session:
-        if self._session is not None and self._session.device is not device:
+    def _ensure_executor(self, device: Device) -> ShardExecutor:
+        if self._executor is not None and self._executor.device is not device:
             self.leave()
         if self._pinned_on is not device:
             self._unpin()
             self._pinned_on = device
-        if self._session is None:
-            self._session = self._open_session(device)
-        return self._session
+        if self._executor is None:
+            self._executor = self._open_executor(device)
+        return self._executor
 
     @property
     def notes(self) -> list[str]:
         """What was planned anew, and why."""
         return self._rehearsal.notes
 
-    def _open_session(self, device: Device) -> Session:
+    def _open_executor(self, device: Device) -> ShardExecutor:
         """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
         while True:
-            session, why = self._try_fit(device)
-            if session is not None:
+            executor, why = self._try_fit(device)
+            if executor is not None:
                 device.tenants.append(self)
-                return session
+                return executor
             again = self._rehearsal.replan(device, why) if why else None
             if again is not None:
-                self.plan, self.setting = again
+                self.plan, self.config = again
             elif device.tenants:
                 device.tenants[0].leave()
             else:
@@ -232,22 +232,22 @@ class ShardRunner:
                     " take a smaller batch"
                 )
 
-    def _try_fit(self, device: Device) -> tuple[Session | None, str]:
-        """A session in which a step fits; or None, and why a rehearsal failed."""
+    def _try_fit(self, device: Device) -> tuple[ShardExecutor | None, str]:
+        """An executor in which a step fits; or None, and why a rehearsal failed."""
         try:
-            session = Session(self.state, device, self.setting, self._updater, self._sequence)
+            executor = ShardExecutor(self.state, device, self.config, self._updater, self._sequence)
         except DeviceMemoryError:
             if not device.tenants:
                 raise
             return None, ""
         free_bytes = device.arena.cap_bytes - device.arena.used_bytes
-        if device.tenants and free_bytes < self.setting.moving_bytes:  # places grew with this one
-            session.close()
+        if device.tenants and free_bytes < self.config.moving_bytes:  # slots grew with this one
+            executor.close()
             return None, ""
-        why = self._rehearsal.problem(session, device)
+        why = self._rehearsal.problem(executor, device)
         if not why:
-            return session, ""
-        session.close()
+            return executor, ""
+        executor.close()
         device.release()
         return None, why
 
@@ -280,17 +280,60 @@ def open_runner(
 ) -> "ShardRunner":
     """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
     built = build_trial(trial, device=device.torch_device)
-    threads = num_threads or default_threads()
-    about: dict[str, Any] = {"updater": updater or HostUpdater(), "sequence": sequence or itertools.count()}
+    about: dict[str, Any] = {"num_threads": num_threads, "updater": updater, "sequence": sequence}
     if placement is not None:
-        state = store_on_host(
-            built, cuts if cuts is not None else range(len(built.chain.blocks)), landing=True
-        )
+        starts = cuts if cuts is not None else range(len(built.chain.blocks))
         ahead = depth if depth is not None else num_slots - 1
-        setting = make_setting(
-            state, placement, num_slots=num_slots, depth=ahead, ring_bytes=None, num_threads=threads
-        )
-        return ShardRunner(state, setting, **about)
+        return _place_by_hand(built, starts, placement, num_slots=num_slots, depth=ahead, **about)
+    return open_built_runner(
+        built,
+        device=device,
+        optimizer_placement=optimizer_placement,
+        rates=rates,
+        cuts=cuts,
+        num_slots=num_slots,
+        share=share,
+        **about,
+    )
+
+
+def _place_by_hand(
+    built: BuiltModel,
+    starts: Sequence[int],
+    placement: Sequence[Placement],
+    *,
+    num_slots: int,
+    depth: int,
+    num_threads: int | None,
+    updater: HostUpdater | None,
+    sequence: Iterator[int] | None,
+) -> ShardRunner:
+    state = store_on_host(built, starts, landing=True)
+    threads = num_threads or default_threads()
+    config = make_execution_config(
+        state, placement, num_slots=num_slots, depth=depth, ring_bytes=None, num_threads=threads
+    )
+    return ShardRunner(
+        state, config, updater=updater or HostUpdater(), sequence=sequence or itertools.count()
+    )
+
+
+def open_built_runner(
+    built: BuiltModel,
+    *,
+    device: Device,
+    plan: ShardPlan | None = None,
+    optimizer_placement: str = "auto",
+    rates: Rates | None = None,
+    cuts: Sequence[int] | None = None,
+    num_slots: int = 4,
+    share: int = 1,
+    num_threads: int | None = None,
+    updater: HostUpdater | None = None,
+    sequence: Iterator[int] | None = None,
+) -> ShardRunner:
+    """Hold a built trial and execute its plan on a device; without a plan, it is made for this device."""
+    threads = num_threads or default_threads()
     given: dict[str, Any] = {
         "cap_bytes": device.arena.cap_bytes,
         "rates": rates or default_rates(device.torch_device),
@@ -298,22 +341,30 @@ def open_runner(
         "num_slots": num_slots,
         "share": share,
     }
-    plan = make_plan(built, cuts=cuts, **given)
+    if plan is None:
+        plan = make_plan(built, cuts=cuts, **given)
     starts = [first for first, _ in plan.layout.cuts]
 
-    def planned(more_bytes: int) -> tuple[ShardPlan, Setting]:
+    def planned(more_bytes: int) -> tuple[ShardPlan, ExecutionConfig]:
         """The same cuts, for what is held lies in them, with more kept free."""
         found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
-        return found, to_setting(found, num_threads=threads)
+        return found, to_execution_config(found, num_threads=threads)
 
     state = store_on_host(built, starts, landing=True)
-    setting = to_setting(plan, num_threads=threads)
-    return ShardRunner(state, setting, plan=plan, planned=planned, **about)
+    config = to_execution_config(plan, num_threads=threads)
+    return ShardRunner(
+        state,
+        config,
+        plan=plan,
+        planned=planned,
+        updater=updater or HostUpdater(),
+        sequence=sequence or itertools.count(),
+    )
 
 
-def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
+def to_execution_config(plan: ShardPlan, *, num_threads: int) -> ExecutionConfig:
     """How a plan is run."""
-    return Setting(
+    return ExecutionConfig(
         plan.placement,
         plan.num_slots,
         plan.depth,
@@ -328,7 +379,7 @@ def to_setting(plan: ShardPlan, *, num_threads: int) -> Setting:
 
 def interleave(
     runners: Sequence[ShardRunner], device: Device, num_steps: int
-) -> Iterator[tuple[ShardRunner, StepDone]]:
+) -> Iterator[tuple[ShardRunner, StepResult]]:
     """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
 
     The weights the next trial begins with come while the one before it ends.
@@ -358,7 +409,7 @@ def default_rates(device: torch.device) -> Rates:
     return TYPICAL_GPU if device.type == "cuda" else SIMULATED
 
 
-def make_setting(
+def make_execution_config(
     state: TrialState,
     placement: str | Sequence[Placement],
     *,
@@ -366,7 +417,7 @@ def make_setting(
     depth: int,
     ring_bytes: int | None,
     num_threads: int,
-) -> Setting:
+) -> ExecutionConfig:
     """Placement of each piece, and a ring as large as the largest parameter that needs it."""
     from loadmaster.shards.plan.ring_chunks import chunk_places, ring_size
     from loadmaster.shards.plan.unit_order import least_slots
@@ -383,4 +434,4 @@ def make_setting(
     ]
     ring = max([ring_bytes or 0, *needed]) if needed else 0
     slots = max(num_slots, least_slots(state.layout, streamed))
-    return Setting(chosen, slots, depth, ring, num_threads=num_threads)
+    return ExecutionConfig(chosen, slots, depth, ring, num_threads=num_threads)

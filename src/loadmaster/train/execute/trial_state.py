@@ -11,11 +11,10 @@ from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import reset_modules
 from loadmaster.shards.model.blocks import Chain
 from loadmaster.shards.model.built_model import BuiltModel
-from loadmaster.shards.model.optimizer_state import check_optimizer
 from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.host_store import HostPiece, make_host_piece
 from loadmaster.shards.plan.layout import Layout, lay_out
-from loadmaster.shards.plan.sizes import Sizes, _find_state_layouts, measure_sizes
+from loadmaster.shards.plan.sizes import Sizes, measure_sizes
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 
 
@@ -99,7 +98,7 @@ def store_on_host(
     layout: Layout | None = None,
     shared: Mapping[int, HostPiece] | None = None,
 ) -> TrialState:
-    """Move a built model into the host store, shard by shard, and make its optimizer.
+    """Move a built model into the host store, shard by shard, and make the optimizer that trains it.
 
     Pieces in `shared` are held already, by another trial.
     """
@@ -109,9 +108,6 @@ def store_on_host(
             chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable
         )
     trained = [parameter for parameter in chain.parameters if parameter.requires_grad]
-    probe = trial.optim(trained)
-    check_optimizer(probe, name=trial.name)
-    states, group_of = _find_state_layouts(probe, chain)
     wide = trial.accumulate > 1
     grad_dtype = [
         parameter.dtype if wide else layout.compute_dtype[number]
@@ -124,7 +120,7 @@ def store_on_host(
             piece,
             layout,
             chain.parameters,
-            states,
+            built.probe.states,
             grad_dtype=grad_dtype,
             landing=lands,
             for_gpu=built.device.type == "cuda",
@@ -149,12 +145,12 @@ def store_on_host(
         pieces,
         optimizer,
         schedule,
-        group_of,
+        list(built.probe.group_of),
         generators,
         Scaler(),
         measure_sizes(built),
     )
-    state.num_batches = built.num_batches
+    state.num_batches = built.record.num_batches
     return state
 
 

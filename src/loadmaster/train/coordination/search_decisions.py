@@ -10,24 +10,24 @@ from typing import Any
 from loadmaster.core.errors import InputError
 from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.searchers import Decision, Entrant, Searcher
-from loadmaster.train.coordination.study_state import ENDED, Book, TrialEntry
+from loadmaster.train.coordination.study_state import ENDED, StudyState, TrialEntry
 
 
-class Referee:
+class SearchDecisions:
     """Knows how far each trial may run now."""
 
     def __init__(
-        self, book: Book, searcher: Searcher, trials: Mapping[str, Any], *, audience: CallbackList
+        self, state: StudyState, searcher: Searcher, trials: Mapping[str, Any], *, audience: CallbackList
     ) -> None:
-        self._book, self._searcher, self._trials, self._audience = book, searcher, trials, audience
-        searcher.begin([Entrant(name, book.entries[name].num_steps) for name in trials])
+        self._state, self._searcher, self._trials, self._audience = state, searcher, trials, audience
+        searcher.begin([Entrant(name, state.entries[name].num_steps) for name in trials])
         self._stopped: list[str] = []
         self._replay()
 
     def _replay(self) -> None:
         """Tell a fresh searcher what an earlier run told it; decisions not journalled yet come out."""
         undecided: dict[str, Decision] = {}
-        for record in self._book.reports:
+        for record in self._state.reports:
             name = record["trial"]
             if name not in self._trials:
                 continue
@@ -41,12 +41,12 @@ class Referee:
                 n: d for n, d in self._searcher.released() if n != name or record["kind"] != "release"
             }
         for name, decision in undecided.items():
-            if self._book.entries[name].paused_at is not None:
+            if self._state.entries[name].paused_at is not None:
                 self._handle_release(name, decision)
 
     def pending(self) -> list[str]:
         """Trials that the journal, replayed, says are to stop."""
-        for entry in self._book.list_unfinished(list(self._trials)):
+        for entry in self._state.list_unfinished(list(self._trials)):
             if entry.is_to_stop and entry.name not in self._stopped:
                 self._stopped.append(entry.name)
         return self._take_stopped()
@@ -112,7 +112,7 @@ class Referee:
 
     def _note(self, entry: TrialEntry, metrics: dict[str, float], decision: Decision, *, asked: bool) -> None:
         facts = {"step": entry.step, "metrics": metrics, "decision": str(decision), "asked": asked}
-        self._book.note("report", trial=entry.name, **facts)
+        self._state.note("report", trial=entry.name, **facts)
         self._audience.tell("on_report", entry.name, entry.step, metrics, str(decision))
 
     def withdraw_trial(self, name: str) -> list[str]:
@@ -133,9 +133,9 @@ class Referee:
             self._handle_release(name, decision)
 
     def _handle_release(self, name: str, decision: Decision) -> None:
-        if self._book.entries[name].status in ENDED:
+        if self._state.entries[name].status in ENDED:
             return
-        self._book.note("release", trial=name, decision=str(decision))
+        self._state.note("release", trial=name, decision=str(decision))
         if decision == Decision.STOP:
             self._stopped.append(name)
 
