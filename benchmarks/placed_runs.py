@@ -22,7 +22,7 @@ from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.timeline import SpanKind
 from loadmaster.modules.loss import compute_loss
 from loadmaster.runtime.run.running import PlanRun, find_input_device, silent_tell
-from loadmaster.runtime.run.training import Task
+from loadmaster.runtime.run.training import TrainingTask
 from loadmaster.zoo.hf import SIZES, Size, build_example
 
 
@@ -73,7 +73,7 @@ def loaded(made: Any, placement: Any, placed: Any) -> Any:
 
 def what_is_off(placed: Any, placement: Any, made: Any, *, num: int = 8) -> list[dict[str, Any]]:
     """Where a prediction is off most: ops, devices and transfers, in ms, predicted and by the clock."""
-    task = Task(made.args, made.kwargs, lambda out: loss_near(out, made.loss), "adamw")
+    task = TrainingTask(made.args, made.kwargs, lambda out: loss_near(out, made.loss), "adamw")
     running = PlanRun(placed, placement, task, lm.simulate(placement.problem, placement.plan))
     running.run(2, silent_tell)
     ours, theirs = running.predicted, running.timeline
