@@ -203,7 +203,7 @@ class Study:
         try:
             yield
         finally:
-            engine: Any = self.engine()
+            engine: Any = self._engine  # None where it could not be made
             if hasattr(engine, "forget_built"):
                 engine.forget_built()
 
