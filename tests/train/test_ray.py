@@ -67,7 +67,7 @@ def test_an_actor_that_is_killed_is_replaced_and_its_trial_goes_on(cluster: None
         def on_step(self, name: str, done: Any) -> None:
             self.left -= 1
             if self.left == 0:
-                ray.kill(seen[0].crew.actors[0])  # type: ignore[attr-defined]
+                ray.kill(seen[0].pool.actors[0])  # type: ignore[attr-defined]
 
     one = study(tmp_path, trials, callbacks=[KillOne()])
     make = one._coordinator

@@ -98,7 +98,7 @@ def test_r19_remaining_time_is_right_at_the_border_of_an_epoch(tmp_path: Path) -
     class Watch:
         def on_step(self, name: str, done: Any) -> None:
             for each in holder[0]._collect_standings():
-                seen.append((holder[0].book.entries[name].step, each.num_left))
+                seen.append((holder[0].state.entries[name].step, each.num_left))
 
     study = Study([trial("a", evaluate=None)], dir=tmp_path, engine=Plain(), callbacks=[Watch()])
     make = study._coordinator
