@@ -39,7 +39,21 @@ def test_no_table_is_torn_by_an_empty_line(page: Path) -> None:
         )  # a new table has its line below the head
 
 
-def test_every_file_the_architecture_names_exists() -> None:
-    tree = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:core|graph|cluster|cost|simulator|placers|report|cli)/[\w/]+\.py)`", tree):
-        assert (ROOT / "src" / "loadmaster" / name).exists(), name
+_PACKAGES = "|".join(sorted(each.name for each in (ROOT / "src" / "loadmaster").iterdir() if each.is_dir()))
+_NAMED = re.compile(rf"`((?:{_PACKAGES})(?:/\w+)+(?:\.py)?/?)`")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_module_a_page_names_exists(page: Path) -> None:
+    for name in _NAMED.findall(page.read_text(encoding="utf-8")):
+        place = ROOT / "src" / "loadmaster" / name
+        assert place.exists() or place.with_suffix(".py").exists(), f"{page.name} names {name}"
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rooms = {each.parent for each in (ROOT / "src" / "loadmaster").glob("*/**/__init__.py")}
+    for room in rooms:
+        name = str(room.relative_to(ROOT / "src" / "loadmaster"))
+        inside = f"`{name.split('/')[0]}" in text and f"{room.name}/" in text
+        assert f"`{name}`" in text or f"{name}/" in text or inside or room.name.startswith("_"), name

@@ -1,4 +1,4 @@
 """Runs a plan op by op: the model's export graph is rewritten with copies between devices, ordered, and
-called in place of `forward`. `engine.Engine` is the front door. Above `spill` and `transport`; it may also
-import `modules`, `graph` and `core`, but no other room of the runtime.
+called in place of `forward`. `engine.GraphEngine` is the front door. It may
+import `spill`, `transport` and what lies below the runtime, but no other room of it.
 """
