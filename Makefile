@@ -4,9 +4,11 @@ ifeq ($(shell command -v $(PYTHON) 2>/dev/null),)
 PYTHON := python3
 endif
 BIN := .venv/bin
+# Neighbours stay in one process and share what they captured.
+PYTEST := $(BIN)/pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow setup bench schemas clean
+.PHONY: demo test test-slow lint kernels setup setup-ci bench schemas clean
 
 # What is installed grows with what is asked for: base, then the tools of the developers, then every extra.
 .venv/base: pyproject.toml constraints.txt
@@ -25,6 +27,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 	@$(PIP) -e '.[all,dev]'
 	@touch $@
 
+.venv/ci: .venv/all
+	@echo "installing what else tests train with or compare with"
+	@$(PIP) -e '.[ci]'
+	@touch $@
+
 .venv/demo: .venv/base
 	@echo "installing torch and transformers: the demo trains"
 	@$(PIP) -e '.[hf]'
@@ -36,15 +43,24 @@ demo: .venv/demo
 setup: .venv/all
 	@$(BIN)/python -m loadmaster.cli.warm
 
+setup-ci: .venv/ci
+
+# Kernels are compiled once, beside the linters, and not by each process of pytest for itself.
 test: .venv/dev
+	@$(MAKE) --no-print-directory -j2 lint kernels
+	$(PYTEST)
+
+test-slow: .venv/dev kernels
+	$(PYTEST) -m slow
+
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto
 
-test-slow: .venv/dev
-	$(BIN)/pytest -n auto -m slow
+kernels: .venv/dev
+	$(BIN)/python -m loadmaster.cli.warm
 
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.run

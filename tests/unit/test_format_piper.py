@@ -112,7 +112,7 @@ def test_a_bad_file_is_refused(data: bytes, error: type[InputError], message: st
 def public(name: str) -> Path:
     path = FILES / f"{name}.json"
     if not path.exists():
-        pytest.skip(f"{path} is not there")
+        pytest.skip(f"{path} is not there; the public graphs lie beside the repository")
     return path
 
 

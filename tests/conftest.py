@@ -1,0 +1,49 @@
+"""What all tests share. Where LOADMASTER_CI is set, a test that is left out needs an accepted reason.
+
+A package that is not installed is none: `.ci/run` installs everything that a test asks for, so that a skip there
+means that something is no longer tested.
+"""
+
+import os
+import re
+
+import pytest
+
+CI = bool(os.environ.get("LOADMASTER_CI"))
+ACCEPTED = re.compile(
+    r"no CUDA device|no GPU here|needs a machine without GPUs|one core:"  # hardware
+    r"|root may write|this system (has|gives) no|on Unix only|on Linux alone|of POSIX|no forks|/proc"  # platform
+    r"|beside the repository"  # public workloads, which are not part of it
+)
+
+
+def pytest_report_header() -> str | None:
+    return "LOADMASTER_CI: a skip without an accepted reason is a failure" if CI else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if CI and unaccepted_skips(session.config) and session.exitstatus in (0, 5):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skips = unaccepted_skips(config) if CI else []
+    if skips:
+        terminalreporter.section("not tested", red=True, bold=True)
+        for line in skips:
+            terminalreporter.line(line)
+        terminalreporter.line(
+            "Install what is missing in .ci/run, or accept the reason in tests/conftest.py."
+        )
+
+
+def unaccepted_skips(config: pytest.Config) -> list[str]:
+    """A line for each test or module that was left out for a reason which CI does not accept."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    found = set()
+    for report in reporter.stats.get("skipped", []) if reporter else []:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not ACCEPTED.search(reason):
+            found.add(f"{report.nodeid}: {reason}")
+    return sorted(found)
