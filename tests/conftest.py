@@ -1,7 +1,7 @@
 """What all tests share. Where LOADMASTER_CI is set, a test that is left out needs an accepted reason.
 
-A package that is not installed is none: `.ci/run` installs everything that a test asks for, so that a skip there
-means that something is no longer tested.
+A package that is not installed is none: `.ci/run` installs everything that a test asks for, so that a skip
+there means that something is no longer tested.
 """
 
 import os
@@ -12,7 +12,8 @@ import pytest
 CI = bool(os.environ.get("LOADMASTER_CI"))
 ACCEPTED = re.compile(
     r"no CUDA device|no GPU here|needs a machine without GPUs|one core:"  # hardware
-    r"|root may write|this system (has|gives) no|on Unix only|on Linux alone|of POSIX|no forks|/proc"  # platform
+    r"|root may write"
+    r"|this system (has|gives) no|on Unix only|on Linux alone|of POSIX|no forks|/proc"  # the platform
     r"|beside the repository"  # public workloads, which are not part of it
 )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.integration.command_line import Say, ask, loadmaster
+from tests.integration.command_line import Say, ask
 
 SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "schemas" / "fit.schema.json"
 
@@ -82,7 +82,7 @@ def test_bad_input_ends_with_code_2_and_one_line(say: Say, arguments: list[str],
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_model_without_devices_gets_a_table_with_its_largest_batches(tmp_path: Path) -> None:
+def test_a_model_without_devices_gets_a_table_with_its_largest_batches(say: Say, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="capture needs the extra [torch]")
     (tmp_path / "net.py").write_text(
         "import torch\n"
@@ -90,9 +90,7 @@ def test_a_model_without_devices_gets_a_table_with_its_largest_batches(tmp_path:
         "    with torch.device('meta'):\n"
         "        return torch.nn.Linear(64, 4096), (torch.empty(batch, 64),)\n"
     )
-    done = loadmaster("fit", "net.py:build", "--batch", "4", "--precision", "bf16", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = ask(say, "fit", "net.py:build", "--batch", "4", "--precision", "bf16")
     valid(said)
     batches = {row["kind"]: row["largest"]["batch"] for row in said["presets"]}
     assert batches["H200"] > batches["V100"] > batches["RTX2080"] > 4

@@ -17,7 +17,7 @@ from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.plan.partition import make_plan
 from loadmaster.train.execute.runner import default_rates
 
-_LAYERS, _WIDTH, _LENGTH = 5, 16, 6
+_LAYERS, _WIDTH, _LENGTH = 3, 16, 6
 _CAUSAL = nn.Transformer.generate_square_subsequent_mask(_LENGTH)
 _PADDED = torch.arange(_LENGTH) >= torch.tensor([[6], [4], [3]])
 _HOLES = torch.tensor([[0, 1, 0, 0, 0, 1]] * 3).bool()
