@@ -47,15 +47,17 @@ def test_the_plan_is_printed_and_nothing_is_trained(say: Say, tmp_path: Path) ->
 
 
 def test_ctrl_c_ends_with_130_and_the_next_call_goes_on(say: Say, tmp_path: Path) -> None:
-    code = (
-        "import sys, time; sys.path.insert(0, %r)\n"
-        "from train_a_study import trial, lt\n"
+    (tmp_path / "own.py").write_text(
+        "import time, torch, loadmaster.train as lt\n"
+        "X, nn = torch.ones(4, 8), torch.nn\n"
         "class Slow:\n"
         "    def on_step(self, name, done):\n"
         "        open('stepped', 'w').close(); time.sleep(0.05)\n"
-        "study = lt.Study([trial(0.01)], dir='r', devices='cpu', memory_cap='2MiB', callbacks=[Slow()])\n"
+        "trial = lt.Trial(name='one', build=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),\n"
+        "    loss=nn.functional.mse_loss, data=lambda: [(X, X)] * 16, epochs=1,\n"
+        "    optim=lambda ps: torch.optim.SGD(ps, lr=0.1))\n"
+        "study = lt.Study([trial], dir='r', devices='cpu', memory_cap='2MiB', callbacks=[Slow()])\n"
     )
-    (tmp_path / "own.py").write_text(code % str(STUDY.parent))
     process = start("train", "own.py:study", cwd=tmp_path, env=ONE_THREAD)
     deadline = time.monotonic() + 60
     while not (tmp_path / "stepped").exists() and time.monotonic() < deadline:

@@ -101,7 +101,7 @@ MODELS = {
 def _trial(model: str, optimizer: str, **more: Any) -> lt.Trial:
     build, data = MODELS[model]
     return lt.Trial(
-        name="t", build=build, loss=F.cross_entropy, data=data, optim=OPTIMIZERS[optimizer], epochs=3, **more
+        name="t", build=build, loss=F.cross_entropy, data=data, optim=OPTIMIZERS[optimizer], epochs=2, **more
     )
 
 

@@ -126,12 +126,12 @@ def test_loads_of_trials_that_take_turns_are_those_of_the_formula(
     """2 (S - K) + K / q a step: K slots keep what both passes use; a new turn finds none of it."""
     device = CpuDevice(cap_bytes=1 << 24)
     runners = _open(
-        [_plain(f"t{at}") for at in range(4)], device, ["device"], num_slots=num_slots, depth=2 * num_slots
+        [_plain(f"t{at}") for at in range(3)], device, ["device"], num_slots=num_slots, depth=2 * num_slots
     )
     loads: list[int] = []
-    for turn in range(4):
+    for turn in range(3):
         for at, runner in enumerate(runners):
-            after = runners[(at + 1) % 4] if hinted else None
+            after = runners[(at + 1) % 3] if hinted else None
             taken = [done.loads for done in runner.steps(device, per_turn, after=after)]
             if turn > 0:
                 loads += taken

@@ -385,7 +385,7 @@ def test_autocast_computes_in_the_smaller_type_and_says_so() -> None:
     assert plain.tensor_bytes[made[0]] == 2 * mixed.tensor_bytes[made[1]]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "vit"])
 def test_the_work_is_that_of_torchs_joint_graph(name: str) -> None:
     aot = pytest.importorskip(
         "torch._functorch.aot_autograd", reason="the witness is a private part of torch"

@@ -1,5 +1,6 @@
 """Odd models: every one is captured by every path it can be, with the memory of a real step."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ torch = pytest.importorskip("torch", reason="capture needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 from loadmaster.core.errors import GraphError, InputError  # noqa: E402
-from loadmaster.core.graph import Phase  # noqa: E402
+from loadmaster.core.graph import Graph, Phase  # noqa: E402
 from loadmaster.graph.capture import capture  # noqa: E402
 from loadmaster.modules.loss import compute_loss  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
@@ -38,11 +39,16 @@ def real_peak(name: str) -> int:
     return counted_peak(example, (lambda _: given) if given is not None else torch.optim.AdamW) + held_bytes
 
 
+@functools.cache
+def captured(name: str, path: str | None = None) -> Graph:
+    odd = made(name)
+    return capture(odd.model, odd.args, odd.kwargs, path=path, **odd.options)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_an_odd_model_is_captured_with_the_memory_of_a_real_step(name: str) -> None:
-    odd = made(name)
-    graph = capture(odd.model, odd.args, odd.kwargs, **odd.options)
+    graph = captured(name)
     assert graph.capture.split(";")[0] == ("traced" if name in NOT_EXPORTED else "joint")
     assert "100.0 % of backward attributed" in graph.capture
     assert ("read in a real run" in graph.capture) == (name in READS_VALUES)
@@ -58,9 +64,7 @@ def test_an_odd_model_is_captured_with_the_memory_of_a_real_step(name: str) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_fall_backs_agree_with_the_first_choice(name: str, path: str) -> None:
     peaks, updates = [], []
-    for way in (None, path):
-        odd = made(name)
-        graph = capture(odd.model, odd.args, odd.kwargs, path=way, **odd.options)
+    for graph in (captured(name), captured(name, path)):
         peaks.append(simulated_peak(graph))
         updates.append({graph.op_name[op] for op in np.flatnonzero(graph.phase == Phase.UPDATE)})
     assert peaks[1] == pytest.approx(peaks[0], rel=OTHER[path].get(name, 0.15))

@@ -38,8 +38,18 @@ def names(graph: Graph, phase: Phase) -> list[str]:
     return [graph.op_name[op] for op in np.flatnonzero(graph.phase == phase)]
 
 
-@pytest.mark.parametrize("path", [None, "traced", "estimated"])
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "branching"])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        pytest.param(name, path, marks=() if name in quick else pytest.mark.slow)
+        for path, quick in {
+            None: ("gpt2", "lstm", "branching"),
+            "traced": ("resnet", "branching"),
+            "estimated": ("lstm", "branching"),
+        }.items()
+        for name in ("gpt2", "resnet", "lstm", "branching")
+    ],
+)
 def test_an_accumulated_step_peaks_where_a_real_one_does(name: str, path: str | None) -> None:
     e = example(name)
     graph = capture(e.model, e.args, e.kwargs, loss=e.loss, accumulation=3, path=path)
