@@ -6,8 +6,13 @@ there means that something is no longer tested.
 
 import os
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.integration.command_line import Say
 
 CI = bool(os.environ.get("LOADMASTER_CI"))
 ACCEPTED = re.compile(
@@ -16,6 +21,24 @@ ACCEPTED = re.compile(
     r"|this system (has|gives) no|on Unix only|on Linux alone|of POSIX|no forks|/proc"  # the platform
     r"|beside the repository"  # public workloads, which are not part of it
 )
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> "Say":
+    """Run `main` here, in a folder of its own: exit code, stdout, stderr."""
+    from loadmaster.cli.app import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, columns: int = 100) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("sys.argv", ["loadmaster", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return run
 
 
 def pytest_report_header() -> str | None:

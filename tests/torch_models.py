@@ -1,5 +1,6 @@
 """The nine models of the capture tests, tiny: a model, its inputs, and what kind of loss it has."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="capture needs the extra [torch]")
 from torch import nn  # noqa: E402
 
+from loadmaster.core.graph import Graph  # noqa: E402
+from loadmaster.graph.capture import capture  # noqa: E402
 from loadmaster.zoo.example import Example, random_tokens  # noqa: E402
 from loadmaster.zoo.hf import Size, build_example  # noqa: E402
 from loadmaster.zoo.recurrent import Lstm  # noqa: E402
@@ -99,6 +102,13 @@ BUILDERS: dict[str, Callable[[], Example]] = {
     "branching": _branching,
 }
 NAMES = tuple(BUILDERS)
+
+
+@functools.cache
+def example_graph(name: str) -> Graph:
+    """What `capture` says of an example, found once in each process."""
+    built = example(name)
+    return capture(built.model, built.args, built.kwargs)
 
 
 def example(name: str) -> Example:

@@ -1,7 +1,6 @@
 """Measured costs on disk: nothing is lost, whoever writes and whatever happens to the file."""
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from loadmaster.cost.database import (
     open_database,
 )
 from loadmaster.cost.exchange import export_costs, import_costs
-from tests.integration.command_line import loadmaster
+from tests.integration.command_line import Say, ask
 
 ROW = CostRow("aten.mm.default float32[2,2] float32[2,2]", "chip", "2.11", "2026-01-02T00:00:00Z", 1e-3)
 WRITER = """
@@ -247,17 +246,16 @@ def test_bad_documents_are_refused_whole(
         assert database.count() == 0
 
 
-def test_the_command_line_lists_exports_and_imports(path: Path, tmp_path: Path) -> None:
+def test_the_command_line_lists_exports_and_imports(path: Path, say: Say) -> None:
     with open_database(path) as database:
         database.put([ROW])
     at = ["--database", str(path)]
-    listed = json.loads(loadmaster("costs", "ls", *at, "--json", cwd=tmp_path).stdout)
+    listed = ask(say, "costs", "ls", *at)
     assert listed["devices"] == {"chip": 1}
     assert listed["rows"] == [asdict(ROW)]
-    assert "aten.mm.default" in loadmaster("costs", "ls", *at, cwd=tmp_path).stdout
-    assert loadmaster("costs", "export", "c.json", *at, cwd=tmp_path).returncode == 0
-    done = loadmaster("costs", "import", "c.json", "--database", "new.sqlite", "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["num_changed"] == 1
+    assert "aten.mm.default" in say("costs", "ls", *at)[1]
+    assert say("costs", "export", "c.json", *at)[0] == 0
+    assert ask(say, "costs", "import", "c.json", "--database", "new.sqlite")["num_changed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -271,9 +269,11 @@ def test_the_command_line_lists_exports_and_imports(path: Path, tmp_path: Path) 
         ([], "Missing command"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
-    env = {ENVIRONMENT: os.fspath(tmp_path / "own.sqlite")}
-    done = loadmaster("costs", *arguments, cwd=tmp_path, env=env)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(
+    say: Say, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "own.sqlite")
+    code, _, err = say("costs", *arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1

@@ -14,7 +14,7 @@ from loadmaster.core.errors import InputError, PlanError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.core.plan import plan_of  # noqa: E402
 from tests.placing import first_difference, trained  # noqa: E402
-from tests.torch_models import example  # noqa: E402
+from tests.torch_models import example, example_graph  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,8 +22,7 @@ DEVICES = "2xRTX3090, cpu-64GB"
 
 
 def problem(name: str = "gpt2", devices: str = DEVICES) -> lm.Problem:
-    built = example(name)
-    return lm.problem(lm.capture(built.model, built.args, built.kwargs), devices)
+    return lm.problem(example_graph(name), devices)
 
 
 def by_blocks(question: lm.Problem) -> Any:

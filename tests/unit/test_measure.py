@@ -1,5 +1,6 @@
 """Measured costs: what is timed, what is not, and what becomes of the rest. No test holds a stopwatch."""
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from loadmaster.cost.roofline import roofline_costs, takes_no_time  # noqa: E402
 from loadmaster.cost.signature import PlainWord, TensorSpec, parse_signature  # noqa: E402
 from loadmaster.cost.stopwatch import Job, measure_jobs  # noqa: E402
 from loadmaster.cost.timing import time_call  # noqa: E402
-from tests.integration.command_line import loadmaster  # noqa: E402
+from tests.integration.command_line import Say  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -57,6 +58,7 @@ def chip() -> str:
     return local_devices()[0].chip
 
 
+@functools.cache
 def captured(name: str) -> Graph:
     made = example(name)
     return lm.capture(made.model, made.args, made.kwargs, loss=made.loss)
@@ -473,18 +475,18 @@ def test_measure_alone_means_half_a_minute(given: list[str], meant: list[str]) -
     assert complete_arguments(given) == meant
 
 
-def test_the_command_line_measures_once(tmp_path: Path) -> None:
+def test_the_command_line_measures_once(say: Say) -> None:
     source = "import torch\ndef build():\n    return torch.nn.Linear(4, 4), (torch.zeros(2, 4),)\n"
-    (tmp_path / "net.py").write_text(source)
+    Path("net.py").write_text(source)
     plan = ["plan", "net.py:build", "-d", "cpu-8GB", "-a", "single_device", "--measure", "60s"]
     for news in ("new", "0 new"):
-        done = loadmaster(*plan, "--database", "own.sqlite", "--json", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["measured_share"] > 0.99
-        assert news in done.stderr
-    done = loadmaster("plan", "net.py:build", "-d", "cpu", "--database", "own.sqlite", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "only --measure uses" in done.stderr
+        code, out, err = say(*plan, "--database", "own.sqlite", "--json")
+        assert code == 0, err
+        assert json.loads(out)["measured_share"] > 0.99
+        assert news in err
+    code, _, err = say("plan", "net.py:build", "-d", "cpu", "--database", "own.sqlite")
+    assert code == 2
+    assert "only --measure uses" in err
 
 
 @pytest.mark.gpu

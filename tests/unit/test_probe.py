@@ -1,6 +1,5 @@
 """The probe: links fitted, this machine measured, and the file it writes read back."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from loadmaster.cluster.probe import LocalDevice, local_devices
 from loadmaster.core.errors import ClusterError
 from loadmaster.core.graph import Dtype
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from tests.integration.command_line import loadmaster
+from tests.integration.command_line import Say, ask
 
 SIZES = [2.0**power for power in range(10, 29, 2)]
 
@@ -137,15 +136,12 @@ def test_the_probe_of_this_machine_is_a_cluster(tmp_path: Path) -> None:
     assert said
 
 
-def test_the_command_writes_a_file_that_plan_takes(tmp_path: Path) -> None:
+def test_the_command_writes_a_file_that_plan_takes(say: Say) -> None:
     pytest.importorskip("torch", reason="the probe needs the extra [torch]")
-    done = loadmaster("probe", "--out", "here.toml", "--largest", "64KiB", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert document["toml"] == (tmp_path / "here.toml").read_text()
+    document = ask(say, "probe", "--out", "here.toml", "--largest", "64KiB")
+    assert document["toml"] == Path("here.toml").read_text()
     assert document["devices"][0]["name"] == "cpu0"
-    shown = loadmaster("show", "--devices", "here.toml", "--json", cwd=tmp_path)
-    assert json.loads(shown.stdout)["cluster"]["name"] == "this machine"
+    assert ask(say, "show", "--devices", "here.toml")["cluster"]["name"] == "this machine"
 
 
 @pytest.mark.parametrize(
@@ -157,11 +153,11 @@ def test_the_command_writes_a_file_that_plan_takes(tmp_path: Path) -> None:
         (["--largest", "much"], "--largest"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = loadmaster("probe", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(say: Say, arguments: list[str], message: str) -> None:
+    code, _, err = say("probe", *arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.gpu
