@@ -14,6 +14,10 @@ import pytest
 if TYPE_CHECKING:
     from tests.integration.command_line import Say
 
+# Read by torch when it is imported. Tiny ops on two threads wait for each other: the same tests took half as
+# much processor time again.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 CI = bool(os.environ.get("LOADMASTER_CI"))
 ACCEPTED = re.compile(
     r"no CUDA device|no GPU here|needs a machine without GPUs|one core:"  # hardware
