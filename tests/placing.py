@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,8 +33,17 @@ def plan_by(graph: lm.Graph, where: Callable[[str], int]) -> Plan:
     return plan_of(np.array([where(name) for name in graph.op_name], dtype=np.int32))
 
 
+_CAPTURED: WeakKeyDictionary[Any, dict[Any, lm.Graph]] = WeakKeyDictionary()
+
+
 def captured(example: Example) -> lm.Graph:
-    return lm.capture(example.model, example.args, example.kwargs)
+    """What `capture` says of an example; asked twice, it is captured once."""
+    model = example.model
+    state = (model.training, *(weight.requires_grad for weight in model.parameters()))
+    known = _CAPTURED.setdefault(model, {})
+    if state not in known:
+        known[state] = lm.capture(model, example.args, example.kwargs)
+    return known[state]
 
 
 def placed(example: Example, plan: Plan, *, num: int = 2, memory: str = "64MB", **options: Any) -> Placed:

@@ -40,7 +40,7 @@ def by_trainer(model: Any, folder: Any, **more: Any) -> tuple[list[float], dict[
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=3,
-        max_steps=4,
+        max_steps=3,
         logging_steps=1,
         learning_rate=1e-2,
         use_cpu=True,
@@ -60,7 +60,7 @@ def by_trainer(model: Any, folder: Any, **more: Any) -> tuple[list[float], dict[
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}, {"bf16": True}]
+    "more", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"bf16": True}]
 )
 def test_transformers_trainer_trains_a_placed_model_to_the_same_weights(tmp_path: Any, more: Any) -> None:
     plain, built = example("gpt2"), example("gpt2")
@@ -193,7 +193,7 @@ def halves(built: Example) -> Any:
     return plan_of((2 * unit >= num_units).astype(np.int32), np.arange(graph.num_ops, dtype=np.int32))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
 def test_compiled_parts_train_as_the_model_does(name: str) -> None:
     built, plain = without_chance(name), without_chance(name)
     model = placed(built, halves(built), compile="aot_eager")
