@@ -1,6 +1,7 @@
 """Compiled kernels are kept on disk, wherever that can be written."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 WHERE = "from loadmaster.simulator.jit import cache_folder; print(cache_folder())"
 KERNEL = (
     "from loadmaster.simulator.jit import cache_folder, kernel\n"
@@ -47,29 +49,27 @@ def test_a_read_only_folder_falls_back_to_a_writable_one(tmp_path: Path) -> None
     assert not run(WHERE, NUMBA_CACHE_DIR=str(locked))[0].startswith(str(locked))
 
 
-def test_a_folder_that_cannot_be_made_falls_back_to_a_writable_one(tmp_path: Path) -> None:
-    blocked = tmp_path / "a file"
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package in a folder of its own, to be changed."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(SOURCE / "loadmaster", tmp_path / "src" / "loadmaster", ignore=ignored))
+
+
+def test_a_folder_that_cannot_be_made_falls_back_to_a_writable_one(copy: Path, tmp_path: Path) -> None:
+    blocked = copy / "__pycache__"
     blocked.write_text("not a folder")
-    code = (
-        "import loadmaster.simulator.jit as jit\n"
-        "from pathlib import Path\n"
-        f"jit._PACKAGE = Path({str(blocked)!r})\n"
-        "print(jit.cache_folder())\n"
-    )
-    where = run(code, NUMBA_CACHE_DIR=str(blocked), XDG_CACHE_HOME=str(blocked), TMPDIR=str(tmp_path))[0]
+    elsewhere = {"NUMBA_CACHE_DIR": str(blocked), "XDG_CACHE_HOME": str(blocked), "TMPDIR": str(tmp_path)}
+    where = run(WHERE, PYTHONPATH=str(copy.parent), **elsewhere)[0]
     assert where.startswith(str(tmp_path / "loadmaster-"))
     assert Path(where).is_dir()
 
 
-def test_the_folder_changes_when_a_kernel_changes(tmp_path: Path) -> None:
-    code = (
-        "import loadmaster.simulator.jit as jit\n"
-        "from pathlib import Path\n"
-        "before = jit._sources_digest()\n"
-        f"jit._PACKAGE = Path({str(tmp_path)!r})\n"
-        "(jit._PACKAGE / 'a.py').write_text('x = 1\\n@kernel\\ndef f(): pass\\n')\n"
-        "one = jit._sources_digest()\n"
-        "(jit._PACKAGE / 'a.py').write_text('x = 2\\n@kernel\\ndef f(): pass\\n')\n"
-        "print(len({before, one, jit._sources_digest()}))\n"
-    )
-    assert run(code)[0] == "3"
+def test_the_folder_changes_when_a_kernel_changes_and_only_then(copy: Path, tmp_path: Path) -> None:
+    folders = []
+    for changed in (None, "core/units.py", "simulator/events/kernel.py"):
+        if changed is not None:
+            (copy / changed).write_text((copy / changed).read_text() + "# changed\n")
+        folders.append(run(WHERE, PYTHONPATH=str(copy.parent), NUMBA_CACHE_DIR=str(tmp_path))[0])
+    assert folders[0] == folders[1] != folders[2]
+    assert folders[0].startswith(str(tmp_path))
