@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from loadmaster import api
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.placement import Status
-from loadmaster.core.problem import Links, Problem
+from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
 from loadmaster.simulator.bounds.travel import compute_travel
 from tests import reference
 from tests.builders import cluster_of, graph_of, problem_of
+from tests.odd_problems import find_false_bound, odd_problem
 from tests.oracle import assignments, best_of_all, orders
 from tests.strategies import problems
 
@@ -164,3 +165,25 @@ def test_a_bound_scales_with_all_times(seed: int) -> None:
     )
     for bound in (lambda p: compute_travel(p).bound_s, lambda p: solve_relaxed_step(p).bound_s):
         assert bound(longer) == pytest.approx(4 * bound(problem), rel=1e-6)
+
+
+def test_a_join_without_time_sends_its_output_instead_of_its_inputs() -> None:
+    """Two ops on one device feed a join whose only output is read on the other: one transfer, not two."""
+    graph = graph_of({"makes": [8]}, {"makes": [8]}, {"uses": [0, 1], "makes": [8]}, {"uses": [2]})
+    links = {(0, 1): [0], (1, 0): [0]}
+    problem = problem_of(
+        graph,
+        cluster_of(links, kind=[0, 0], memory=[100, 200]),
+        [1.0, 1.0, 0.0, 1.0],
+        pinned=np.array([0, 0, -1, 1], dtype=np.int32),
+    )
+    best = best_s(problem)
+    assert best is not None
+    assert api.lower_bound(problem).seconds <= best
+
+
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(at, marks=pytest.mark.slow) for at in range(2, 15))])
+def test_no_bound_is_above_the_best_plan_of_an_odd_problem(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        objective = Objective.THROUGHPUT if seed % 4 == 3 else Objective.STEP
+        assert find_false_bound(odd_problem(seed, objective)) == "", f"odd_problem({seed})"

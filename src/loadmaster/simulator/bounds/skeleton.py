@@ -5,7 +5,8 @@ Everything here is a relaxation, so a bound of the skeleton is one of the proble
 * engines with the same kinds of devices, and as much memory, are one class; within it transfers are free;
 * between classes a tensor takes what it takes between their two nearest devices;
 * an op without time that is tied to nothing (a view) is taken out: its producers then feed its consumers, at
-  the least that any place for it costs. Of what both move, a link is charged the smaller.
+  the least that any place for it costs. Of what both move, a link is charged the smaller. Where it has
+  several producers, its output may cross instead of all its inputs, so only one of them is charged to links.
 """
 
 from collections.abc import Iterator
@@ -128,9 +129,11 @@ def _contract_idle_ops(
             del out[source][op]
         for target in after:
             del into[target][op]
+        charged = max(before, key=lambda source: _largest_freight_s(before[source]), default=None)
         for source, first in before.items():
             for target, then in after.items():
-                _add_edge(out, into, source, target, _chain_edges(first, then))
+                edge = _chain_edges(first, then)
+                _add_edge(out, into, source, target, edge if source == charged else Edge(edge.seconds, {}))
         into[op], out[op] = {}, {}
     return {(u, v): edge for u, rest in out.items() for v, edge in rest.items()}
 
@@ -181,10 +184,17 @@ def _add_edge(
     into.setdefault(target, {})[source] = edge
 
 
+def _largest_freight_s(edge: Edge) -> float:
+    """Link seconds of the tensor on an edge that takes most, 0 where none is charged."""
+    return max((float(load.into_s.sum()) for load in edge.freight.values()), default=0.0)
+
+
 def _chain_edges(first: Edge, then: Edge) -> Edge:
     """From the source of one edge to the target of the next, the op between them anywhere."""
     seconds = (first.seconds[:, :, None] + then.seconds[None, :, :]).min(axis=1)
     np.fill_diagonal(seconds, 0.0)
+    if not first.freight or not then.freight:
+        return Edge(seconds, {})
     largest = max(first.freight, key=lambda t: (float(first.freight[t].into_s.sum()), t))
     mine = first.freight[largest]
     into_s = np.minimum(mine.into_s, np.min([load.into_s for load in then.freight.values()], axis=0))
