@@ -1,4 +1,4 @@
-"""Small problems in which bounds go wrong most easily: ops without time, joins, views, pins, ties, little room.
+"""Small problems in which bounds go wrong most easily: joins without time, views, pins, ties, little room.
 
 Drawn by a seed, not by hypothesis, so that a recorded run can name each one and take ten thousand of them.
 """
