@@ -130,7 +130,7 @@ def trial(fused):
 for fused in (False, True):
     device = CpuDevice(cap_bytes=1 << 20)
     runner = lt.open_runner(trial(fused), device=device, num_threads=1, placement=["host"] * 2)
-    runner._open_session(device)
+    runner._open_executor(device)
     print("numba" in sys.modules)
 from loadmaster.shards.device.adam_kernel import step_table
 print(len(step_table.signatures))
