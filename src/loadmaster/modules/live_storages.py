@@ -37,15 +37,17 @@ class LiveStorages(Generic[Facts]):
 
     def add(self, storage: Any, facts: Facts) -> None:
         """Note a storage; facts noted before are replaced."""
-        address = storage._cdata
-        self._known[address] = facts, weakref.ref(storage, lambda _: self._remove(address))
+        address, known, on_gone = storage._cdata, self._known, self._on_gone
+
+        def gone(_: Any) -> None:  # once for each tensor that dies: it calls nothing it can do itself
+            if known.pop(address, None) is not None:
+                on_gone(facts)
+
+        known[address] = facts, weakref.ref(storage, gone)
 
     def drop(self, storage: Any) -> None:
         """Forget a storage as if it had died."""
-        self._remove(storage._cdata)
-
-    def _remove(self, address: int) -> None:
-        known = self._known.pop(address, None)
+        known = self._known.pop(storage._cdata, None)
         if known is not None:
             self._on_gone(known[0])
 
