@@ -37,17 +37,15 @@ class LiveStorages(Generic[Facts]):
 
     def add(self, storage: Any, facts: Facts) -> None:
         """Note a storage; facts noted before are replaced."""
-        address, known, on_gone = storage._cdata, self._known, self._on_gone
-
-        def gone(_: Any) -> None:  # once for each tensor that dies: it calls nothing it can do itself
-            if known.pop(address, None) is not None:
-                on_gone(facts)
-
-        known[address] = facts, weakref.ref(storage, gone)
+        address = storage._cdata
+        self._known[address] = facts, weakref.ref(storage, lambda _: self._remove(address))
 
     def drop(self, storage: Any) -> None:
         """Forget a storage as if it had died."""
-        known = self._known.pop(storage._cdata, None)
+        self._remove(storage._cdata)
+
+    def _remove(self, address: int) -> None:
+        known = self._known.pop(address, None)
         if known is not None:
             self._on_gone(known[0])
 
