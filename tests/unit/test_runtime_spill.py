@@ -275,7 +275,7 @@ def test_the_gradient_that_came_down_is_the_weights_own() -> None:
 
     def noting(self: Any, at: int, edge: int, grad: Any) -> Any:
         made = right(self, at, edge, grad)
-        loads.append((self.readings[at].name, made.data_ptr()))
+        loads.append((self._loads[at].name.removeprefix("weight "), made.data_ptr()))
         return made
 
     module.WeightLoads.send_gradient = noting  # type: ignore[method-assign]
@@ -299,7 +299,7 @@ class Witness:
         self.up_bytes = self.most_up = self.down_bytes = self.most_down = 0
         self._going = weight_carriers.PendingGradients(going_bytes)
 
-    def up(self, weight: Any) -> Any:
+    def up(self, weight: Any, after: Any = None) -> Any:
         made = weight.detach().clone()
         self.up_bytes += made.nbytes
         self.most_up = max(self.most_up, self.up_bytes)

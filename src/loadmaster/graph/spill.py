@@ -1,4 +1,4 @@
-"""Spill: weights that stay in host memory while their ops run elsewhere, written out as a bigger flat graph.
+"""Spill: weights and activations that wait in host memory, written out as a bigger flat graph.
 
     weight ──load──► reader          a load for the forward pass; its copy is gone after the reader
        └─────load──► reader.backward another one for the backward pass
@@ -7,10 +7,15 @@
                                      bytes is on its way to a device or there at any time
     gradients ──landed──► updates    gradients go down as they are made; updates begin when all are there
 
+    op ──► restore ──► backward      an activation goes down as soon as it is made, and comes back as a
+     └───► landed ──► a later op     load does, within the same window; few may be on their way down
+
 A load takes no time: it sends. It is of phase PARAM, so that its output takes memory only where it is sent.
-A *reading* is a forward op that reads a weight, with all that looks at the same memory after it.
+So does a restore. A *reading* is a forward op that reads a weight, with all that looks at the same memory
+after it; a *stash* is what a forward op made and the backward pass reads.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +24,7 @@ import numpy as np
 from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_SIGNATURE, NO_STORAGE, Graph, Phase
 
-LOAD, LANDED = "load", "landed"
+LOAD, LANDED, RESTORE = "load", "landed", "restore"
 NEW = -1  # an op that the graph it was made of does not have
 
 
@@ -32,6 +37,18 @@ class Reading:
     forward: list[int] = field(default_factory=list)  # ops that need the copy, the reader first
     backward: list[int] = field(default_factory=list)
     aliases: list[int] = field(default_factory=list)  # tensors that look into the copy
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """A tensor of the forward pass that waits on the store, and who needs it in the backward pass."""
+
+    op: int  # that makes it
+    tensor: int
+    direct: tuple[int, ...]  # backward ops that read it, or a view that the forward pass made
+    backward: tuple[int, ...]  # with those that read views of it made in the backward pass, in order
+    aliases: tuple[int, ...]  # tensors of the forward pass that look at its memory, itself among them
+    late_views: tuple[int, ...]  # views of it that the backward pass makes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +67,7 @@ def max_outgoing_bytes(largest_bytes: int) -> int:
 def find_readings(graph: Graph) -> dict[int, list[Reading]]:
     """The readings of every weight that may be spilled, by param op; views of weights are followed."""
     tensor = {int(op): t for t, op in enumerate(graph.tensor_op.tolist()) if graph.phase[op] == Phase.PARAM}
-    weights = {t: op for op, t in tensor.items() if graph.op_kind[op] != LOAD}
+    weights = {t: op for op, t in tensor.items() if graph.op_kind[op] not in (LOAD, RESTORE, LANDED)}
     found: dict[int, list[Reading]] = {op: [] for op in weights.values()}
     users = _group_by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
     phase, made = graph.phase.tolist(), _group_by_key(graph.tensor_op.tolist(), range(graph.num_tensors))
@@ -71,6 +88,29 @@ def find_readings(graph: Graph) -> dict[int, list[Reading]]:
                 home.backward.append(op)
     _hold_until_done(graph, found)
     return {param: some for param, some in found.items() if some}
+
+
+def find_stashes(graph: Graph) -> dict[int, list[Stash]]:
+    """What each forward op makes that the backward pass reads, by op, in the order of the program."""
+    users = _group_by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
+    views = _group_by_key(graph.tensor_storage.tolist(), range(graph.num_tensors))
+    phase, found = graph.phase.tolist(), dict[int, list[Stash]]()
+    for op in np.flatnonzero(graph.phase == Phase.FORWARD).tolist():
+        if graph.op_kind[op] == "input":
+            continue
+        found[op] = []
+    for t, op in enumerate(graph.tensor_op.tolist()):
+        if op not in found or graph.tensor_storage[t] != t or not graph.tensor_bytes[t]:
+            continue
+        alike = views[t]
+        early = tuple(v for v in alike if phase[graph.tensor_op[v]] == Phase.FORWARD)
+        late = tuple(v for v in alike if phase[graph.tensor_op[v]] != Phase.FORWARD)
+        reads = sorted({user for v in alike for user in users.get(v, ()) if phase[user] != Phase.FORWARD})
+        direct = sorted({user for v in early for user in users.get(v, ()) if phase[user] != Phase.FORWARD})
+        if not direct or graph.keep[list(alike)].any() or any(phase[op] != Phase.BACKWARD for op in reads):
+            continue
+        found[op].append(Stash(op, t, tuple(direct), tuple(reads), early, late))
+    return {op: some for op, some in found.items() if some}
 
 
 def _follow_views(
@@ -119,20 +159,25 @@ def _group_by_key(keys: Iterable[int], values: Iterable[int]) -> dict[int, list[
 
 @dataclass(slots=True)
 class _Load:
-    reading: Reading
-    users: list[int]
+    source: Reading | Stash
+    users: Sequence[int]
     backward: bool
     size: int
     after: int = NEW  # the op whose end makes room for it
 
 
 def list_loads(
-    graph: Graph, chosen: Sequence[Reading], device: Sequence[int], window_bytes: int
+    graph: Graph,
+    chosen: Sequence[Reading],
+    device: Sequence[int],
+    window_bytes: int,
+    stashes: Sequence[Stash] = (),
 ) -> list[_Load]:
-    """The loads of chosen readings in order, each with the op that it waits for; windows are per device."""
+    """The loads in order, each with the op that it waits for; windows are per device."""
     size = {int(op): int(graph.tensor_bytes[t]) for t, op in enumerate(graph.tensor_op.tolist())}
     made = [_Load(one, one.forward, False, size[one.param]) for one in chosen]
     made += [_Load(one, one.backward, True, size[one.param]) for one in chosen if one.backward]
+    made += [_Load(one, one.backward, True, int(graph.tensor_bytes[one.tensor])) for one in stashes]
     made.sort(key=lambda load: load.users[0])
     firsts = np.flatnonzero(graph.phase == Phase.BACKWARD)
     before = np.flatnonzero(graph.phase[: int(firsts[0])] == Phase.FORWARD) if len(firsts) else firsts
@@ -156,7 +201,7 @@ def list_loads(
 
 def max_window_bytes(graph: Graph) -> int:
     """The most bytes of copies that a graph's loads let be on one device at a time, or on the way to it."""
-    loads = [op for op, kind in enumerate(graph.op_kind) if kind == LOAD]
+    loads = [op for op, kind in enumerate(graph.op_kind) if kind in (LOAD, RESTORE)]
     users = _group_by_key(graph.use_tensor.tolist(), graph.use_op.tolist())
     made = {int(op): t for t, op in enumerate(graph.tensor_op.tolist())}
     inputs = _group_by_key(graph.use_op.tolist(), graph.tensor_op[graph.use_tensor].tolist())
@@ -171,22 +216,60 @@ def max_window_bytes(graph: Graph) -> int:
 
 
 def add_loads(
-    graph: Graph, chosen: Sequence[Reading], device: Sequence[int], *, window_bytes: int
+    graph: Graph,
+    chosen: Sequence[Reading],
+    device: Sequence[int],
+    *,
+    window_bytes: int,
+    stashes: Sequence[Stash] = (),
 ) -> SpilledGraph:
-    """The graph whose chosen readings are loads; `device` [N] says where ops run."""
+    """The graph whose chosen readings and stashes are loads; `device` [N] says where ops run."""
     writer = _Writer(graph, chosen)
     waiting: dict[int, list[_Load]] = {}
-    for load in list_loads(graph, chosen, device, window_bytes):
-        waiting.setdefault(max(load.after, load.reading.param), []).append(load)
+    for load in list_loads(graph, chosen, device, window_bytes, stashes):
+        source = load.source
+        made_by = source.op if isinstance(source, Stash) else source.param
+        waiting.setdefault(max(load.after, made_by), []).append(load)
     writer.hold_gradients(device)
+    landing = list_landings(graph, stashes, device, largest_spilled_bytes(graph, chosen, stashes))
     landed_before = writer.landing()
     for op in range(graph.num_ops):
         if op == landed_before:
             writer.add_gradients_op()
+        for stash in landing.get(op, ()):
+            writer.add_landing(stash, op)
         writer.op(op)
         for load in waiting.get(op, ()):
-            writer.load(load)
+            writer.add(load)
     return writer.done()
+
+
+def largest_spilled_bytes(graph: Graph, chosen: Sequence[Reading], stashes: Sequence[Stash]) -> int:
+    """Of one weight or activation that is spilled."""
+    size = {int(op): int(graph.tensor_bytes[t]) for t, op in enumerate(graph.tensor_op.tolist())}
+    sizes = [size[one.param] for one in chosen] + [int(graph.tensor_bytes[one.tensor]) for one in stashes]
+    return max(sizes, default=0)
+
+
+def list_landings(
+    graph: Graph, stashes: Sequence[Stash], device: Sequence[int], largest_bytes: int
+) -> dict[int, list[Stash]]:
+    """Ops that wait for stashes on their way down: no more than a few may be on a device at a time."""
+    limit, found = max_outgoing_bytes(largest_bytes), dict[int, list[Stash]]()
+    forward = _group_by_key(
+        (device[op] for op in np.flatnonzero(graph.phase == Phase.FORWARD).tolist()),
+        np.flatnonzero(graph.phase == Phase.FORWARD).tolist(),
+    )
+    going: dict[int, list[Stash]] = {}
+    for stash in sorted(stashes, key=lambda one: one.op):
+        there = going.setdefault(device[stash.op], [])
+        there.append(stash)
+        while len(there) > 1 and sum(int(graph.tensor_bytes[one.tensor]) for one in there) > limit:
+            oldest, ops = there.pop(0), forward[device[stash.op]]
+            at = bisect_right(ops, stash.op)
+            if at < len(ops):
+                found.setdefault(ops[at], []).append(oldest)
+    return found
 
 
 class _Writer:
@@ -262,17 +345,42 @@ class _Writer:
         self.num_tensors += 1
         return self.num_tensors - 1
 
-    def load(self, load: _Load) -> None:
+    def add(self, load: _Load) -> None:
         """One load, after the op that it waits for."""
-        reading, weight = load.reading, self._weight[load.reading.param]
-        name = f"{self.graph.op_name[reading.param]}.load{'.backward' * load.backward}"
-        op = self._new(name, LOAD, Phase.PARAM, reading.param)
+        if isinstance(load.source, Stash):
+            self._restore(load, load.source)
+        else:
+            self._load(load, load.source)
+
+    def _restore(self, load: _Load, stash: Stash) -> None:
+        op = self._new(f"{self.graph.op_name[stash.op]}.restore", RESTORE, Phase.PARAM, stash.op)
+        copy = self._send(op, stash.tensor, load)
+        for user in stash.direct:
+            self.swap.update(((old, user), copy) for old in stash.aliases)
+            self.later.append((copy, user))
+        self.base.update(dict.fromkeys(stash.late_views, copy))
+
+    def add_landing(self, stash: Stash, before: int) -> None:
+        """An old op waits until a stash is down."""
+        op = self._new(f"{self.graph.op_name[stash.op]}.landed", LANDED, Phase.PARAM, stash.op)
+        self.uses.append((stash.tensor, op))
+        self.later.append((self._tensor(op, 0, stored=False), before))
+
+    def _send(self, op: int, tensor: int, load: _Load) -> int:
+        """The copy that a load makes of a tensor once there is room."""
         copy = self._tensor(op, load.size, stored=True)
-        self.uses.append((weight, op))
+        self.uses.append((tensor, op))
         if load.after != NEW:
             if load.after not in self.control:
                 self.control[load.after] = self._tensor(self.place[load.after], 0, stored=False)
             self.uses.append((self.control[load.after], op))
+        return copy
+
+    def _load(self, load: _Load, reading: Reading) -> None:
+        weight = self._weight[reading.param]
+        name = f"{self.graph.op_name[reading.param]}.load{'.backward' * load.backward}"
+        op = self._new(name, LOAD, Phase.PARAM, reading.param)
+        copy = self._send(op, weight, load)
         seen = [weight, *reading.aliases] if load.backward else [weight]
         for user in load.users:
             if load.backward or user == reading.reader:
@@ -305,6 +413,7 @@ class _Writer:
         phase, kind = graph.phase[old], [graph.op_kind[op] for op in old.tolist()]
         for op, (what, when, _) in self.kinds.items():
             phase[op], kind[op] = when, what
+        own_group = np.where(self._ungrouped(kind), NO_GROUP, group[old]).astype(np.int32)
         use_tensor, use_op = self._uses(place)
         made = replace(
             graph,
@@ -313,7 +422,7 @@ class _Writer:
             module=tuple(graph.module[op] for op in old.tolist()),
             phase=phase,
             mirror=np.where(fresh | (mirror < 0), NO_MIRROR, place[np.maximum(mirror, 0)]),
-            group=group[old],
+            group=own_group,
             signature=np.where(fresh, NO_SIGNATURE, graph.signature[old]),
             dtype=graph.dtype[old],
             flops=np.where(fresh, 0.0, graph.flops[old]),
@@ -328,6 +437,11 @@ class _Writer:
             use_op=use_op,
         )
         return SpilledGraph(made, origin)
+
+    def _ungrouped(self, kind: Sequence[str]) -> list[bool]:
+        """[N'] new ops that belong to no weight."""
+        landed = {op for op, (what, when, _) in self.kinds.items() if what == LANDED and when == Phase.PARAM}
+        return [what == RESTORE or op in landed for op, what in enumerate(kind)]
 
     def _column(self, at: int, dtype: type) -> Ints:
         return np.array([row[at] for row in self.extra], dtype=dtype).reshape(-1)

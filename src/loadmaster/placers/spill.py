@@ -1,9 +1,10 @@
-"""Spill: plans whose weights may stay in host memory while their ops run on a GPU.
+"""Spill: plans whose weights and activations may wait in host memory while their ops run on a GPU.
 
 For a placement of the computation (all on one device, or what an algorithm finds where weights weigh nothing)
 weights are moved to the store until it fits: as many as are lacking, spread over the pass, from its middle,
-or the largest first, with windows of several sizes. Every try is simulated on the graph with loads
-(`graph/spill.py`); the fastest that fits is the answer.
+or the largest first, with windows of several sizes. Where all weights are not enough, activations follow,
+those of the first ops first: they wait longest for the backward pass. Every try is simulated on the graph
+with loads (`graph/spill.py`); the fastest that fits is the answer.
 """
 
 import time
@@ -20,7 +21,7 @@ from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Objective, Origin, Problem
 from loadmaster.core.run import Budget, Run, Score
-from loadmaster.graph.spill import NEW, Reading, add_loads, find_readings
+from loadmaster.graph.spill import NEW, Reading, Stash, add_loads, find_readings, find_stashes
 from loadmaster.placers.answer import make_placement
 from loadmaster.simulator.bounds import lower_bounds
 from loadmaster.simulator.events import engine
@@ -30,7 +31,7 @@ _WINDOWS = (2, 4, 8)  # times the largest weight that is spilled
 _ROUNDS = 8  # to find how much must be spilled
 _SLACK = 1.02  # more than is lacking, since every weight that goes changes the moment of the peak
 _ISSUE_S = 3e-5  # assumed: a copy, an event and a wait, where launches are counted at all
-_SMALL = 1e-4  # of all weights: one that is smaller is spilled last
+_SMALL = 1e-4  # of all weights: one that is smaller is spilled last; of all activations: never
 
 
 def find_store_device(cluster: Cluster, name: str) -> int:
@@ -92,6 +93,7 @@ class _Try:
     score: Score
     name: str
     num_spilled: int
+    num_stashed: int
 
 
 class _Search:
@@ -104,6 +106,7 @@ class _Search:
         self._began, self._budget = time.perf_counter(), budget
         self._readings = find_readings(problem.graph)
         self._freed = _freed_bytes(problem.graph)
+        self._stashes = find_stashes(problem.graph)
 
     def try_all(self, name: str, where: Ints) -> None:
         """Every way of choosing weights, for one placement of the computation."""
@@ -112,12 +115,16 @@ class _Search:
         if not mine:
             return
         largest = max(self._weight_bytes(param) for param in mine)
+        too_much = 0
         for way, order in _list_orders(mine, self._freed, self._readings).items():
             for times in _WINDOWS:
                 if self._spent:
                     return
                 title = f"{name}, {way}, window of {times} weights"
-                self._spill_until_fits(title, device, order, way == "spread", times * largest)
+                too_much = self._spill_until_fits(title, device, order, way == "spread", times * largest)
+        if too_much > 0:
+            for times in _WINDOWS:
+                self._stash_until_fits(f"{name}, window of {times} tensors", device, mine, times, too_much)
 
     @property
     def _spent(self) -> bool:
@@ -150,30 +157,59 @@ class _Search:
     def _weight_bytes(self, param: int) -> int:
         return int(self.problem.graph.tensor_bytes[self.problem.graph.tensor_op == param].max())
 
-    def _spill_until_fits(self, name: str, device: Ints, order: list[int], spread: bool, window: int) -> None:
-        """Spill more until it fits, or all is spilled."""
+    def _spill_until_fits(self, name: str, device: Ints, order: list[int], spread: bool, window: int) -> int:
+        """Spill more until it fits, or all is spilled; the bytes that are lacking then."""
         sizes = self._freed[order].astype(np.float64)
-        wanted = 0.0
+        wanted, over = 0.0, 0
         for _ in range(_ROUNDS):
             chosen = _take_evenly(order, sizes, wanted) if spread else _take_first(order, sizes, wanted)
             made = self._compute_score(name, device, chosen, window)
             over = _overflow_bytes(self.problem.cluster, made.score, self.store)
             if over <= 0 or len(chosen) == len(order) or self._spent:
-                return
+                break
             wanted = float(self._freed[chosen].sum()) + _SLACK * over
+        return over
 
-    def _compute_score(self, name: str, device: Ints, chosen: list[int], window: int) -> _Try:
-        """Simulate a set of weights spilled."""
+    def _stash_until_fits(
+        self, name: str, device: Ints, params: list[int], times: int, too_much: float
+    ) -> None:
+        """All weights are spilled; more activations follow until it fits, or no more are left."""
+        graph = self.problem.graph
+        sizes = {
+            op: sum(int(graph.tensor_bytes[one.tensor]) for one in some) for op, some in self._stashes.items()
+        }
+        least = _SMALL * sum(sizes.values())
+        ops = [op for op in self._stashes if device[op] != self.store and sizes[op] >= least]
+        if not ops:
+            return
+        largest = max(*(self._weight_bytes(param) for param in params), *(sizes[op] for op in ops))
+        sums = np.cumsum([sizes[op] for op in ops])
+        wanted = _SLACK * too_much
+        for _ in range(_ROUNDS):
+            if self._spent:
+                return
+            taken = ops[: int(np.searchsorted(sums, wanted)) + 1]
+            made = self._compute_score(name, device, params, times * largest, taken)
+            over = _overflow_bytes(self.problem.cluster, made.score, self.store)
+            if over <= 0 or len(taken) == len(ops):
+                return
+            wanted = float(sums[len(taken) - 1]) + _SLACK * over
+
+    def _compute_score(
+        self, name: str, device: Ints, chosen: list[int], window: int, stashed: Sequence[int] = ()
+    ) -> _Try:
+        """Simulate a set of weights spilled, and of ops whose outputs wait on the store."""
         self.num += 1
         picked = [reading for param in chosen for reading in self._readings[param]]
         home = device.copy()
         gone = np.isin(self.problem.graph.group, self.problem.graph.group[chosen])
         home[gone & (self.problem.graph.group >= 0)] = self.store
         home[chosen] = self.store
-        problem, origin = spill_problem(self.problem, picked, home, window_bytes=window)
+        stashes = [stash for op in stashed for stash in self._stashes[op]]
+        problem, origin = spill_problem(self.problem, picked, home, window_bytes=window, stashes=stashes)
         where = np.where(origin == NEW, self.store, home[np.maximum(origin, 0)]).astype(np.int32)
         plan = plan_of(where, np.arange(len(where), dtype=np.int32))
-        made = _Try(problem, plan, engine.prepare(problem).score(plan), name, len(chosen))
+        made = _Try(problem, plan, engine.prepare(problem).score(plan), name, len(chosen), len(stashes))
         if self.best is None or made.score < self.best.score:
             self.best = made
         return made
@@ -192,9 +228,10 @@ class _Search:
             started=self._began,
         )
         taken = time.perf_counter() - self._began
-        reason = (
-            f"{best.num_spilled} weights stay on {base.problem.cluster.device_name[self.store]}: {best.name}"
-        )
+        what = f"{best.num_spilled} weights"
+        if best.num_stashed:
+            what += f" and {best.num_stashed} activations"
+        reason = f"{what} stay on {base.problem.cluster.device_name[self.store]}: {best.name}"
         spill = Member("spill", Status.FEASIBLE, best.score.time_s, taken, reason)
         without = Member(base.algorithm, base.status, base.score_s, base.wall_s, "without spilling")
         members = (spill, without)
@@ -268,10 +305,15 @@ def _take_evenly(
 
 
 def spill_problem(
-    problem: Problem, chosen: Sequence[Reading], device: Ints, *, window_bytes: int
+    problem: Problem,
+    chosen: Sequence[Reading],
+    device: Ints,
+    *,
+    window_bytes: int,
+    stashes: Sequence[Stash] = (),
 ) -> tuple[Problem, Ints]:
-    """The problem with loads for the chosen readings, and the old op behind each op."""
-    made = add_loads(problem.graph, chosen, device.tolist(), window_bytes=window_bytes)
+    """The problem with loads for the chosen readings and stashes, and the old op behind each op."""
+    made = add_loads(problem.graph, chosen, device.tolist(), window_bytes=window_bytes, stashes=stashes)
     costs, new = problem.costs, made.origin == NEW
     old = np.maximum(made.origin, 0)
     issue = _ISSUE_S if costs.issue_s.any() else 0.0

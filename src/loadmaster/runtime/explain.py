@@ -16,9 +16,10 @@ def explain_engine(engine: GraphEngine, hooks: HookEngine | None) -> str:
     lines += [_describe_device(engine, at) for at in range(len(engine.devices))]
     if engine.spill is not None:
         window = format_bytes(engine.spill.window_bytes)
-        lines.append(
-            f"{len(engine.spill.names)} weights are loaded for each reader, at most {window} at a time"
-        )
+        what = f"{len(engine.spill.names)} weights are loaded for each reader"
+        if engine.spill.stashing:
+            what += f", the outputs of {len(engine.spill.stashing)} ops wait elsewhere for their backward"
+        lines.append(f"{what}; at most {window} of copies at a time")
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
 
 

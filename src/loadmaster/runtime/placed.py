@@ -226,7 +226,7 @@ def build_placed_model(
     if isinstance(model, Placed):
         raise InputError("the model is placed already; place the model it was made of")
     devices, known = locate_devices(cluster), index_plan(graph, plan)
-    if known.spilled and options is not None and options.compile:
+    if (known.spilled or known.stashing) and options is not None and options.compile:
         raise PlanError("the plan spills weights, which compiled parts cannot load; leave one of them out")
     require_weights(model, graph)
     homes = _find_homes(model, known)
@@ -353,7 +353,7 @@ def _make_spill(
     model: nn.Module, known: PlanIndex, devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> Spill | None:
     """Weights that stay on the host while GPUs read them are pinned, so that copies run beside the ops."""
-    if not known.spilled:
+    if not known.spilled and not known.stashing:
         return None
     weights = [(name, weight) for name, weight in model.named_parameters() if name in known.spilled]
     if any(device.where.type == "cuda" for device in devices):
@@ -362,8 +362,9 @@ def _make_spill(
                 weight.data = weight.data.pin_memory()
                 if accounts is not None:
                     accounts.move(weight, known.device[name])
-    largest = max(weight.nbytes for _, weight in weights)
-    return Spill(known.spilled, known.window_bytes, largest, devices, accounts)
+    largest = max((weight.nbytes for _, weight in weights), default=0)
+    largest = max(largest, known.largest_stash_bytes)
+    return Spill(known.spilled, known.stashing, known.window_bytes, largest, devices, accounts)
 
 
 def _make_turn_check(model: nn.Module) -> Callable[[], bool]:

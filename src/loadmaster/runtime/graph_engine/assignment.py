@@ -12,7 +12,7 @@ is; of an op with several outputs, each is taken where the op ran.
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 from torch import fx
@@ -20,7 +20,7 @@ from torch import fx
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
-from loadmaster.graph.spill import LOAD, max_window_bytes
+from loadmaster.graph.spill import LANDED, LOAD, RESTORE, max_window_bytes
 from loadmaster.runtime.graph_engine.op_facts import Facts
 from loadmaster.runtime.graph_engine.program import Program, op_kind
 
@@ -40,7 +40,9 @@ class PlanIndex:
     trains: bool  # the graph has a backward pass
     inputs: frozenset[str] = frozenset()
     spilled: frozenset[str] = frozenset()  # weights that stay at home and are loaded for each reader
-    window_bytes: int = 0  # of their copies on a device at a time
+    stashing: Mapping[str, int] = field(default_factory=dict)  # ops, and where what they made waits
+    largest_stash_bytes: int = 0
+    window_bytes: int = 0  # of copies on a device at a time
 
 
 def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
@@ -52,12 +54,13 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
     forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
-        if kind[name] == LOAD:
+        if kind[name] in (LOAD, RESTORE, LANDED):
             continue
         if phase in (Phase.FORWARD, Phase.PARAM):
             votes.setdefault(module, Counter())[device[name]] += 1
         if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
             forward.append((name, module))
+    stashes = _find_stashes(graph)
     return PlanIndex(
         device=device,
         kind=kind,
@@ -67,6 +70,8 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
         trains=bool((graph.phase == Phase.BACKWARD).any()),
         inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
         spilled=_find_spilled_weights(graph),
+        stashing={graph.op_name[maker]: int(plan.device[op]) for op, maker, _ in stashes},
+        largest_stash_bytes=max((size for _, _, size in stashes), default=0),
         window_bytes=max_window_bytes(graph),
     )
 
@@ -76,6 +81,16 @@ def _find_spilled_weights(graph: Graph) -> frozenset[str]:
     kinds = list(zip(graph.op_kind, graph.group.tolist(), graph.op_name, strict=True))
     groups = {group for kind, group, _ in kinds if kind == LOAD}
     return frozenset(name for kind, group, name in kinds if kind == "param" and group in groups)
+
+
+def _find_stashes(graph: Graph) -> list[tuple[int, int, int]]:
+    """Every restore, the op that made what it restores, and its bytes; what else it waits for is empty."""
+    pairs = zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True)
+    return [
+        (op, int(graph.tensor_op[t]), int(graph.tensor_bytes[t]))
+        for t, op in pairs
+        if graph.op_kind[op] == RESTORE and graph.tensor_bytes[t]
+    ]
 
 
 def find_unplanned_ops(program: Program, facts: Facts, known: PlanIndex) -> list[str]:

@@ -180,8 +180,9 @@ class GraphEngine:
     def run(self, ready: ReadyGraph, leaves: list[Any], watcher: Any = None) -> Any:
         """Run a graph; `watcher` is told of every node."""
         flat, loads = ready.flat(leaves), None
-        if ready.rewritten.readings and self.spill is not None:
-            loads = WeightLoads(self.spill, ready.rewritten.readings, flat)
+        graph = ready.rewritten
+        if (graph.readings or graph.stashing) and self.spill is not None:
+            loads = WeightLoads(self.spill, graph.readings, graph.stashing, flat)
         regions = RegionStack(loads)
         try:
             with nullcontext() if loads is None else loads.running():
@@ -249,11 +250,17 @@ class GraphEngine:
             presum=self.presum,
             output_device=self.output_device,
             spilled=self.spill.names if self.spill is not None else frozenset(),
+            stashing=self._find_stashing(names),
         )
         parts = compile_parts(made.module, backend=self.backend) if self.backend else None
         if parts is not None:
             self.say(f"{parts.num_compiled} parts are compiled by {self.backend}")
         return ReadyGraph(program, facts, device, made, make_fills(self.model, program, device, where), parts)
+
+    def _find_stashing(self, names: Mapping[fx.Node, str]) -> dict[fx.Node, int]:
+        """Ops whose outputs wait elsewhere for their backward, and where."""
+        known = self.spill.stashing if self.spill is not None else {}
+        return {node: known[name] for node, name in names.items() if name in known}
 
     def _is_as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> bool:
         """Whether the plan is for what runs with gradients, as most plans are, or without autocast."""

@@ -21,11 +21,14 @@ from loadmaster.runtime.graph_engine.op_facts import Facts, enter_context
 from loadmaster.runtime.graph_engine.program import Program, Region
 from loadmaster.runtime.spill.weight_loads import (
     Reading,
+    StashingOp,
     WeightLoads,
     anchor_gradient,
     drop_load,
+    expect_stash,
     fetch_load,
     link_load_gradient,
+    stash_output,
 )
 from loadmaster.runtime.transport.copies import copy_to_device, link_gradient, move_to_device
 
@@ -40,6 +43,7 @@ class RewrittenGraph:
     original: dict[fx.Node, fx.Node]
     num_copies: int
     readings: tuple[Reading, ...] = ()  # of weights that stay at home
+    stashing: tuple[StashingOp, ...] = ()
 
 
 def rewrite_program(
@@ -52,15 +56,22 @@ def rewrite_program(
     presum: bool = False,
     output_device: torch.device | None = None,
     spilled: frozenset[str] = frozenset(),
+    stashing: Mapping[fx.Node, int] | None = None,
 ) -> RewrittenGraph:
-    """The graph of a program on devices; its first input is the stack of regions."""
+    """The graph of a program on devices; its first input is the stack of regions.
+
+    `stashing` says of ops where what they made waits for its backward.
+    """
     writer = _Writer(program, facts, device, where, presum=presum)
+    writer.homes = stashing or {}
     writer.drops = _find_last_uses(program, facts, order, spilled)
     for node in order:
         writer.op(node)
     writer.output(output_device)
     module = fx.GraphModule(program.root, writer.graph)
-    return RewrittenGraph(module, writer.original, writer.num_copies, tuple(writer.readings))
+    return RewrittenGraph(
+        module, writer.original, writer.num_copies, tuple(writer.readings), tuple(writer.stashing)
+    )
 
 
 def _find_last_uses(
@@ -129,6 +140,8 @@ class _Writer:
         self.num_copies = 0
         self.drops: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.readings: list[Reading] = []
+        self.homes: Mapping[fx.Node, int] = {}
+        self.stashing: list[StashingOp] = []
         self._to_drop: dict[fx.Node, list[int]] = {}
         self._num_edges = 0
         self._program, self._facts, self._device, self._where = program, facts, device, where
@@ -160,8 +173,14 @@ class _Writer:
         ready = iter(self._at(node, readings, at) if here else [self._new[one] for one in readings])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(ready))
         args, kwargs = self._set_devices(node.target, args, kwargs, at=at, readings=readings)
+        stashes = self.homes.get(node, at) != at
+        if stashes:
+            self.graph.call_function(expect_stash, (self._regions,))
         made = self.graph.call_function(node.target, args, kwargs)
         made.meta = {"op": node.meta["op"], "device": at, "back": at}
+        if stashes:
+            self.graph.call_function(stash_output, (self._regions, len(self.stashing), made))
+            self.stashing.append(StashingOp(node.meta["op"], self.homes[node], at))
         self._new[node] = made
         self.original[made] = node
         for storage in self._facts.written.get(node, ()):

@@ -33,8 +33,8 @@ class PendingCopy(NamedTuple):
 class Carrier(Protocol):
     """Carries weights to one device, and gradients from it."""
 
-    def up(self, weight: torch.Tensor) -> PendingCopy:
-        """A weight's copy on the device, on its way."""
+    def up(self, weight: torch.Tensor, after: Any = None) -> PendingCopy:
+        """A copy on the device, on its way; `after` is the event of what is there only then."""
 
     def use(self, sent: PendingCopy) -> None:
         """What is issued from now on may read the copy."""
@@ -55,7 +55,7 @@ class DirectCarrier:
     def __init__(self, where: torch.device, home: torch.device) -> None:
         self._where, self._home = where, home
 
-    def up(self, weight: torch.Tensor) -> PendingCopy:
+    def up(self, weight: torch.Tensor, after: Any = None) -> PendingCopy:
         """A copy."""
         return PendingCopy(copy_to_device(weight, self._where), None)
 
@@ -113,13 +113,15 @@ class StreamCarrier:
         self._last: torch.cuda.Event | None = None
         self._going = PendingGradients(going_bytes)
 
-    def up(self, weight: torch.Tensor) -> PendingCopy:
+    def up(self, weight: torch.Tensor, after: Any = None) -> PendingCopy:
         """Pinned weights are read where they are, others through pinned memory."""
         source = weight.detach()
         if not source.is_pinned():
             source = allocate_like(weight, _HOST, True)
             source.copy_(weight.detach())
         with torch.cuda.stream(self._up):
+            if after is not None:
+                self._up.wait_event(after)
             made = allocate_like(source, self._where)
             made.copy_(source, non_blocking=True)
             self._last = torch.cuda.Event()
