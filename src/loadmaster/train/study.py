@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
 from loadmaster.shards.model.loaders import with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
@@ -34,6 +34,7 @@ from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
 from loadmaster.train.coordination.study_state import StudyState, TrialEntry
 from loadmaster.train.coordination.worker_pool import InlineWorkerPool, WorkerPool
+from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
 
@@ -152,21 +153,26 @@ class Study:
             return ray_device_names()
         return engine.device_names(self._devices)
 
-    def fit(self, *, retry_failed: bool = False) -> Result:
+    def fit(self, *, retry_failed: bool = False, adopt_checkpoints: bool = False) -> Result:
         """Train all trials to their ends, from wherever an earlier call was left.
 
-        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
+        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt. Checkpoints that the
+        journal does not list (it was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from
+        them.
         """
         with self._release_models():
-            return self._train(self._plan_to_train(), retry_failed=retry_failed)
+            plan = self._plan_to_train()
+            return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
 
-    def _train(self, plan: StudyPlan, *, retry_failed: bool) -> Result:
+    def _train(self, plan: StudyPlan, *, retry_failed: bool, adopt_checkpoints: bool) -> Result:
         plan.require_feasible()
         began = time.perf_counter()
         with lock_folder(self.dir):
             journal = Journal(self.dir / "journal")
             try:
-                coordinator = self._coordinator(journal, plan, retry_failed=retry_failed)
+                coordinator = self._coordinator(
+                    journal, plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints
+                )
                 try:
                     coordinator.audience.tell("on_start", self.names)
                     with _handle_interrupts(coordinator):
@@ -207,8 +213,45 @@ class Study:
             if hasattr(engine, "forget_built"):
                 engine.forget_built()
 
-    def _coordinator(self, journal: Journal, plan: StudyPlan, *, retry_failed: bool) -> Coordinator:
+    def _settle_unlisted_checkpoints(self, state: StudyState, root: Path, *, adopt: bool) -> None:
+        """Refuse checkpoints that the journal does not list, or let them count."""
+        found = {
+            name: rows
+            for name in self.names
+            if (
+                rows := checkpoints.find_unlisted(
+                    root,
+                    name,
+                    state.entries[name].committed if name in state.entries else (),
+                    num_runs=state.num_runs,
+                )
+            )
+        }
+        if not found:
+            return
+        name, rows = next(iter(found.items()))
+        if not adopt:
+            raise FileError(
+                f"{root / checkpoints.folder_name(name)} holds a checkpoint of step {rows[-1].step} of trial"
+                f" {name!r} that {self.dir / 'journal'} does not list: the journal was lost, or is an older"
+                " copy; put it back, go on from the checkpoints with fit(adopt_checkpoints=True) or"
+                " --adopt-checkpoints, or give another dir"
+            )
+        if self._searcher is not None:
+            raise InputError(
+                f"the reports of trial {name!r} to its {type(self._searcher).__name__} were lost with the"
+                " journal; adopt the checkpoints without a searcher, or give another dir"
+            )
+        for rows in found.values():
+            state.adopt(rows)
+
+    def _coordinator(
+        self, journal: Journal, plan: StudyPlan, *, retry_failed: bool, adopt_checkpoints: bool
+    ) -> Coordinator:
         state = StudyState(journal)
+        root = self.dir / "checkpoints"
+        if not adopt_checkpoints:
+            self._settle_unlisted_checkpoints(state, root, adopt=False)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
             facts = _collect_facts(trial) | dict(plans[name].options)
@@ -216,8 +259,9 @@ class Study:
             if retry_failed and entry.error_kind:
                 state.note("retry", trial=name)
                 state.rewind(name)
+        if adopt_checkpoints:
+            self._settle_unlisted_checkpoints(state, root, adopt=True)
         audience = CallbackList(self.callbacks)
-        root = self.dir / "checkpoints"
         root.mkdir(exist_ok=True)
         # It is told everything anew from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()

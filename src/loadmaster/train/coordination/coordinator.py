@@ -45,7 +45,6 @@ from loadmaster.train.disk import checkpoints
 _WAIT_S = 0.5
 _MOST_SPANS = 500_000
 _PATIENCE_S = 10.0
-_FENCES_OF_A_RUN = 10**9
 _MOST_DEATHS = 3  # of workers under one trial, before it is thought to be the reason
 
 
@@ -79,7 +78,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         """Fencing numbers of this run stand above those of every run before, committed or not."""
         self.state.note("study", run=self.state.num_runs + 1)
-        self._fence = self.state.num_runs * _FENCES_OF_A_RUN
+        self._fence = self.state.num_runs * checkpoints.FENCES_OF_A_RUN
         self._saves = CheckpointTracker(
             self.root, self.state, self.pace, self.audience, self.locations, self.plans
         )
