@@ -139,8 +139,9 @@ class ShardEngine:
         return build_trial(trial, device=where, known=planned.record)
 
     def forget_built(self) -> None:
-        """Let go of the models that were built for planning and not opened."""
+        """Let go of the models that were built for planning and not opened, and of groups on closed devices."""
         self._built.clear()
+        self._groups.clear()
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""

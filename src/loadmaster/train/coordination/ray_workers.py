@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import InputError
 from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
@@ -78,8 +80,11 @@ class _WorkerActor:
         device: str,
         at: int,
         events: Any,
+        num_threads: int,
     ) -> None:
         import threading
+
+        torch.set_num_threads(num_threads)  # Ray's own choice depends on what was imported when
 
         self._halted = False
         self._at, self._events = at, events
@@ -138,7 +143,7 @@ class RayWorkerPool:
         host = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2, max_restarts=0)(
             _WorkerActor
         )
-        return host.remote(engine, trials, plans, devices[at], at, self._events)
+        return host.remote(engine, trials, plans, devices[at], at, self._events, torch.get_num_threads())
 
     def send(self, device: int, message: Message) -> None:
         """An actor call; its end, or its actor's, is seen in `receive`."""
