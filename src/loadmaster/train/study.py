@@ -20,10 +20,10 @@ from typing import Any
 
 from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.shards.model.loaders import with_timeout
+from loadmaster.shards.model.loaders import confine_worker_deaths, with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
-from loadmaster.train.coordination.callbacks import CallbackList
+from loadmaster.train.coordination.callbacks import CallbackList, SecondInterrupt
 from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
@@ -143,7 +143,7 @@ class Study:
         return {record["trial"] for record in records if record["kind"] == "done"}
 
     def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
-        with wrap_user_errors(trial.name):
+        with wrap_user_errors(trial.name), confine_worker_deaths():
             return engine.planned(trial, devices)
 
     def _device_names(self, engine: Engine) -> list[str]:
@@ -156,11 +156,12 @@ class Study:
     def fit(self, *, retry_failed: bool = False, adopt_checkpoints: bool = False) -> Result:
         """Train all trials to their ends, from wherever an earlier call was left.
 
-        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt. Checkpoints that the
+        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt; SIGTERM does the same and
+        ends with SystemExit(143). Checkpoints that the
         journal does not list (it was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from
         them.
         """
-        with self._release_models():
+        with self._release_models(), confine_worker_deaths():
             plan = self._plan_to_train()
             return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
 
@@ -173,9 +174,11 @@ class Study:
                 coordinator = self._coordinator(
                     journal, plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints
                 )
+                if isinstance(coordinator.pool, InlineWorkerPool):
+                    coordinator.pool.is_ending = lambda: coordinator.halt_asked
                 try:
                     coordinator.audience.tell("on_start", self.names)
-                    with _handle_interrupts(coordinator):
+                    with _handle_signals(coordinator):
                         coordinator.run()
                 finally:
                     coordinator.pool.close()
@@ -183,6 +186,7 @@ class Study:
                     coordinator.audience.tell("on_close")
                 result = self._make_result(coordinator.state, time.perf_counter() - began, coordinator)
                 coordinator.audience.tell("on_end", result)
+                coordinator.audience.raise_problem()
             finally:
                 journal.close()
         return result
@@ -267,20 +271,26 @@ class Study:
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
         if hasattr(searcher, "compare_by"):
             searcher.compare_by(self.metric, self.mode)
-        return Coordinator(
-            names=self.names,
-            device_names=plan.devices,
-            state=state,
-            pool=self._make_pool(plan, root),
-            decisions=SearchDecisions(state, searcher, self._trials, audience=audience),
-            plans=plans,
-            locations=TrialLocations(
-                {each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes
-            ),
-            pace=Pace({each.trial: each.step_s for each in plan.trials}, self._every),
-            audience=audience,
-            root=root,
-        )
+        decisions = SearchDecisions(state, searcher, self._trials, audience=audience)
+        pace = Pace({each.trial: each.step_s for each in plan.trials}, self._every)
+        host_bytes = {each.trial: each.host_bytes for each in plan.trials}
+        pool = self._make_pool(plan, root)
+        try:
+            return Coordinator(
+                names=self.names,
+                device_names=plan.devices,
+                state=state,
+                pool=pool,
+                decisions=decisions,
+                plans=plans,
+                locations=TrialLocations(host_bytes, plan.host_cap_bytes),
+                pace=pace,
+                audience=audience,
+                root=root,
+            )
+        except BaseException:
+            pool.close()
+            raise
 
     def _make_pool(self, plan: StudyPlan, root: Path) -> WorkerPool:
         trials = self._add_data_timeouts()
@@ -346,19 +356,32 @@ def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
 
 
 @contextmanager
-def _handle_interrupts(coordinator: Coordinator) -> Iterator[None]:
-    """The first Ctrl-C asks for a clean stop, the second one does not wait."""
+def _handle_signals(coordinator: Coordinator) -> Iterator[None]:
+    """Ctrl-C asks for a clean stop, the second one does not wait; SIGTERM asks for the same, and then ends.
+
+    A second SIGTERM changes nothing: batch systems send it to a process and again to its group.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_interrupt(_number: int, _frame: object) -> None:
         if coordinator.halt_asked:
-            raise KeyboardInterrupt
+            raise SecondInterrupt
         coordinator.halt_asked = True
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    def on_terminate(_number: int, _frame: object) -> None:
+        coordinator.halt_asked = terminated[0] = True
+
+    terminated = [False]
+    handlers = {signal.SIGINT: on_interrupt, signal.SIGTERM: on_terminate}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
+    except KeyboardInterrupt:
+        if not terminated[0]:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,8 +19,15 @@ def next_batches(state: TrialState, device: torch.device) -> list[Any]:
     while state.epoch < state.trial.epochs:
         if state.trial.max_steps is not None and state.step >= state.trial.max_steps:
             break
-        _open_epoch(state, device)
-        taken = _take_batches(state)
+        before = state.batch, state.epoch_generators, state.position
+        try:
+            _open_epoch(state, device)
+            taken = _take_batches(state)
+        except BaseException:  # the trial may still be saved: it stands before these batches
+            state.batch, state.epoch_generators, state.position = before
+            state.iterator = state.source = None
+            randomness.restore_generators(state.generators, device)
+            raise
         if taken:
             return taken
         state.iterator = state.source = None
