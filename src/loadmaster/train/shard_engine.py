@@ -139,7 +139,7 @@ class ShardEngine:
         return build_trial(trial, device=where, known=planned.record)
 
     def forget_built(self) -> None:
-        """Let go of the models that were built for planning and not opened, and of groups on closed devices."""
+        """Let go of models that were built for planning and not opened, and of groups on closed devices."""
         self._built.clear()
         self._groups.clear()
 

@@ -2,8 +2,8 @@
 
 A callback has any of the methods of `Callback`; a method it does not have is not called. Loggers are
 callbacks that write files. They run in the coordinating process, between steps; one that raises ends the
-study cleanly: what was trained is saved first. A logger (`is_logger = True`) that raises is told nothing more,
-with a warning, and training goes on.
+study cleanly: what was trained is saved first. A logger (`is_logger = True`) that raises is told nothing
+more, with a warning, and training goes on.
 """
 
 import csv
