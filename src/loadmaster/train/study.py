@@ -11,14 +11,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadmaster.core.errors import FileError, InputError
+from loadmaster.core.errors import FileError, InputError, LoadmasterError
 from loadmaster.core.units import parse_bytes, parse_seconds
 from loadmaster.shards.model.loaders import confine_worker_deaths, with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
@@ -28,7 +28,7 @@ from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.result import Result, TrialResult
+from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
 from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
@@ -93,6 +93,9 @@ class Study:
         self._placement = optimizer_placement
         self._engine = engine
         self._plan: StudyPlan | None = None
+        self._made: dict[str, TrialPlan] = {}  # plans of single trials
+        self._ended: dict[str, TrialPlan] | None = None  # what the journal says, once it is read
+        self._retries = False
 
     @property
     def names(self) -> list[str]:
@@ -123,24 +126,78 @@ class Study:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
             engine = self.engine()
-            devices = self._device_names(engine)
-            plans = [self._make_plan(engine, trial, devices) for trial in self._trials.values()]
-            if hasattr(engine, "together"):
-                plans = engine.together(plans, devices)
-            self._plan = make_study_plan(
-                plans,
-                devices,
-                folder=self.dir,
-                memory_cap_bytes=self._memory_cap,
-                host_cap_bytes=self._host_cap,
-                ended=self._find_ended_trials(),
-            )
+            self._plan = self._assemble(engine, [self._plan_trial(engine, name) for name in self.names])
         return self._plan
 
-    def _find_ended_trials(self) -> set[str]:
-        """Trials that an earlier call brought to an end."""
-        records = read_journal(self.dir / "journal").records
-        return {record["trial"] for record in records if record["kind"] == "done"}
+    def find_unplannable(self) -> dict[str, str]:
+        """Trials that cannot be planned, or can never fit here, and why; the others are planned."""
+        engine, found = self.engine(), {}
+        for name in self.names:
+            try:
+                plan = self._plan_trial(engine, name)
+            except LoadmasterError as problem:
+                found[name] = str(problem)
+                continue
+            problems = self._assemble(engine, [plan], together=False).problems_of(plan)
+            if problems:
+                found[name] = "; ".join(problems)
+        return found
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Go on without some trials."""
+        self._trials = {name: trial for name, trial in self._trials.items() if name not in names}
+        self._plan = None
+
+    def _plan_trial(self, engine: Engine, name: str) -> TrialPlan:
+        """The plan of a trial, made once; of one that ended in an earlier call what the journal knows."""
+        known = self._read_ended_trials().get(name)
+        if known is not None:
+            return known
+        if name not in self._made:
+            self._made[name] = self._make_plan(engine, self._trials[name], self._device_names(engine))
+        return self._made[name]
+
+    def _assemble(self, engine: Any, plans: list[TrialPlan], *, together: bool = True) -> StudyPlan:
+        devices = self._device_names(engine)
+        if together and hasattr(engine, "together"):
+            left = engine.together([each for each in plans if not each.ended], devices)
+            plans = [next((p for p in left if p.trial == each.trial), each) for each in plans]
+        return make_study_plan(
+            plans,
+            devices,
+            folder=self.dir,
+            memory_cap_bytes=self._memory_cap,
+            host_cap_bytes=self._host_cap,
+        )
+
+    def _read_ended_trials(self) -> dict[str, TrialPlan]:
+        """Trials that an earlier call brought to an end; of those that failed, the ones not tried again."""
+        if self._ended is None:
+            steps: dict[str, int] = {}
+            ended: dict[str, str] = {}
+            for record in read_journal(self.dir / "journal").records:
+                name = record.get("trial", "")
+                if record["kind"] == "trial":
+                    steps[name] = record["num_steps"]
+                elif record["kind"] == "done":
+                    ended[name] = record["status"]
+                elif record["kind"] == "fail" and not self._retries:
+                    ended[name] = str(TrialStatus.FAILED)
+                elif record["kind"] == "retry":
+                    ended.pop(name, None)
+            self._ended = {
+                name: TrialPlan(
+                    trial=name,
+                    num_steps=steps[name],
+                    step_s=0.0,
+                    host_bytes=0,
+                    state_bytes=0,
+                    num_shards=0,
+                    ended=how,
+                )
+                for name, how in ended.items()
+            }
+        return self._ended
 
     def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
         with wrap_user_errors(trial.name), confine_worker_deaths():
@@ -162,6 +219,7 @@ class Study:
         them.
         """
         with self._release_models(), confine_worker_deaths():
+            self._forget_ended(retries=retry_failed)
             plan = self._plan_to_train()
             return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
 
@@ -190,6 +248,14 @@ class Study:
             finally:
                 journal.close()
         return result
+
+    def _forget_ended(self, *, retries: bool) -> None:
+        """A failed trial that is tried again needs a plan."""
+        if retries and not self._retries:
+            self._retries, self._ended = True, None
+            failed = str(TrialStatus.FAILED)
+            if self._plan is not None and any(each.ended == failed for each in self._plan.trials):
+                self._plan = None
 
     def _plan_to_train(self) -> StudyPlan:
         """The plan, made now if it was not made before.

@@ -200,7 +200,12 @@ def serve(pipe: Connection) -> None:
     """What a worker process does until it is told to quit, or its coordinator is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which tells us
     signal.signal(signal.SIGTERM, lambda *_: hear_termination())  # so is this, but it may come to us first
-    engine, trials, plans, num_threads, device, root, parcels = pickle.loads(pipe.recv_bytes())
+    payload = pipe.recv_bytes()
+    try:
+        engine, trials, plans, num_threads, device, root, parcels = pickle.loads(payload)
+    except Exception as problem:  # an import that fails here: the record of the study is to say so
+        pipe.send(WorkerLost(f"it cannot read its trials: {type(problem).__name__}: {problem}"))
+        return
     torch.set_num_threads(num_threads)
     inbox: deque[Message] = deque()
     halted = terminated = False

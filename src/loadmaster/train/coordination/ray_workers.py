@@ -5,8 +5,10 @@ calls, events come through a queue, states of trials travel through the object s
 all checkpoints, so the machines need no file system in common.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,13 +29,28 @@ from loadmaster.train.coordination.messages import (
     WorkerLost,
 )
 
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b:?")
+
 
 def _import_ray() -> Any:
     try:
         import ray
-    except ImportError:
-        raise InputError("launcher='ray' needs Ray; install it: pip install 'loadmaster[ray]'") from None
+    except ImportError as problem:
+        if find_spec("ray") is None:
+            raise InputError("launcher='ray' needs Ray; install it: pip install 'loadmaster[ray]'") from None
+        raise InputError(
+            f"Ray is installed, but cannot be imported: {type(problem).__name__}: {problem}; mend it: pip"
+            " install --upgrade 'loadmaster[ray]'"
+        ) from problem
     return ray
+
+
+def explain_ray_error(problem: Exception) -> str:
+    """Ray's first line, and the exception that its text ends in: an import that failed, for example."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    causes = [line for line in lines[1:] if _EXCEPTION.match(line)]
+    head = lines[0] if lines else type(problem).__name__
+    return f"{head} {causes[-1]}" if causes else head
 
 
 def ray_device_names() -> list[str]:
@@ -180,7 +197,7 @@ class RayWorkerPool:
                 try:
                     self._ray.get(call)
                 except self._ray.exceptions.RayError as problem:
-                    return device, WorkerLost(str(problem).strip().splitlines()[0])
+                    return device, WorkerLost(explain_ray_error(problem))
         return None
 
     @property
