@@ -7,9 +7,9 @@ Needs the extra `train` (optuna). Parameters are asked once and kept in the fold
 the same call goes on with the same trials: those that Optuna's storage still has, or, where it forgets (in
 memory), new ones with the same parameters. Reports and prunings are in the journal like every other decision.
 
-A proposal that cannot be planned is told to Optuna as failed, with a warning, and the search goes on. A sampler
-with a seed that is made anew draws its numbers from the beginning, so that proposals after those that are kept
-repeat the first ones: give it another seed, or keep the sampler (pickle it), when you ask for more trials.
+A proposal that cannot be planned is told to Optuna as failed, with a warning; the search goes on. A sampler
+with a seed that is made anew draws its numbers from the beginning, so that proposals after those that are
+kept repeat the first ones: give it another seed, or pickle it, when you ask for more trials.
 """
 
 import json
@@ -155,6 +155,7 @@ def optimize(
             continue
         searcher = OptunaSearch(study, proposals, metric=metric, report_every=report_every)
         race = Study(trials, dir=folder, searcher=searcher, metric=metric, mode=mode, **options)
+        race.trusts_ended = True
         bad = race.find_unplannable()
         for name, why in bad.items():
             give_up(proposals[name], name, why, places[name])

@@ -96,6 +96,10 @@ class Study:
         self._made: dict[str, TrialPlan] = {}  # plans of single trials
         self._ended: dict[str, TrialPlan] | None = None  # what the journal says, once it is read
         self._retries = False
+        # Trials that ended in an earlier call are planned again, to refuse what has changed under a name;
+        # a search that made them itself (`optimize`) knows that they have not.
+        self.trusts_ended = False
+        self._as_begun: dict[str, Any] = {}  # trials that go on by the rules they were begun under
 
     @property
     def names(self) -> list[str]:
@@ -149,12 +153,14 @@ class Study:
         self._plan = None
 
     def _plan_trial(self, engine: Engine, name: str) -> TrialPlan:
-        """The plan of a trial, made once; of one that ended in an earlier call what the journal knows."""
+        """The plan of a trial, made once."""
         known = self._read_ended_trials().get(name)
-        if known is not None:
+        if known is not None and self.trusts_ended:
             return known
         if name not in self._made:
-            self._made[name] = self._make_plan(engine, self._trials[name], self._device_names(engine))
+            made = self._make_plan(engine, self._trials[name], self._device_names(engine))
+            done = known is not None and known.ended != TrialStatus.FAILED
+            self._made[name] = replace(made, ended=known.ended) if known is not None and done else made
         return self._made[name]
 
     def _assemble(self, engine: Any, plans: list[TrialPlan], *, together: bool = True) -> StudyPlan:
@@ -326,6 +332,7 @@ class Study:
         for name, trial in self._trials.items():
             facts = _collect_facts(trial) | dict(plans[name].options)
             entry = state.enter(name, facts, plans[name].num_steps)
+            self._as_begun[name] = _keep_older_draws(trial, entry)
             if retry_failed and entry.error_kind:
                 state.note("retry", trial=name)
                 state.rewind(name)
@@ -382,12 +389,13 @@ class Study:
 
     def _add_data_timeouts(self) -> dict[str, Any]:
         """The trials, with a limit on how long their data may take."""
+        trials = {name: self._as_begun.get(name, trial) for name, trial in self._trials.items()}
         if self._timeout_s is None:
-            return dict(self._trials)
+            return trials
         limit_s = self._timeout_s
         return {
             name: replace(trial, data=with_timeout(trial.data, limit_s, trial=name))
-            for name, trial in self._trials.items()
+            for name, trial in trials.items()
         }
 
     def _make_result(self, state: StudyState, wall_s: float, coordinator: Coordinator) -> Result:
@@ -401,7 +409,15 @@ class Study:
 
 def _collect_facts(trial: Any) -> dict[str, Any]:
     """What may not change between two calls."""
-    return {name: getattr(trial, name, None) for name in _FACTS}
+    drawn = "counter" if getattr(trial, "counted_rng", False) else "stream"
+    return {name: getattr(trial, name, None) for name in _FACTS} | {"drawn": drawn}
+
+
+def _keep_older_draws(trial: Any, entry: TrialEntry | None) -> Any:
+    """A trial that was begun when accumulated steps were seeded goes on so, to the same weights."""
+    if entry is None or "drawn" in entry.facts or trial.accumulate == 1 or trial.rng is not None:
+        return trial
+    return replace(trial, rng="counter")
 
 
 def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:

@@ -77,6 +77,11 @@ class StudyPlan:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "trials"}
         return {**own, "devices": list(self.devices), "problems": list(self.problems), "trials": rows}
 
+    def _origin(self) -> str:
+        """Where the rates come from."""
+        known = all(each.is_measured for each in self.trials if not each.ended)
+        return "measured on this machine" if known else "of a typical device"
+
     def _shared(self) -> list[str]:
         most = max((each.num_together for each in self.trials), default=1)
         if most == 1:
@@ -102,7 +107,7 @@ class StudyPlan:
             + ("" if host <= self.host_cap_bytes or self.problems else "; trials wait for room"),
             f"pinned memory: {pinned}",
             f"disk: {need} for checkpoints, {free} free",
-            f"time: {format_seconds(self.makespan_s)} predicted, from rates of a typical device;"
+            f"time: {format_seconds(self.makespan_s)} predicted, from rates {self._origin()};"
             f" no schedule is faster than {format_seconds(self.bound_s)}",
             *self._shared(),
             *(f"cannot start: {problem}" for problem in self.problems),
