@@ -166,7 +166,8 @@ class Study:
     def _assemble(self, engine: Any, plans: list[TrialPlan], *, together: bool = True) -> StudyPlan:
         devices = self._device_names(engine)
         if together and hasattr(engine, "together"):
-            left = engine.together([each for each in plans if not each.ended], devices)
+            made = [each for each in plans if each.trial in self._made]
+            left = engine.together(made, devices)
             plans = [next((p for p in left if p.trial == each.trial), each) for each in plans]
         return make_study_plan(
             plans,
