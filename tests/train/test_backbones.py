@@ -63,6 +63,6 @@ def test_a_stop_and_a_damaged_backbone_end_in_the_same_weights(tmp_path: Path) -
 def test_what_no_generation_refers_to_is_deleted_at_the_next_start(tmp_path: Path) -> None:
     study(tmp_path, [lora("a")]).fit()
     folder = tmp_path / "run/checkpoints" / FOLDER
-    (folder / "left.123.part").write_bytes(b"half")
+    (folder / f"{'0' * 40}.123-4.part").write_bytes(b"half")
     study(tmp_path, [lora("a")]).fit()
     assert len(list(folder.iterdir())) == 1

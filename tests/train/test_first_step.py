@@ -329,7 +329,11 @@ def test_a_member_of_a_group_that_would_be_trained_otherwise_fails_alone() -> No
         weights = [p for p in models[-1].parameters() if p.requires_grad]
         return usual(out, targets) + 1e-2 * sum(p.square().sum() for p in weights)
 
-    trials = [lora("a", seed=1), lora("odd", seed=2, build=build, loss=loss), lora("c", accumulate=2)]
+    trials = [
+        lora("a", seed=1),
+        lora("odd", seed=2, build=build, loss=loss),
+        lora("c", accumulate=2, rng="counter"),
+    ]
     device = CpuDevice(cap_bytes=1 << 20)
     group = open_group(trials, device=device, cuts=range(NUM_LAYERS + 2), num_places=3)
     losses: dict[str, list[float]] = {"a": [], "c": []}

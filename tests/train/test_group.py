@@ -47,7 +47,13 @@ def _equal(state: TrialState, group: Group, losses: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"accumulate": 2}, {"clip_norm": 0.1}, {"precision": "bf16"}, {"precision": "fp16"}],
+    [
+        {},
+        {"accumulate": 2, "rng": "counter"},
+        {"clip_norm": 0.1},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+    ],
     ids=lambda more: str(more),
 )
 def test_three_trials_on_one_backbone_each_equal_their_plain_loop(more: dict[str, Any]) -> None:

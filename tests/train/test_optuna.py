@@ -92,3 +92,56 @@ def test_a_damaged_list_of_proposals_is_said(tmp_path: Path) -> None:
 def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(lt.optimize.__globals__["InputError"], match="put the proposal's number"):
         lt.optimize(lambda p: trial("same"), study=new_study(), num_trials=2, dir=tmp_path, engine=Plain())
+
+
+class Picky(Plain):
+    """Cannot plan large rates, and counts what it plans."""
+
+    seen: list[str]
+
+    def planned(self, one: Any, device_names: Any) -> Any:
+        self.__dict__.setdefault("seen", []).append(one.name)
+        if float(one.name.split("-")[1]) > 0.05:
+            raise InputError(f"trial {one.name!r} is too large")
+        return super().planned(one, device_names)
+
+
+def test_a_proposal_that_cannot_be_planned_is_told_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
+    study, engine = new_study(), Picky()
+    with pytest.warns(RuntimeWarning, match=r"cannot be planned: trial 't.* is too large"):
+        result = search(tmp_path, study, batch=2, engine=engine)
+    large = [each.number for each in study.trials if each.params["lr"] > 0.05]
+    assert large
+    assert [each.number for each in study.trials if each.state.name == "FAIL"] == large
+    assert len(study.trials) == len(result.trials) == 6
+    assert sum(each.error_kind == "plan" for each in result.trials) == len(large)
+    assert len(engine.seen) == 6  # each once, whatever the batches
+    again, engine = new_study(), Picky()
+    with pytest.warns(RuntimeWarning, match="cannot be planned"):
+        resumed = search(tmp_path, again, engine=engine)
+    assert not engine.__dict__.get("seen")  # all ended: nothing is planned again
+    assert {t.name: t.status for t in resumed.trials} == {t.name: t.status for t in result.trials}
+
+
+def test_a_trial_that_make_refuses_is_told_as_failed(tmp_path: Path) -> None:
+    def picky(proposal: Any) -> lt.Trial:
+        one = make(proposal)
+        if proposal.number == 1:
+            raise InputError("no such trial")
+        return one
+
+    study = new_study()
+    with pytest.warns(RuntimeWarning, match="no such trial"):
+        lt.optimize(picky, study=study, num_trials=3, dir=tmp_path, engine=Plain())
+    assert [each.state.name == "FAIL" for each in study.trials] == [False, True, False]
+
+
+def test_a_search_of_which_nothing_can_be_planned_says_why(tmp_path: Path) -> None:
+    def none(proposal: Any) -> lt.Trial:
+        raise InputError("no such trial")
+
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(InputError, match=r"none of 2 proposals .*no such trial"),
+    ):
+        lt.optimize(none, study=new_study(), num_trials=2, dir=tmp_path, engine=Plain())

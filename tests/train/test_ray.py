@@ -80,3 +80,30 @@ def test_an_actor_that_is_killed_is_replaced_and_its_trial_goes_on(cluster: None
     result = one.fit()
     for each in trials:
         assert digest(result[each.name].state_dict()) == plainly(each)
+
+
+def test_two_runs_compute_with_the_threads_of_the_caller_and_end_in_the_same_weights(
+    cluster: None, tmp_path: Path
+) -> None:
+    import torch
+    from torch import nn
+
+    import loadmaster.train as lt
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 3))
+
+    def score(model: Any) -> dict[str, float]:
+        return {"loss": float(torch.get_num_threads())}
+
+    torch.set_num_threads(2)
+    found = []
+    for at, launcher in enumerate(("ray", "ray", "inline")):
+        devices = "cpu" if launcher == "inline" else ["cpu#0", "cpu#1"]
+        trials = [trial(name, build=build, evaluate=score, eval_every=None) for name in "ab"]
+        result = lt.Study(trials, dir=tmp_path / str(at), devices=devices, launcher=launcher).fit()
+        assert [each.error for each in result.trials] == ["", ""]
+        assert {each.metrics["loss"] for each in result.trials} == {2.0}
+        found.append([digest(each.state_dict()) for each in result.trials])
+    assert found[0] == found[1] == found[2]
+    assert torch.get_num_threads() == 2

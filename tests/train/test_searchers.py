@@ -246,3 +246,43 @@ def test_a_searcher_of_ones_own_is_asked_at_fixed_steps(tmp_path: Path) -> None:
 def test_a_milestone_that_moves_is_refused(way: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Below.milestone\('.*give the next of fixed steps"):
         run(tmp_path, Below(way))
+
+
+@pytest.mark.parametrize("kind", [SuccessiveHalving, Asha])
+@pytest.mark.parametrize("num_steps", [1, 2, 18, 100, 1000])
+def test_rungs_do_not_depend_on_how_many_entered_at_first(kind: Any, num_steps: int) -> None:
+    few, many = kind(), kind()
+    few.begin([Entrant("a", num_steps)])
+    before = few.rungs("a")
+    few.begin([Entrant(f"t{at}", num_steps) for at in range(80)])
+    many.begin([Entrant("a", num_steps), *(Entrant(f"t{at}", num_steps) for at in range(80))])
+    assert before == few.rungs("a") == many.rungs("a")
+    assert all(0 < rung < num_steps for rung in before)
+
+
+def test_newcomers_race_with_those_before_them_and_the_best_one_goes_on(tmp_path: Path) -> None:
+    def fit(rates: list[float]) -> Any:
+        made = [trial(f"lr{lr}", lr=lr, eval_every=None, num_batches=27) for lr in rates]  # 54 steps
+        given = {"engine": Plain(), "launcher": "inline", "checkpoint_every": 4}
+        return Study(made, dir=tmp_path / "run", searcher=SuccessiveHalving(), **given).fit()
+
+    poor, rest = [1e-6, 2e-6, 3e-6], [4e-6, 5e-6, 6e-6, 7e-6, 0.01]
+    first = fit(poor)
+    assert [each.status for each in first.trials].count(TrialStatus.DONE) == 1
+    result = fit([*poor, *rest])
+    assert result["lr0.01"].status == TrialStatus.DONE
+    assert [result[f"lr{lr}"].status for lr in poor] == [each.status for each in first.trials]
+    steps = {r["step"] for r in read_journal(tmp_path / "run/journal").records if r["kind"] == "report"}
+    assert steps <= {2, 6, 18, 54}
+
+
+def test_a_race_begun_when_rungs_depended_on_the_number_of_trials_keeps_its_rungs() -> None:
+    searcher = SuccessiveHalving()
+    searcher.begin([Entrant(name, 100) for name in "abcd"])
+    searcher.recall([("a", 11), ("b", 11), ("a", 33)])  # four trials: two halvings, from 100 // 9 on
+    assert searcher.rungs("c") == [11, 33, 99]
+    searcher.recall([])
+    fresh = SuccessiveHalving()
+    fresh.begin([Entrant("a", 100)])
+    fresh.recall([("a", 3), ("a", 100)])
+    assert fresh.rungs("a") == [3, 11, 33]

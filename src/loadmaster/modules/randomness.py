@@ -93,6 +93,15 @@ def is_same_others(left: Others, right: Others) -> bool:
     return bool(left[0] == right[0] and _to_comparable(left[1]) == _to_comparable(right[1]))
 
 
+def is_same_generators(left: Generators, right: Generators) -> bool:
+    """Whether nobody has drawn in between, from any generator."""
+    if not torch.equal(left.host, right.host):
+        return False
+    if left.device is not None and right.device is not None and not torch.equal(left.device, right.device):
+        return False
+    return left.others is None or right.others is None or is_same_others(left.others, right.others)
+
+
 @contextmanager
 def preserve_rng() -> Iterator[Callable[[], str]]:
     """Afterwards the others go on as if nothing had been drawn; until then it can be asked who was drawn

@@ -107,6 +107,8 @@ class _Watch:
 class LiveTable(_Watch):
     """Drawn anew a few times a second while the study runs."""
 
+    is_logger = True
+
     def __init__(
         self, console: Console, names: Sequence[str], evaluated: Collection[str] | None = None
     ) -> None:
@@ -128,6 +130,8 @@ class LiveTable(_Watch):
 
 class LineReporter(_Watch):
     """A line when a trial ends, and one now and then, where no terminal is."""
+
+    is_logger = True
 
     def __init__(self, console: Console) -> None:
         super().__init__()

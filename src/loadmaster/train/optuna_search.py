@@ -6,16 +6,22 @@
 Needs the extra `train` (optuna). Parameters are asked once and kept in the folder (`optuna.json`), so that
 the same call goes on with the same trials: those that Optuna's storage still has, or, where it forgets (in
 memory), new ones with the same parameters. Reports and prunings are in the journal like every other decision.
+
+A proposal that cannot be planned is told to Optuna as failed, with a warning; the search goes on. A sampler
+with a seed that is made anew draws its numbers from the beginning, so that proposals after those that are
+kept repeat the first ones: give it another seed, or pickle it, when you ask for more trials.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import InputError, LoadmasterError
 from loadmaster.core.io import write_bytes
-from loadmaster.train.coordination.result import Result
+from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
 from loadmaster.train.coordination.searchers import Decision, Entrant, metric_value
 from loadmaster.train.study import Study
 
@@ -111,26 +117,87 @@ def optimize(
     known = _read_known_trials(kept)
     proposals: dict[str, Any] = {}
     trials: list[Any] = []
+    failed: dict[str, str] = {}
     result: Result | None = None
+    num_asked = 0
     mode = "max" if study.direction == optuna.study.StudyDirection.MAXIMIZE else "min"
-    while len(trials) < num_trials:
-        for _ in range(min(batch or num_trials, num_trials - len(trials))):
-            proposal = _ask_proposal(study, known[len(trials)] if len(trials) < len(known) else None)
-            one = make(proposal)
+
+    def give_up(proposal: Any, name: str, why: str, at: int) -> None:
+        """Tell Optuna that a proposal failed, and remember it."""
+        failed[name] = known[at]["error"] = why
+        known[at]["name"] = name
+        write_bytes(json.dumps(known).encode(), kept)
+        study.tell(proposal.number, None, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        warnings.warn(f"proposal {name!r} cannot be planned: {why}", RuntimeWarning, stacklevel=3)
+
+    places: dict[str, int] = {}
+    while num_asked < num_trials:
+        for _ in range(min(batch or num_trials, num_trials - num_asked)):
+            at, num_asked = num_asked, num_asked + 1
+            proposal = _ask_proposal(study, known[at] if at < len(known) else None)
+            if at < len(known) and known[at].get("error"):  # an earlier call could not plan it
+                give_up(proposal, known[at]["name"], known[at]["error"], at)
+                continue
+            one, why = _make_trial(make, study, proposal)
+            if at >= len(known):
+                known.append({"number": proposal.number, "params": dict(proposal.params)})
+                write_bytes(json.dumps(known).encode(), kept)
+            if one is None:
+                give_up(proposal, f"proposal {proposal.number}", why, at)
+                continue
             if one.name in proposals:
                 raise InputError(
                     f"two trials are named {one.name!r}; put the proposal's number into the name"
                 )
-            proposals[one.name] = proposal
+            proposals[one.name], places[one.name] = proposal, at
             trials.append(one)
-            if len(trials) > len(known):
-                known.append({"number": proposal.number, "params": dict(proposal.params)})
-                write_bytes(json.dumps(known).encode(), kept)
+        if not trials:
+            continue
         searcher = OptunaSearch(study, proposals, metric=metric, report_every=report_every)
-        result = Study(trials, dir=folder, searcher=searcher, metric=metric, mode=mode, **options).fit()
-    if result is None:
+        race = Study(trials, dir=folder, searcher=searcher, metric=metric, mode=mode, **options)
+        race.trusts_ended = True
+        bad = race.find_unplannable()
+        for name, why in bad.items():
+            give_up(proposals[name], name, why, places[name])
+        trials = [one for one in trials if one.name not in bad]
+        if trials:
+            race.leave_out(bad)
+            result = race.fit()
+    if num_trials < 1:
         raise InputError(f"num_trials is {num_trials}; give at least 1")
-    return result
+    if result is None:
+        first = next(iter(failed.items()))
+        raise InputError(f"none of {num_trials} proposals can be planned; {first[0]!r}: {first[1]}")
+    rows = [_make_failed_row(name, why) for name, why in failed.items()]
+    return replace(result, trials=(*result.trials, *rows))
+
+
+def _make_trial(make: Callable[[Any], Any], study: Any, proposal: Any) -> tuple[Any, str]:
+    """The trial of a proposal; or None, and why it cannot be one. What else `make` raises is raised."""
+    optuna = _import_optuna()
+    try:
+        return make(proposal), ""
+    except LoadmasterError as problem:
+        return None, str(problem)
+    except Exception:
+        study.tell(proposal.number, None, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        raise
+
+
+def _make_failed_row(name: str, why: str) -> TrialResult:
+    return TrialResult(
+        name=name,
+        status=TrialStatus.FAILED,
+        step=0,
+        loss=None,
+        metrics={},
+        seconds=0.0,
+        num_tokens=0,
+        error=why,
+        error_kind="plan",
+        durable_step=0,
+        folder=None,
+    )
 
 
 def _read_known_trials(kept: Path) -> list[dict[str, Any]]:
@@ -139,7 +206,7 @@ def _read_known_trials(kept: Path) -> list[dict[str, Any]]:
         return []
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
-        return [{"number": each["number"], "params": dict(each["params"])} for each in found]
+        return [{**each, "number": each["number"], "params": dict(each["params"])} for each in found]
     except (ValueError, TypeError, KeyError):
         raise InputError(f"{kept} is damaged; put it back from a copy, or give another dir") from None
 

@@ -20,7 +20,8 @@ from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.rates import Rates
-from loadmaster.shards.plan.shard_plan import PlannedTrial
+from loadmaster.shards.plan.shard_plan import PlannedTrial, ShardPlan
+from loadmaster.shards.plan.unit_order import count_forwards
 from loadmaster.shards.spec.engine import Runner, TrialPlan
 from loadmaster.shards.spec.trial import Trial
 
@@ -50,6 +51,7 @@ class ShardEngine:
     _owners: ParameterOwners = field(default_factory=ParameterOwners, init=False, repr=False)
     _alone: set[str] = field(default_factory=set, init=False, repr=False)  # of them, those no group takes
     _lent_bytes: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # held by another trial
+    _step_s: dict[str, float] = field(default_factory=dict, init=False, repr=False)  # [trial] here
     _backbones: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # [trial] hash of it
 
     def __post_init__(self) -> None:
@@ -139,8 +141,9 @@ class ShardEngine:
         return build_trial(trial, device=where, known=planned.record)
 
     def forget_built(self) -> None:
-        """Let go of the models that were built for planning and not opened."""
+        """Let go of models that were built for planning and not opened, and of groups on closed devices."""
         self._built.clear()
+        self._groups.clear()
 
     def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
@@ -180,7 +183,8 @@ class ShardEngine:
         return TrialPlan(
             trial=trial.name,
             num_steps=count,
-            step_s=plan.step_s,
+            step_s=self._predict_step_s(trial, built, plan, where),
+            is_measured=self.rates is not None or where.type == "cpu",
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
             state_bytes=state_bytes + buffer_bytes - shared_bytes,
             peak_bytes=plan.peak_bytes,
@@ -193,6 +197,20 @@ class ShardEngine:
             built_on="meta" if built.empty else "cpu",
             detail=planned,
         )
+
+    def _predict_step_s(self, trial: Trial, built: BuiltModel, plan: ShardPlan, where: torch.device) -> float:
+        """The time of a step at this machine's own pace, if known; the plan does not depend on it."""
+        if self.rates is not None or where.type != "cpu":
+            return plan.step_s
+        from loadmaster.train.execute.machine_pace import measure_machine_pace
+
+        num_passes = 2 if plan.layout.num_shards > 1 else 1  # each shard but the last runs forward twice
+        self._step_s[trial.name] = measure_machine_pace().predict_step_s(
+            num_ops=trial.accumulate * (sum(built.facts.num_ops) * (1 + num_passes) / 2),
+            num_shards=plan.layout.num_shards,
+            flops=plan.work.flops,
+        )
+        return self._step_s[trial.name]
 
     def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
         """The plans of all trials, those on one frozen backbone as they will run: as a group."""
@@ -212,14 +230,19 @@ class ShardEngine:
         )
         self._alone = {each.trial for each in found if each.trial in self._sketches and not each.is_grouped}
         self._sketches.clear()  # they hold models that are to be trained
-        return found
+        return [
+            replace(each, step_s=self._step_s[each.trial])
+            if each.is_grouped and each.trial in self._step_s
+            else each
+            for each in found
+        ]
 
     def _noted(self, trial: Trial, built: Any) -> int:
         """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
         from loadmaster.train.backbone.frozen_weights import frozen_numbers, has_backbone, hash_frozen
 
-        if not has_backbone(built.chain):
-            return 0
+        if not has_backbone(built.chain) or count_forwards(trial, built.facts) > 1:
+            return 0  # a group passes once for all micro-batches, and would draw in another order
         found = f"{hash_frozen(built.chain)} {trial.precision}"  # a group reads it in one dtype
         others = {each for name, each in self._backbones.items() if name != trial.name}
         self._backbones[trial.name] = found

@@ -11,29 +11,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import FileError, InputError, LoadmasterError
 from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.shards.model.loaders import with_timeout
+from loadmaster.shards.model.loaders import confine_worker_deaths, with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
-from loadmaster.train.coordination.callbacks import CallbackList
+from loadmaster.train.coordination.callbacks import CallbackList, SecondInterrupt
 from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.result import Result, TrialResult
+from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
 from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
 from loadmaster.train.coordination.study_state import StudyState, TrialEntry
 from loadmaster.train.coordination.worker_pool import InlineWorkerPool, WorkerPool
+from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
 
@@ -92,6 +93,13 @@ class Study:
         self._placement = optimizer_placement
         self._engine = engine
         self._plan: StudyPlan | None = None
+        self._made: dict[str, TrialPlan] = {}  # plans of single trials
+        self._ended: dict[str, TrialPlan] | None = None  # what the journal says, once it is read
+        self._retries = False
+        # Trials that ended in an earlier call are planned again, to refuse what has changed under a name;
+        # a search that made them itself (`optimize`) knows that they have not.
+        self.trusts_ended = False
+        self._as_begun: dict[str, Any] = {}  # trials that go on by the rules they were begun under
 
     @property
     def names(self) -> list[str]:
@@ -122,27 +130,84 @@ class Study:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
             engine = self.engine()
-            devices = self._device_names(engine)
-            plans = [self._make_plan(engine, trial, devices) for trial in self._trials.values()]
-            if hasattr(engine, "together"):
-                plans = engine.together(plans, devices)
-            self._plan = make_study_plan(
-                plans,
-                devices,
-                folder=self.dir,
-                memory_cap_bytes=self._memory_cap,
-                host_cap_bytes=self._host_cap,
-                ended=self._find_ended_trials(),
-            )
+            self._plan = self._assemble(engine, [self._plan_trial(engine, name) for name in self.names])
         return self._plan
 
-    def _find_ended_trials(self) -> set[str]:
-        """Trials that an earlier call brought to an end."""
-        records = read_journal(self.dir / "journal").records
-        return {record["trial"] for record in records if record["kind"] == "done"}
+    def find_unplannable(self) -> dict[str, str]:
+        """Trials that cannot be planned, or can never fit here, and why; the others are planned."""
+        engine, found = self.engine(), {}
+        for name in self.names:
+            try:
+                plan = self._plan_trial(engine, name)
+            except LoadmasterError as problem:
+                found[name] = str(problem)
+                continue
+            problems = self._assemble(engine, [plan], together=False).problems_of(plan)
+            if problems:
+                found[name] = "; ".join(problems)
+        return found
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Go on without some trials."""
+        self._trials = {name: trial for name, trial in self._trials.items() if name not in names}
+        self._plan = None
+
+    def _plan_trial(self, engine: Engine, name: str) -> TrialPlan:
+        """The plan of a trial, made once."""
+        known = self._read_ended_trials().get(name)
+        if known is not None and self.trusts_ended:
+            return known
+        if name not in self._made:
+            made = self._make_plan(engine, self._trials[name], self._device_names(engine))
+            done = known is not None and known.ended != TrialStatus.FAILED
+            self._made[name] = replace(made, ended=known.ended) if known is not None and done else made
+        return self._made[name]
+
+    def _assemble(self, engine: Any, plans: list[TrialPlan], *, together: bool = True) -> StudyPlan:
+        devices = self._device_names(engine)
+        if together and hasattr(engine, "together"):
+            made = [each for each in plans if each.trial in self._made]
+            left = engine.together(made, devices)
+            plans = [next((p for p in left if p.trial == each.trial), each) for each in plans]
+        return make_study_plan(
+            plans,
+            devices,
+            folder=self.dir,
+            memory_cap_bytes=self._memory_cap,
+            host_cap_bytes=self._host_cap,
+        )
+
+    def _read_ended_trials(self) -> dict[str, TrialPlan]:
+        """Trials that an earlier call brought to an end; of those that failed, the ones not tried again."""
+        if self._ended is None:
+            steps: dict[str, int] = {}
+            ended: dict[str, str] = {}
+            for record in read_journal(self.dir / "journal").records:
+                name = record.get("trial", "")
+                if record["kind"] == "trial":
+                    steps[name] = record["num_steps"]
+                elif record["kind"] == "done":
+                    ended[name] = record["status"]
+                elif record["kind"] == "fail" and not self._retries:
+                    ended[name] = str(TrialStatus.FAILED)
+                elif record["kind"] == "retry":
+                    ended.pop(name, None)
+            self._ended = {
+                name: TrialPlan(
+                    trial=name,
+                    num_steps=steps[name],
+                    step_s=0.0,
+                    host_bytes=0,
+                    state_bytes=0,
+                    num_shards=0,
+                    ended=how,
+                )
+                for name, how in ended.items()
+            }
+        return self._ended
 
     def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
-        with wrap_user_errors(trial.name):
+        with wrap_user_errors(trial.name), confine_worker_deaths():
             return engine.planned(trial, devices)
 
     def _device_names(self, engine: Engine) -> list[str]:
@@ -152,24 +217,33 @@ class Study:
             return ray_device_names()
         return engine.device_names(self._devices)
 
-    def fit(self, *, retry_failed: bool = False) -> Result:
+    def fit(self, *, retry_failed: bool = False, adopt_checkpoints: bool = False) -> Result:
         """Train all trials to their ends, from wherever an earlier call was left.
 
-        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt.
+        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt; SIGTERM does the same and
+        ends with SystemExit(143). Checkpoints that the
+        journal does not list (it was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from
+        them.
         """
-        with self._release_models():
-            return self._train(self._plan_to_train(), retry_failed=retry_failed)
+        with self._release_models(), confine_worker_deaths():
+            self._forget_ended(retries=retry_failed)
+            plan = self._plan_to_train()
+            return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
 
-    def _train(self, plan: StudyPlan, *, retry_failed: bool) -> Result:
+    def _train(self, plan: StudyPlan, *, retry_failed: bool, adopt_checkpoints: bool) -> Result:
         plan.require_feasible()
         began = time.perf_counter()
         with lock_folder(self.dir):
             journal = Journal(self.dir / "journal")
             try:
-                coordinator = self._coordinator(journal, plan, retry_failed=retry_failed)
+                coordinator = self._coordinator(
+                    journal, plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints
+                )
+                if isinstance(coordinator.pool, InlineWorkerPool):
+                    coordinator.pool.is_ending = lambda: coordinator.halt_asked
                 try:
                     coordinator.audience.tell("on_start", self.names)
-                    with _handle_interrupts(coordinator):
+                    with _handle_signals(coordinator):
                         coordinator.run()
                 finally:
                     coordinator.pool.close()
@@ -177,9 +251,18 @@ class Study:
                     coordinator.audience.tell("on_close")
                 result = self._make_result(coordinator.state, time.perf_counter() - began, coordinator)
                 coordinator.audience.tell("on_end", result)
+                coordinator.audience.raise_problem()
             finally:
                 journal.close()
         return result
+
+    def _forget_ended(self, *, retries: bool) -> None:
+        """A failed trial that is tried again needs a plan."""
+        if retries and not self._retries:
+            self._retries, self._ended = True, None
+            failed = str(TrialStatus.FAILED)
+            if self._plan is not None and any(each.ended == failed for each in self._plan.trials):
+                self._plan = None
 
     def _plan_to_train(self) -> StudyPlan:
         """The plan, made now if it was not made before.
@@ -207,36 +290,81 @@ class Study:
             if hasattr(engine, "forget_built"):
                 engine.forget_built()
 
-    def _coordinator(self, journal: Journal, plan: StudyPlan, *, retry_failed: bool) -> Coordinator:
+    def _settle_unlisted_checkpoints(self, state: StudyState, root: Path, *, adopt: bool) -> None:
+        """Refuse checkpoints that the journal does not list, or let them count."""
+        found = {
+            name: rows
+            for name in self.names
+            if (
+                rows := checkpoints.find_unlisted(
+                    root,
+                    name,
+                    state.entries[name].committed if name in state.entries else (),
+                    num_runs=state.num_runs,
+                )
+            )
+        }
+        if not found:
+            return
+        name, rows = next(iter(found.items()))
+        if not adopt:
+            raise FileError(
+                f"{root / checkpoints.folder_name(name)} holds a checkpoint of step {rows[-1].step} of trial"
+                f" {name!r} that {self.dir / 'journal'} does not list: the journal was lost, or is an older"
+                " copy; put it back, go on from the checkpoints with fit(adopt_checkpoints=True) or"
+                " --adopt-checkpoints, or give another dir"
+            )
+        if self._searcher is not None:
+            raise InputError(
+                f"the reports of trial {name!r} to its {type(self._searcher).__name__} were lost with the"
+                " journal; adopt the checkpoints without a searcher, or give another dir"
+            )
+        for rows in found.values():
+            state.adopt(rows)
+
+    def _coordinator(
+        self, journal: Journal, plan: StudyPlan, *, retry_failed: bool, adopt_checkpoints: bool
+    ) -> Coordinator:
         state = StudyState(journal)
+        root = self.dir / "checkpoints"
+        if not adopt_checkpoints:
+            self._settle_unlisted_checkpoints(state, root, adopt=False)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
             facts = _collect_facts(trial) | dict(plans[name].options)
             entry = state.enter(name, facts, plans[name].num_steps)
+            self._as_begun[name] = _keep_older_draws(trial, entry)
             if retry_failed and entry.error_kind:
                 state.note("retry", trial=name)
                 state.rewind(name)
+        if adopt_checkpoints:
+            self._settle_unlisted_checkpoints(state, root, adopt=True)
         audience = CallbackList(self.callbacks)
-        root = self.dir / "checkpoints"
         root.mkdir(exist_ok=True)
         # It is told everything anew from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
         if hasattr(searcher, "compare_by"):
             searcher.compare_by(self.metric, self.mode)
-        return Coordinator(
-            names=self.names,
-            device_names=plan.devices,
-            state=state,
-            pool=self._make_pool(plan, root),
-            decisions=SearchDecisions(state, searcher, self._trials, audience=audience),
-            plans=plans,
-            locations=TrialLocations(
-                {each.trial: each.host_bytes for each in plan.trials}, plan.host_cap_bytes
-            ),
-            pace=Pace({each.trial: each.step_s for each in plan.trials}, self._every),
-            audience=audience,
-            root=root,
-        )
+        decisions = SearchDecisions(state, searcher, self._trials, audience=audience)
+        pace = Pace({each.trial: each.step_s for each in plan.trials}, self._every)
+        host_bytes = {each.trial: each.host_bytes for each in plan.trials}
+        pool = self._make_pool(plan, root)
+        try:
+            return Coordinator(
+                names=self.names,
+                device_names=plan.devices,
+                state=state,
+                pool=pool,
+                decisions=decisions,
+                plans=plans,
+                locations=TrialLocations(host_bytes, plan.host_cap_bytes),
+                pace=pace,
+                audience=audience,
+                root=root,
+            )
+        except BaseException:
+            pool.close()
+            raise
 
     def _make_pool(self, plan: StudyPlan, root: Path) -> WorkerPool:
         trials = self._add_data_timeouts()
@@ -262,12 +390,13 @@ class Study:
 
     def _add_data_timeouts(self) -> dict[str, Any]:
         """The trials, with a limit on how long their data may take."""
+        trials = {name: self._as_begun.get(name, trial) for name, trial in self._trials.items()}
         if self._timeout_s is None:
-            return dict(self._trials)
+            return trials
         limit_s = self._timeout_s
         return {
             name: replace(trial, data=with_timeout(trial.data, limit_s, trial=name))
-            for name, trial in self._trials.items()
+            for name, trial in trials.items()
         }
 
     def _make_result(self, state: StudyState, wall_s: float, coordinator: Coordinator) -> Result:
@@ -281,7 +410,15 @@ class Study:
 
 def _collect_facts(trial: Any) -> dict[str, Any]:
     """What may not change between two calls."""
-    return {name: getattr(trial, name, None) for name in _FACTS}
+    drawn = "counter" if getattr(trial, "counted_rng", False) else "stream"
+    return {name: getattr(trial, name, None) for name in _FACTS} | {"drawn": drawn}
+
+
+def _keep_older_draws(trial: Any, entry: TrialEntry | None) -> Any:
+    """A trial that was begun when accumulated steps were seeded goes on so, to the same weights."""
+    if entry is None or "drawn" in entry.facts or trial.accumulate == 1 or trial.rng is not None:
+        return trial
+    return replace(trial, rng="counter")
 
 
 def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
@@ -302,19 +439,32 @@ def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
 
 
 @contextmanager
-def _handle_interrupts(coordinator: Coordinator) -> Iterator[None]:
-    """The first Ctrl-C asks for a clean stop, the second one does not wait."""
+def _handle_signals(coordinator: Coordinator) -> Iterator[None]:
+    """Ctrl-C asks for a clean stop, the second one does not wait; SIGTERM asks for the same, and then ends.
+
+    A second SIGTERM changes nothing: batch systems send it to a process and again to its group.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_interrupt(_number: int, _frame: object) -> None:
         if coordinator.halt_asked:
-            raise KeyboardInterrupt
+            raise SecondInterrupt
         coordinator.halt_asked = True
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    def on_terminate(_number: int, _frame: object) -> None:
+        coordinator.halt_asked = terminated[0] = True
+
+    terminated = [False]
+    handlers = {signal.SIGINT: on_interrupt, signal.SIGTERM: on_terminate}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
+    except KeyboardInterrupt:
+        if not terminated[0]:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -20,11 +20,17 @@ Trace = Annotated[
 ]
 Retry = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed before.")]
 
+Adopt = Annotated[
+    bool,
+    typer.Option("--adopt-checkpoints", help="Go on from checkpoints that a lost journal does not list."),
+]
+
 
 def command(
     source: Source,
     plan: PlanOnly = False,
     retry_failed: Retry = False,
+    adopt_checkpoints: Adopt = False,
     trace: Trace = None,
     json: o.Json = False,
 ) -> None:
@@ -46,7 +52,9 @@ def command(
         else:
             stdout().print(str(answer), soft_wrap=True)
         return
-    result = _fit_with_progress(study, retry_failed=retry_failed, quiet=json)
+    result = _fit_with_progress(
+        study, quiet=json, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints
+    )
     if trace is not None:
         result.trace(trace)
     if json:
@@ -75,7 +83,7 @@ def _load_study(source: str) -> "Study":
     return load_study(source)
 
 
-def _fit_with_progress(study: "Study", *, retry_failed: bool, quiet: bool) -> Any:
+def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
     from loadmaster.report.study_table import LineReporter, LiveTable
@@ -85,8 +93,8 @@ def _fit_with_progress(study: "Study", *, retry_failed: bool, quiet: bool) -> An
         console.print(str(study.plan()), style="dim", soft_wrap=True)
     if not console.is_terminal:
         study.callbacks.append(LineReporter(console))
-        return study.fit(retry_failed=retry_failed)
+        return study.fit(**how)
     table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)
     with table:
-        return study.fit(retry_failed=retry_failed)
+        return study.fit(**how)

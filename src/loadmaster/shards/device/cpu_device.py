@@ -71,9 +71,11 @@ class CpuDevice:
         self._spans: list[tuple[str, str, float, float]] = []
         self._latest: dict[str, list[Event]] = {}  # by stream: two, newest first
         self._queues: dict[str, queue.SimpleQueue[Any]] = {}
+        self._threads: list[threading.Thread] = []
         for stream in ("up0", "up1", "down0", "down1"):
             self._queues[stream] = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._serve, args=(stream,), daemon=True))
+            self._threads[-1].start()
 
     def pin(self, memory: torch.Tensor) -> None:
         """Nothing to do: copies are made by threads."""
@@ -135,9 +137,11 @@ class CpuDevice:
         return 0
 
     def close(self) -> None:
-        """Stop the streams."""
+        """Stop the streams, once what they were told is done."""
         for waiting in self._queues.values():
             waiting.put(None)
+        for thread in self._threads:
+            thread.join(_LONGEST_WAIT_S)
 
     def _send(self, stream: str, copies: list[Copy], after: Iterable[Event | None], label: str) -> Event:
         reached = HostEvent()

@@ -11,8 +11,11 @@
 import base64
 import json
 import queue
+import re
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +27,50 @@ Batch = Any  # (inputs, targets), pytrees
 
 class LoaderError(RunError):
     """A trial's data cannot be read on."""
+
+
+_WORKER_DEATH = re.compile(r"DataLoader worker \(pid|DataLoader timed out|Pin memory thread exited")
+
+
+def is_worker_death(problem: BaseException) -> bool:
+    """Whether an exception is what a DataLoader raises when one of its processes is gone."""
+    return isinstance(problem, RuntimeError) and _WORKER_DEATH.search(str(problem)) is not None
+
+
+@contextmanager
+def confine_worker_deaths() -> Iterator[None]:
+    """A loader's process that dies is found by who reads that loader, within seconds, and by nobody else.
+
+    Torch's handler of SIGCHLD raises in the main thread, wherever that is: in the step of another trial, or
+    in the study itself. Meanwhile it is not installed, or what it raises goes nowhere; whoever waits for a
+    batch looks after the processes of its own loader anyway.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    from torch.utils.data._utils import signal_handling
+
+    before = signal.getsignal(signal.SIGCHLD)
+    installed = getattr(signal_handling, "_SIGCHLD_handler_set", None)  # private: another torch may lack it
+
+    def on_child(number: int, frame: Any) -> None:
+        try:
+            before(number, frame)  # type: ignore[operator, misc]
+        except RuntimeError as problem:
+            if not is_worker_death(problem):
+                raise
+
+    if callable(before):
+        signal.signal(signal.SIGCHLD, on_child)
+    if installed is False:
+        signal_handling._SIGCHLD_handler_set = True
+    try:
+        yield
+    finally:
+        if installed is False:
+            signal_handling._SIGCHLD_handler_set = False
+        if callable(before) and signal.getsignal(signal.SIGCHLD) is on_child:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def open_source(data: Callable[[], Iterable[Batch]], *, trial: str) -> Iterable[Batch]:

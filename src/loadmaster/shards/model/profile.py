@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
+from loadmaster.modules import randomness
 from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.shards.model.block_peaks import (
     BlockPeaks,
@@ -36,6 +37,8 @@ class Profile:
     flops: tuple[float, ...]  # [block] of one forward
     castable: tuple[bool, ...]  # [parameter]
     sums_grads: bool = False  # several micro-batches: a sum stands beside what each gives
+    num_ops: tuple[int, ...] = ()  # [block] calls of the framework in one forward, the loss with the last
+    draws: bool = False  # random numbers, from torch, Python or NumPy
     peaks: BlockPeaks | None = None  # None: not to be had; a rule of thumb stands in
 
 
@@ -146,9 +149,11 @@ def _profile_blocks(
     dtype = COMPUTE_DTYPE[trial.precision]
     device = parameters[0].device.type
     watch = _CastWatcher(parameters, dtype)
+    others = randomness.capture_others()
     saved: list[int] = []
     outputs: list[int] = []
     flops: list[float] = []
+    ops: list[int] = []
     value = inputs
     known: dict[object, tuple[int, Any]] = {}
     for index, block in enumerate(chain.blocks):
@@ -159,8 +164,9 @@ def _profile_blocks(
             saved.append(saved[like])
             outputs.append(outputs[like])
             flops.append(flops[like])
+            ops.append(ops[like])
             continue
-        value = tree_map(_as_grad_leaf, value)
+        value, ops_before = tree_map(_as_grad_leaf, value), watch.num_ops
         kept: dict[int, int] = {}
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -185,12 +191,22 @@ def _profile_blocks(
         saved.append(sum(kept.values()))
         outputs.append(tree_bytes(value))
         flops.append(float(counter.get_total_flops()))
+        ops.append(watch.num_ops - ops_before)
         known[kind] = index, value
     castable = tuple(
         dtype is not None and number in watch.cast and number not in watch.plain
         for number in range(len(parameters))
     )
-    return Profile(tuple(saved), tuple(outputs), tree_bytes(inputs), tuple(flops), castable)
+    drew = watch.drew or not randomness.is_same_others(others, randomness.capture_others())
+    return Profile(
+        tuple(saved),
+        tuple(outputs),
+        tree_bytes(inputs),
+        tuple(flops),
+        castable,
+        num_ops=tuple(ops),
+        draws=drew,
+    )
 
 
 def tree_bytes(tree: Any) -> int:
@@ -229,6 +245,8 @@ class _CastWatcher(TorchDispatchMode):
         self.dtype = dtype
         self.cast: set[int] = set()
         self.plain: set[int] = set()
+        self.drew = False
+        self.num_ops = 0
 
     def copy_marks(self, source: Any, target: Any) -> None:
         """The parameters of a block are used as those of another of its type."""
@@ -240,6 +258,8 @@ class _CastWatcher(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then go on."""
         kwargs = kwargs or {}
+        self.num_ops += 1
+        self.drew = self.drew or _draws_numbers(func, args, kwargs)
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype
         if func.namespace == "prim" or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)  # no arithmetic
@@ -247,3 +267,14 @@ class _CastWatcher(TorchDispatchMode):
             if id(leaf) in self.number:
                 (self.cast if is_cast else self.plain).add(self.number[id(leaf)])
         return func(*args, **kwargs)
+
+
+def _draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op draws; attention is marked so even where it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "scaled_dot_product" in func.name() and "dropout_p" in names:
+        at = names.index("dropout_p")
+        return bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
+    return True

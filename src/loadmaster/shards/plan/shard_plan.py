@@ -13,7 +13,7 @@ from loadmaster.shards.plan.ring_chunks import ring_size
 from loadmaster.shards.plan.sizes import Sizes
 from loadmaster.shards.plan.slot_needs import boundary_bytes, compute_memory_need
 from loadmaster.shards.plan.step_limits import Limit, Work
-from loadmaster.shards.plan.unit_order import unit_order
+from loadmaster.shards.plan.unit_order import count_forwards, unit_order
 
 _WORKSPACE = 1.25  # of what autograd keeps: gradients of activations while a backward pass runs
 IN_FLIGHT = 3  # pieces whose gradients may be on their way down
@@ -182,7 +182,7 @@ def _count_work(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> Work:
         if where == "pinned":
             continue
         weights = sum(sizes.compute_bytes[n] for n in piece.parameters)
-        visits = 1 if piece.shards == (last,) else 2
+        visits = count_forwards(built.trial, built.facts) + (piece.shards != (last,))
         up += visits * weights
         host += visits * weights
         trained = [n for n in piece.parameters if sizes.trained[n]]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.sizes import Sizes
-from loadmaster.shards.plan.unit_order import unit_order
+from loadmaster.shards.plan.unit_order import count_forwards, unit_order
 
 if TYPE_CHECKING:
     from loadmaster.shards.plan.shard_plan import ShardPlan
@@ -148,7 +148,8 @@ class _JobIssuer:
         self._plan, self._layout, self._sizes = plan, plan.layout, sizes
         self._unit_s = _unit_seconds(built, plan, rates)
         turns = range((_ROUNDS + (num_trials == 1)) * num_trials)
-        units = unit_order(self._layout.num_shards)
+        self._num_forwards = count_forwards(built.trial, built.facts)
+        units = unit_order(self._layout.num_shards, self._num_forwards)
         self._order = [(turn, turn % num_trials, kind, shard) for turn in turns for kind, shard in units]
         self._jobs = _Steps()
         self._loads: dict[int, list[_Job]] = {}  # [unit]
@@ -159,7 +160,7 @@ class _JobIssuer:
 
     def steps(self) -> tuple[_Steps, set[_Job]]:
         """All jobs, and the units that end a step."""
-        ends, unit = set(), None
+        ends, unit, num_lasts = set(), None, 0
         for at, (turn, trial, kind, shard) in enumerate(self._order):
             if unit is not None and turn != self._order[at - 1][0]:
                 ends.add(unit)
@@ -168,9 +169,11 @@ class _JobIssuer:
             while ahead <= min(at + self._plan.depth, len(self._order) - 1) and self._can_load(at, ahead):
                 self._load(ahead)
                 ahead += 1
-            unit = self._jobs.add("compute", self._unit_s[kind, shard], self._loads[at])
+            passes = 1 if kind == "B" else self._num_forwards
+            unit = self._jobs.add("compute", self._unit_s[kind, shard] / passes, self._loads[at])
             self._uses += [unit] * len(self._loads[at])
-            if kind != "F":
+            num_lasts = num_lasts + 1 if kind == "L" else num_lasts
+            if kind == "B" or (kind == "L" and num_lasts % self._num_forwards == 0):
                 self._issue_updates(turn, trial, shard, unit)
         assert unit is not None
         return self._jobs, ends | {unit}

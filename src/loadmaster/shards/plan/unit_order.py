@@ -7,16 +7,26 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loadmaster.shards.model.profile import Profile
 from loadmaster.shards.plan.layout import Layout, Piece
+from loadmaster.shards.spec.trial import Trial
 
 _LARGE = 1.5  # times the usual piece: it has a place of its own
 
 
-def unit_order(num_shards: int) -> list[tuple[str, int]]:
-    """F0 ... L ... B0."""
+def unit_order(num_shards: int, num_forwards: int = 1) -> list[tuple[str, int]]:
+    """F0 ... L ... B0; with several forward passes F0 ... L F0 ... L ... B0."""
     last = num_shards - 1
-    forward = [("F", shard) for shard in range(last)]
-    return [*forward, ("L", last), *(("B", shard) for shard in reversed(range(last)))]
+    forward = [*(("F", shard) for shard in range(last)), ("L", last)]
+    return [*forward * num_forwards, *(("B", shard) for shard in reversed(range(last)))]
+
+
+def count_forwards(trial: Trial, facts: Profile) -> int:
+    """Forward passes of a step: one for all micro-batches, or one for each where random numbers are drawn.
+
+    A plain loop draws for a whole micro-batch before it draws for the next one.
+    """
+    return trial.accumulate if facts.draws and not trial.counted_rng else 1
 
 
 @dataclass(eq=False)
@@ -25,12 +35,13 @@ class UnitOrder:
 
     layout: Layout
     streamed: frozenset[int]
+    num_forwards: int = 1
     units: list[tuple[str, int]] = field(default_factory=list)
     uses: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Where in the order each piece is used."""
-        self.units = unit_order(self.layout.num_shards)
+        self.units = unit_order(self.layout.num_shards, self.num_forwards)
         for position, (_, shard) in enumerate(self.units):
             for piece in self.layout.pieces_of[shard]:
                 if piece in self.streamed:

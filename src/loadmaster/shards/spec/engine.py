@@ -132,4 +132,6 @@ class TrialPlan:
     is_grouped: bool = False  # its backbone is streamed for a group, if only of one
     options: Mapping[str, Any] = field(default_factory=dict)  # of its optimizer; they may not change later
     built_on: str = "cpu"  # 'meta': without memory, until it is held
+    is_measured: bool = False  # its time comes from rates that were measured on this machine
+    ended: str = ""  # how it ended in an earlier call: nothing more is planned for it
     detail: Any = None  # the engine's own plan; workers get it, too, so it can be pickled

@@ -70,11 +70,6 @@ class Trial:
             self._require_choice("verify", ("first-step",))
         if self.rng is not None:
             self._require_choice("rng", ("stream", "counter"))
-        if self.rng == "stream" and self.accumulate > 1:
-            raise InputError(
-                f"trial {self.name!r}: rng='stream' with accumulate={self.accumulate} draws in another order"
-                " than a plain loop, because a shard visits all micro-batches at once; leave rng out"
-            )
         clip = self.clip_norm
         if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
             raise InputError(f"trial {self.name!r}: clip_norm must be a number above 0, not {clip!r}")
@@ -82,7 +77,7 @@ class Trial:
     @property
     def counted_rng(self) -> bool:
         """Whether random numbers are seeded by (step, micro-batch, block), not drawn from one stream."""
-        return self.rng == "counter" or (self.rng is None and self.accumulate > 1)
+        return self.rng == "counter"
 
     @property
     def deferred(self) -> bool:

@@ -24,6 +24,7 @@ from loadmaster.shards.model.built_model import BuiltModel, build_trial
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.host_store import HostPiece
 from loadmaster.shards.plan.layout import Layout, lay_out
+from loadmaster.shards.plan.unit_order import count_forwards
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
 from loadmaster.train.backbone.frozen_weights import (
     frozen_share,
@@ -361,6 +362,12 @@ def open_group(
         owners.claim(trial.name, built.chain)
         if not frozen_share(built.chain):
             raise InputError(f"trial {trial.name!r} has no frozen parameter; there is nothing to share")
+        if count_forwards(trial, built.facts) > 1:
+            raise InputError(
+                f"trial {trial.name!r} accumulates and draws random numbers, which a group draws in another"
+                " order than a plain loop; train it by a study, which then runs it alone, or give it"
+                " rng='counter'"
+            )
         if group.join(built, cuts=cuts) is None:
             raise InputError(
                 f"trial {trial.name!r} cannot join the group of {group.states[0].trial.name!r}: its frozen"

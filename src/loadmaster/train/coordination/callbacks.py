@@ -2,13 +2,16 @@
 
 A callback has any of the methods of `Callback`; a method it does not have is not called. Loggers are
 callbacks that write files. They run in the coordinating process, between steps; one that raises ends the
-study cleanly: what was trained is saved first.
+study cleanly: what was trained is saved first. A logger (`is_logger = True`) that raises is told nothing
+more, with a warning, and training goes on.
 """
 
 import csv
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,20 +65,47 @@ class CallbackList:
         for each in callbacks:
             if not any(callable(getattr(each, hook, None)) for hook in HOOKS):
                 raise InputError(f"callback {each!r} has none of the methods {', '.join(HOOKS)}")
-        self._hooks = {
-            hook: [h for c in callbacks if (h := getattr(c, hook, None)) is not None] for hook in HOOKS
-        }
+        self._callbacks = list(callbacks)
+        self.problem: BaseException | None = None  # what the first callback that failed raised
 
     def tell(self, hook: str, *facts: Any) -> None:
-        """Call one method of all callbacks."""
-        for each in self._hooks[hook]:
+        """Call one method of all callbacks; who raises is not called again, but to close."""
+        for each in list(self._callbacks):
+            act = getattr(each, hook, None)
+            if act is None:
+                continue
             try:
-                each(*facts)
-            except Exception as problem:
-                who = type(getattr(each, "__self__", each)).__name__
-                raise RunError(
-                    f"callback {who}.{hook} raised {type(problem).__name__}: {problem}"
-                ) from problem
+                try:
+                    act(*facts)
+                except Exception as problem:
+                    self._drop(each)
+                    self._judge(each, hook, problem)
+            except (SecondInterrupt, GeneratorExit):
+                raise
+            except BaseException as problem:  # SystemExit and KeyboardInterrupt wait for the saving, too
+                self.problem = self.problem or problem
+
+    def _judge(self, callback: Any, hook: str, problem: Exception) -> None:
+        text = f"{type(callback).__name__}.{hook} raised {type(problem).__name__}: {problem}"
+        if not getattr(callback, "is_logger", False):
+            raise RunError(f"callback {text}") from problem
+        warnings.warn(
+            f"logger {text}; it logs nothing more, and training goes on", RuntimeWarning, stacklevel=4
+        )
+
+    def _drop(self, callback: Any) -> None:
+        self._callbacks = [each for each in self._callbacks if each is not callback]
+        with suppress(Exception):  # it has failed already
+            getattr(callback, "on_close", lambda: None)()
+
+    def raise_problem(self) -> None:
+        """Raise what a callback raised."""
+        if self.problem is not None:
+            raise self.problem
+
+
+class SecondInterrupt(KeyboardInterrupt):
+    """A Ctrl-C after the first one: nothing is waited for."""
 
 
 _COLUMNS = ("trial", "kind", "step", "epoch", "loss", "num_tokens", "seconds", "bytes_up", "bytes_down")
@@ -83,6 +113,8 @@ _COLUMNS = ("trial", "kind", "step", "epoch", "loss", "num_tokens", "seconds", "
 
 class _FileLogger:
     """Opens its file when the first row comes, to append: a resumed study goes on in the same file."""
+
+    is_logger = True
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -136,6 +168,8 @@ class CsvLogger(_FileLogger):
 
 class TensorBoardLogger:
     """Loss and metrics for TensorBoard, a run for each trial; needs the package `tensorboard`."""
+
+    is_logger = True
 
     def __init__(self, folder: str | Path) -> None:
         try:

@@ -54,7 +54,7 @@ class CheckpointTracker:
         """Delete what an earlier run left that does not count; nobody is writing yet."""
         for name in names:
             checkpoints.sweep(self.root, name, self.state.entries[name].committed)
-        checkpoints.sweep_shared(self.root, [entry.committed for entry in self.state.entries.values()])
+        checkpoints.sweep_shared(self.root)
 
     def is_save_due(self, name: str, step: int) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint; by time, one at a time."""

@@ -5,7 +5,8 @@ turn over     -> journal it; report to the searcher, journal what it decides
 written       -> a checkpoint counts; a trial that only waited for its last one is at its end
 trial failed  -> journal it; the others go on
 worker lost   -> a new one; what it held goes back to its last checkpoint
-Ctrl-C        -> turns end at the next step boundary, everything is saved, then it stops
+callback, searcher raises, Ctrl-C or SIGTERM
+              -> turns end at the next step boundary, everything is saved, then it stops
 """
 
 import time
@@ -45,7 +46,6 @@ from loadmaster.train.disk import checkpoints
 _WAIT_S = 0.5
 _MOST_SPANS = 500_000
 _PATIENCE_S = 10.0
-_FENCES_OF_A_RUN = 10**9
 _MOST_DEATHS = 3  # of workers under one trial, before it is thought to be the reason
 
 
@@ -73,13 +73,14 @@ class Coordinator:
     _passed: dict[str, int] = field(default_factory=dict)
     _deaths: dict[str, int] = field(default_factory=dict)
     _trouble: Exception | None = None
+    _can_save: bool = True  # until a checkpoint could not be written
     _fence: int = 0
     _began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         """Fencing numbers of this run stand above those of every run before, committed or not."""
         self.state.note("study", run=self.state.num_runs + 1)
-        self._fence = self.state.num_runs * _FENCES_OF_A_RUN
+        self._fence = self.state.num_runs * checkpoints.FENCES_OF_A_RUN
         self._saves = CheckpointTracker(
             self.root, self.state, self.pace, self.audience, self.locations, self.plans
         )
@@ -89,19 +90,24 @@ class Coordinator:
         """Until every trial is at its end, or the study is stopped; then everything is on disk."""
         try:
             self._run_loop()
-        except LoadmasterError as problem:
+        except Exception as problem:  # of a searcher's own code, too: what was trained is saved first
             self._trouble = self._trouble or problem
-        if self.halt_asked or self._trouble is not None:
+        if self._is_ending():
             self._wind_down()
         self._saves.close(_PATIENCE_S)
         if self._trouble is not None:
             raise self._trouble
+        self.audience.raise_problem()
         if self.halt_asked:
             raise KeyboardInterrupt
 
+    def _is_ending(self) -> bool:
+        """Whether nothing more is to be trained, though there may be more to do."""
+        return self.halt_asked or self._trouble is not None or self.audience.problem is not None
+
     def _run_loop(self) -> None:
         self._apply(self.decisions.pending())
-        while not self.halt_asked and self._trouble is None:
+        while not self._is_ending():
             self._dispatch()
             if not self._running and not self._moving and not self._saves.pending:
                 if not self._unstick():
@@ -227,7 +233,7 @@ class Coordinator:
             case TurnEnded():
                 self._turned(event, running)
             case SaveFailed():
-                self._trouble = event.problem
+                self._trouble, self._can_save = event.problem, False
             case TrialFailed():
                 self._handle_failure(event, running.device)
 
@@ -273,7 +279,8 @@ class Coordinator:
             running.written = event
             return
         problem = self._saves.take(event)
-        self._trouble = self._trouble or problem
+        if problem is not None:
+            self._trouble, self._can_save = self._trouble or problem, False
         ending = self._ending.get(event.trial)
         if ending is not None and ending.fence == event.fence:
             del self._ending[event.trial]
@@ -325,7 +332,7 @@ class Coordinator:
             return
         self.locations.where[event.trial] = event.parcel
         device, turn = waiting
-        if not self.halt_asked and self._trouble is None:
+        if not self._is_ending():
             self._start(device, turn)
 
     def _handle_lost_worker(self, device: int, reason: str) -> None:
@@ -374,12 +381,12 @@ class Coordinator:
         entry, place = self.state.entries[name], self.locations.where.get(name)
         if entry.step > entry.durable_step:
             self._send(place if isinstance(place, int) else 0, name, num_steps=0, save=True)
-            while name in self._running and self._trouble is None:
+            while name in self._running and self._can_save:
                 self._receive()
             self._await_write(name)
 
     def _await_write(self, name: str) -> None:
-        while self._saves.writes(name) and self._trouble is None:
+        while self._saves.writes(name) and self._can_save:
             self._receive()
 
     def _wind_down(self) -> None:
@@ -391,7 +398,7 @@ class Coordinator:
             while self._running or self._moving or self._saves.pending:
                 self._receive()
             for name in self.names:
-                if self.locations.where.get(name) is not None and first is None:
+                if self.locations.where.get(name) is not None and self._can_save:
                     self._save_now(name)
         except LoadmasterError as problem:
             self._trouble = first or problem

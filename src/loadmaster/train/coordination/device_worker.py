@@ -16,7 +16,7 @@ import torch
 
 from loadmaster.core.errors import DeviceMemoryError, FileError, VerifyError
 from loadmaster.shards.device.host_bytes import free_host_bytes
-from loadmaster.shards.model.loaders import LoaderError
+from loadmaster.shards.model.loaders import LoaderError, is_worker_death
 from loadmaster.shards.spec.engine import (
     Engine,
     NotANumberError,
@@ -90,7 +90,8 @@ class Worker:
         used_before = self._room.make(task.trial, self.held)
         num_done = 0
         if task.num_steps:
-            for done in runner.steps(self._device, task.num_steps, after=self.held.get(task.then or "")):
+            steps = runner.steps(self._device, task.num_steps, after=self.held.get(task.then or ""))
+            while (done := self._take_step(steps)) is not None:
                 num_done += 1
                 self._require_finite(task.trial, done)
                 yield StepEnded(task.trial, task.fence, done)
@@ -112,7 +113,12 @@ class Worker:
         wanted = task.evaluate or finished
         metrics = None
         if wanted and not halted and self._trials[task.trial].evaluate is not None:
-            metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
+            try:
+                metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
+            except RuntimeError as problem:
+                if not (self._halted() and is_worker_death(problem)):
+                    raise
+                finished = False  # it is at its end, but for these numbers: the next call asks for them
         if task.close or (finished and "saving" not in kept):
             self._drop(task.trial)
         yield TurnEnded(
@@ -125,6 +131,19 @@ class Worker:
             verified=getattr(runner, "verified", ""),
             **kept,
         )
+
+    def _take_step(self, steps: Iterator[StepDone]) -> StepDone | None:
+        """The next step; None where there is none, or where its data ended with everything else.
+
+        A batch system tells all processes of a job to end at once, those of loaders, too. The trial is well:
+        it stands where its last step ended, and is saved there.
+        """
+        try:
+            return next(steps, None)
+        except RuntimeError as problem:
+            if not (self._halted() and is_worker_death(problem)):
+                raise
+            return None
 
     def _opened(self, task: Task) -> Runner:
         runner = self.held.get(task.trial)
@@ -215,10 +234,13 @@ class Worker:
         self._room.reclaim(self.held)
 
     def close(self) -> None:
-        """Let go of every trial."""
+        """Let go of every trial, and of the device."""
         self._writer.wait(_PATIENCE_S)
         for trial in list(self.held):
             self._drop(trial)
+        close = getattr(self._device, "close", None)
+        if close is not None:
+            close()
 
 
 def take_snapshot(runner: Runner) -> Snapshot:
@@ -245,7 +267,7 @@ def classify_failure(problem: Exception) -> tuple[str, bool]:
         return "nan", False
     if isinstance(problem, DamagedCheckpointError):
         return "checkpoint", False
-    if isinstance(problem, LoaderError):
+    if isinstance(problem, LoaderError) or is_worker_death(problem):
         return "loader", False
     if isinstance(problem, VerifyError):
         return "verify", False

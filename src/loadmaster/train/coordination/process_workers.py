@@ -24,7 +24,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from loadmaster.core.errors import InputError
+from loadmaster.shards.model.loaders import confine_worker_deaths
 from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
 from loadmaster.train.coordination.device_worker import Worker, take_snapshot
 from loadmaster.train.coordination.messages import (
@@ -111,12 +114,10 @@ class ProcessWorkerPool:
     ) -> None:
         base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         self._parcels = Path(tempfile.mkdtemp(prefix="loadmaster-", dir=base))
-        threads = max(1, (os.cpu_count() or 1) // len(devices))
+        # The user's own number: with another one a sum is added in another order.
+        given = engine, dict(trials), dict(plans), torch.get_num_threads()
         self._payloads = [
-            pickle_by_value(
-                (engine, dict(trials), dict(plans), name, str(root.resolve()), str(self._parcels), threads)
-            )
-            for name in devices
+            pickle_by_value((*given, name, str(root.resolve()), str(self._parcels))) for name in devices
         ]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -197,13 +198,21 @@ def _start_process(payload: bytes) -> tuple[subprocess.Popen[bytes], Connection]
 
 def serve(pipe: Connection) -> None:
     """What a worker process does until it is told to quit, or its coordinator is gone."""
-    import torch
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which tells us
-    engine, trials, plans, device, root, parcels, threads = pickle.loads(pipe.recv_bytes())
-    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, lambda *_: hear_termination())  # so is this, but it may come to us first
+    payload = pipe.recv_bytes()
+    try:
+        engine, trials, plans, num_threads, device, root, parcels = pickle.loads(payload)
+    except Exception as problem:  # an import that fails here: the record of the study is to say so
+        pipe.send(WorkerLost(f"it cannot read its trials: {type(problem).__name__}: {problem}"))
+        return
+    torch.set_num_threads(num_threads)
     inbox: deque[Message] = deque()
-    halted = False
+    halted = terminated = False
+
+    def hear_termination() -> None:
+        nonlocal terminated
+        terminated = True
 
     def is_halted() -> bool:
         """Also hear what came meanwhile: a trial that is not running may be given up between two steps."""
@@ -216,7 +225,7 @@ def serve(pipe: Connection) -> None:
                 _answer_release(tell, worker, message)
             else:
                 inbox.append(message)
-        return halted
+        return halted or terminated
 
     lock = threading.Lock()
 
@@ -254,6 +263,7 @@ def _answer_release(tell: Callable[[Event], None], worker: Worker, message: Rele
 def main() -> None:
     """A worker process; its argument is the number of its end of the pipe."""
     try:
-        serve(Connection(int(sys.argv[1])))
+        with confine_worker_deaths():
+            serve(Connection(int(sys.argv[1])))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)  # the coordinator is gone

@@ -5,9 +5,13 @@ calls, events come through a queue, states of trials travel through the object s
 all checkpoints, so the machines need no file system in common.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import InputError
@@ -25,13 +29,28 @@ from loadmaster.train.coordination.messages import (
     WorkerLost,
 )
 
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b:?")
+
 
 def _import_ray() -> Any:
     try:
         import ray
-    except ImportError:
-        raise InputError("launcher='ray' needs Ray; install it: pip install 'loadmaster[ray]'") from None
+    except ImportError as problem:
+        if find_spec("ray") is None:
+            raise InputError("launcher='ray' needs Ray; install it: pip install 'loadmaster[ray]'") from None
+        raise InputError(
+            f"Ray is installed, but cannot be imported: {type(problem).__name__}: {problem}; mend it: pip"
+            " install --upgrade 'loadmaster[ray]'"
+        ) from problem
     return ray
+
+
+def explain_ray_error(problem: Exception) -> str:
+    """Ray's first line, and the exception that its text ends in: an import that failed, for example."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    causes = [line for line in lines[1:] if _EXCEPTION.match(line)]
+    head = lines[0] if lines else type(problem).__name__
+    return f"{head} {causes[-1]}" if causes else head
 
 
 def ray_device_names() -> list[str]:
@@ -78,8 +97,11 @@ class _WorkerActor:
         device: str,
         at: int,
         events: Any,
+        num_threads: int,
     ) -> None:
         import threading
+
+        torch.set_num_threads(num_threads)  # Ray's own choice depends on what was imported when
 
         self._halted = False
         self._at, self._events = at, events
@@ -138,7 +160,7 @@ class RayWorkerPool:
         host = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2, max_restarts=0)(
             _WorkerActor
         )
-        return host.remote(engine, trials, plans, devices[at], at, self._events)
+        return host.remote(engine, trials, plans, devices[at], at, self._events, torch.get_num_threads())
 
     def send(self, device: int, message: Message) -> None:
         """An actor call; its end, or its actor's, is seen in `receive`."""
@@ -175,7 +197,7 @@ class RayWorkerPool:
                 try:
                     self._ray.get(call)
                 except self._ray.exceptions.RayError as problem:
-                    return device, WorkerLost(str(problem).strip().splitlines()[0])
+                    return device, WorkerLost(explain_ray_error(problem))
         return None
 
     @property

@@ -22,6 +22,9 @@ class SearchDecisions:
         self._state, self._searcher, self._trials, self._audience = state, searcher, trials, audience
         searcher.begin([Entrant(name, state.entries[name].num_steps) for name in trials])
         self._stopped: list[str] = []
+        if hasattr(searcher, "recall"):
+            asked = [each for each in state.reports if each["kind"] == "report" and each["asked"]]
+            searcher.recall([(each["trial"], each["step"]) for each in asked if each["trial"] in trials])
         self._replay()
 
     def _replay(self) -> None:

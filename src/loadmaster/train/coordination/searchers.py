@@ -4,7 +4,8 @@
     released()                   -> paused trials that go on or stop now
 
 `SuccessiveHalving` waits until everyone still in the race has reached a rung, then lets the best 1/eta go on:
-its decisions depend on the metrics alone, not on how many devices there are. `Asha` (Li et al., 2018) lets a
+its decisions depend on the metrics alone, not on how many devices there are. Who enters later races at each
+rung with all that were there before. `Asha` (Li et al., 2018) lets a
 trial go on as soon as it is among the best 1/eta of those that reported there: nobody waits, but decisions
 depend on the order of arrival. So a study journals every decision and replays it.
 """
@@ -95,12 +96,16 @@ def metric_value(metrics: Mapping[str, float], metric: str | None) -> float:
     return float(metrics[metric])
 
 
+_NUM_RUNGS = 3  # where the first one is not given
+_MOST_HALVINGS = 64
+
+
 @dataclass
 class _Rungs:
     """What both halvings share: rungs at min_steps x eta^k, and an order of values."""
 
     eta: int = 3
-    min_steps: int | None = None  # the first rung; default: so that one trial of all is left at the end
+    min_steps: int | None = None  # the first rung; default: rungs at 1/eta^3, 1/eta^2, 1/eta of a trial
     metric: str | None = None  # where not given, what the study compares by
     mode: str | None = None
     _entrants: dict[str, Entrant] = field(default_factory=dict, init=False, repr=False)
@@ -108,6 +113,7 @@ class _Rungs:
         default_factory=dict, init=False, repr=False
     )  # rung -> trial
     _out: set[str] = field(default_factory=set, init=False, repr=False)
+    _halvings: int | None = field(default=None, init=False, repr=False)  # of a study begun by older rules
 
     def __post_init__(self) -> None:
         """Check what was given."""
@@ -130,17 +136,38 @@ class _Rungs:
         self._entrants |= {each.name: each for each in entrants}
 
     def rungs(self, trial: str) -> list[int]:
-        """Steps at which this trial reports, before its end."""
+        """Steps at which this trial reports, before its end; who else takes part does not matter."""
         num_steps = self._entrants[trial].num_steps
-        first = self.min_steps
-        if first is None:
-            halvings = max(1, math.ceil(math.log(max(len(self._entrants), 2), self.eta) - 1e-9))
-            first = max(1, num_steps // self.eta**halvings)
+        if self.min_steps is not None:
+            return self._multiply_from(self.min_steps, num_steps)
+        if self._halvings is not None:
+            return self._multiply_from(max(1, num_steps // self.eta**self._halvings), num_steps)
+        parts = (num_steps // self.eta**power for power in range(_NUM_RUNGS, 0, -1))
+        return sorted({part for part in parts if part > 0})
+
+    def _multiply_from(self, first: int, num_steps: int) -> list[int]:
         found = []
         while first < num_steps:
             found.append(first)
             first *= self.eta
         return found
+
+    def recall(self, reports: Sequence[tuple[str, int]]) -> None:
+        """Keep the rungs of a study that was begun when they depended on how many trials there were."""
+        known: dict[str, set[int]] = {}
+        for trial, step in reports:
+            if step < self._entrants[trial].num_steps:
+                known.setdefault(trial, set()).add(step)
+
+        def fits() -> bool:  # who reported at a rung reported at all before it
+            return all(sorted(steps) == self.rungs(trial)[: len(steps)] for trial, steps in known.items())
+
+        if self.min_steps is not None or fits():
+            return
+        for self._halvings in range(1, _MOST_HALVINGS):
+            if fits():
+                return
+        self._halvings = None
 
     def milestone(self, trial: str, step: int) -> int | None:
         """The next rung."""
@@ -196,18 +223,28 @@ class SuccessiveHalving(_Rungs):
             self._decide(rung)
 
     def _decide(self, rung: int) -> None:
+        """Decide about those who wait, once everyone still in has arrived; newcomers race with all before."""
         still = [name for name in self._entrants if name not in self._out]
         expected = {name for name in still if len(self.rungs(name)) > rung}
-        arrived = self._values.get(rung, {})
-        if rung in self._decided or not arrived or not expected <= set(arrived):
-            return
+        decided = self._decided.setdefault(rung, set())
         best = self._best(rung)
-        go_on = set(best[: max(1, len(best) // self.eta)])
-        self._decided[rung] = go_on
-        for name in best:
+        waiting = [name for name in best if name not in decided]
+        if not waiting or not expected <= set(best):
+            return
+        go_on = set(best[: self._count_places(rung, best)])
+        for name in waiting:
+            decided.add(name)
             self._ready.append((name, Decision.CONTINUE if name in go_on else Decision.STOP))
             if name not in go_on:
                 self._out.add(name)
+
+    def _count_places(self, rung: int, arrived: Sequence[str]) -> int:
+        """How many go on: the best 1/eta; few trials are not halved before their later rungs can do it."""
+        part = max(1, len(arrived) // self.eta)
+        if self.min_steps is not None or self._halvings is not None:
+            return part
+        rungs_ahead = max(len(self.rungs(name)) for name in arrived) - rung - 1
+        return max(part, min(len(arrived), int(self.eta**rungs_ahead)))
 
     def released(self) -> list[tuple[str, Decision]]:
         """Those decided since the last time."""

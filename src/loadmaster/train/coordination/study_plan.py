@@ -1,7 +1,7 @@
 """What a study will need, checked before it starts: memory, pinned memory, disk, time. Trains nothing."""
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,29 +35,33 @@ class StudyPlan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it cannot start."""
-        found = []
-        for each in self.trials:
-            if each.host_bytes > self.host_cap_bytes:
-                found.append(
-                    f"trial {each.trial!r} needs {format_bytes(each.host_bytes)} of host memory of"
-                    f" {format_bytes(self.host_cap_bytes)}; raise host_cap, or use a leaner optimizer"
-                )
-            if self.memory_cap_bytes is not None and each.peak_bytes > self.memory_cap_bytes:
-                found.append(
-                    f"trial {each.trial!r} needs {format_bytes(each.peak_bytes)} on a device of"
-                    f" {format_bytes(self.memory_cap_bytes)}; raise memory_cap, or use a smaller batch"
-                )
-            if self.lockable_bytes is not None and each.host_bytes > self.lockable_bytes:
-                found.append(
-                    f"trial {each.trial!r} pins {format_bytes(each.host_bytes)} where"
-                    f" {format_bytes(self.lockable_bytes)} may be locked; raise it: ulimit -l unlimited"
-                )
+        found = [problem for each in self.trials for problem in self.problems_of(each)]
         need, free = format_bytes(self.disk_need_bytes), format_bytes(self.disk_free_bytes)
         if self.disk_need_bytes > self.disk_free_bytes:
             found.append(
                 f"checkpoints need {need} of {free} free on disk; free some room, or give another dir"
             )
         return tuple(found)
+
+    def problems_of(self, each: TrialPlan) -> list[str]:
+        """Why one trial cannot run here, whatever the others do."""
+        found = []
+        if each.host_bytes > self.host_cap_bytes:
+            found.append(
+                f"trial {each.trial!r} needs {format_bytes(each.host_bytes)} of host memory of"
+                f" {format_bytes(self.host_cap_bytes)}; raise host_cap, or use a leaner optimizer"
+            )
+        if self.memory_cap_bytes is not None and each.peak_bytes > self.memory_cap_bytes:
+            found.append(
+                f"trial {each.trial!r} needs {format_bytes(each.peak_bytes)} on a device of"
+                f" {format_bytes(self.memory_cap_bytes)}; raise memory_cap, or use a smaller batch"
+            )
+        if self.lockable_bytes is not None and each.host_bytes > self.lockable_bytes:
+            found.append(
+                f"trial {each.trial!r} pins {format_bytes(each.host_bytes)} where"
+                f" {format_bytes(self.lockable_bytes)} may be locked; raise it: ulimit -l unlimited"
+            )
+        return found
 
     def require_feasible(self) -> None:
         """Refuse a study that cannot run."""
@@ -72,6 +76,11 @@ class StudyPlan:
         ]
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "trials"}
         return {**own, "devices": list(self.devices), "problems": list(self.problems), "trials": rows}
+
+    def _origin(self) -> str:
+        """Where the rates come from."""
+        known = all(each.is_measured for each in self.trials if not each.ended)
+        return "measured on this machine" if known else "of a typical device"
 
     def _shared(self) -> list[str]:
         most = max((each.num_together for each in self.trials), default=1)
@@ -98,7 +107,7 @@ class StudyPlan:
             + ("" if host <= self.host_cap_bytes or self.problems else "; trials wait for room"),
             f"pinned memory: {pinned}",
             f"disk: {need} for checkpoints, {free} free",
-            f"time: {format_seconds(self.makespan_s)} predicted, from rates of a typical device;"
+            f"time: {format_seconds(self.makespan_s)} predicted, from rates {self._origin()};"
             f" no schedule is faster than {format_seconds(self.bound_s)}",
             *self._shared(),
             *(f"cannot start: {problem}" for problem in self.problems),
@@ -113,14 +122,14 @@ def make_study_plan(
     folder: Path,
     memory_cap_bytes: int | None,
     host_cap_bytes: int | None,
-    ended: Collection[str] = (),
 ) -> StudyPlan:
-    """Put the plans of all trials together; those that `ended` write nothing any more."""
+    """Put the plans of all trials together; those that have ended neither run nor write any more."""
+    left = [each for each in trials if not each.ended]
     standings = [
         TrialStanding(trial=at, num_left=max(each.num_steps, 1), step_s=each.step_s, load_s=each.load_s)
-        for at, each in enumerate(trials)
+        for at, each in enumerate(left)
     ]
-    works = [each.num_steps * each.step_s for each in trials]
+    works = [each.num_steps * each.step_s for each in left]
     return StudyPlan(
         trials=tuple(trials),
         devices=tuple(devices),
@@ -128,9 +137,7 @@ def make_study_plan(
         host_cap_bytes=host_cap_bytes if host_cap_bytes is not None else int(_HOST_SHARE * free_host_bytes()),
         lockable_bytes=lockable_bytes() if any(name.startswith("cuda") for name in devices) else None,
         disk_free_bytes=shutil.disk_usage(_find_existing_parent(folder)).free,
-        disk_need_bytes=_estimate_disk_bytes(
-            [each for each in trials if each.trial not in ended], len(devices), folder / "checkpoints"
-        ),
+        disk_need_bytes=_estimate_disk_bytes(left, len(devices), folder / "checkpoints"),
         makespan_s=forecast_study(standings, num_devices=len(devices)).makespan_s,
         bound_s=lower_bound_s(works, len(devices)),
     )
@@ -161,6 +168,8 @@ def _find_existing_parent(folder: Path) -> Path:
 
 
 def _format_row(each: TrialPlan) -> tuple[str, ...]:
+    if each.ended:
+        return (each.trial, str(each.num_steps), *("-",) * 6, each.ended)
     return (
         each.trial,
         str(each.num_steps),

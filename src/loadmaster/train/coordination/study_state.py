@@ -13,7 +13,7 @@ from typing import Any
 from loadmaster.core.errors import InputError
 from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.coordination.searchers import Decision
-from loadmaster.train.disk.checkpoints import SavedCheckpoint
+from loadmaster.train.disk.checkpoints import FENCES_OF_A_RUN, SavedCheckpoint
 from loadmaster.train.disk.journal import Journal, Record
 
 ENDED = (TrialStatus.DONE, TrialStatus.STOPPED, TrialStatus.FAILED)
@@ -154,6 +154,25 @@ class StudyState:
         self.rewind(name)
         where = f"goes on from step {entry.step}" if entry.committed else "begins again"
         warnings.warn(f"trial {name!r} {where}: {why}", RuntimeWarning, stacklevel=2)
+
+    def adopt(self, found: Sequence[SavedCheckpoint]) -> None:
+        """Let checkpoints of a trial count that the journal does not list, and go on from the newest."""
+        newest = found[-1]
+        run = max(each.fence // FENCES_OF_A_RUN for each in found)
+        if run > self.num_runs:
+            self.note("study", run=run)
+        for each in self.entries[newest.trial].committed:
+            self.note("uncommit", trial=newest.trial, generation=each.generation)
+        for each in found:
+            facts = {"generation": each.generation, "fence": each.fence, "step": each.step, "crc": each.crc}
+            self.note("commit", trial=each.trial, **facts)
+        self.rewind(newest.trial)
+        warnings.warn(
+            f"trial {newest.trial!r} goes on from its checkpoint of step {newest.step}, which the journal did"
+            " not list",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def rewind(self, name: str) -> None:
         """What was in memory is gone: a trial that is not at its end stands at its last checkpoint."""

@@ -35,6 +35,7 @@ class InlineWorkerPool:
 
     def __init__(self, make_worker: Callable[..., Worker], num_devices: int) -> None:
         self._make, self._halted = make_worker, False  # of (number, halted=, tell=)
+        self.is_ending: Callable[[], bool] = lambda: False  # heard even while a worker is at work
         self._beside: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()  # from threads that write
         self._workers = [self._made(at) for at in range(num_devices)]
         self._active: deque[tuple[int, Iterator[Event]]] = deque()
@@ -43,7 +44,7 @@ class InlineWorkerPool:
         return self._make(at, halted=self._is_halted, tell=lambda event: self._beside.put((at, event)))
 
     def _is_halted(self) -> bool:
-        return self._halted
+        return self._halted or self.is_ending()
 
     def send(self, device: int, message: Message) -> None:
         """Queue a turn, or do at once what is none."""

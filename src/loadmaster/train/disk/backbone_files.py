@@ -9,6 +9,7 @@ A generation of a model that is mostly frozen holds what is trained, and this re
 import errno
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from loadmaster.train.disk.journal import make_write_error, sync_folder
 FOLDER, LINK = ".backbones", "backbone.safetensors"  # no trial's folder begins with a dot
 _LEAST = 0.5  # of a model's bytes: less is not worth a file of its own
 _CHUNK_BYTES = 1 << 26
+_OWN_NAME = re.compile(r"[0-9a-f]{40}\.(safetensors|\d+-\d+\.part)")
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -83,11 +85,11 @@ def read_backbone(folder: Path, backbone: Backbone) -> dict[str, torch.Tensor]:
 
 
 def sweep_backbones(root: Path, keys: Iterable[str]) -> None:
-    """Delete what no generation refers to."""
+    """Delete the files of this module that no generation refers to."""
     keep, folder = {f"{key}.safetensors" for key in keys}, root / FOLDER
     if folder.is_dir():
         for each in sorted(folder.iterdir()):
-            if each.name not in keep:
+            if each.name not in keep and _OWN_NAME.fullmatch(each.name):
                 each.unlink(missing_ok=True)
 
 

@@ -8,12 +8,16 @@
 Order: write the files and fsync them, fsync the folder, commit in the journal (by the caller), only then
 delete all but the last two committed generations. A crash in between leaves files nobody committed; they are
 deleted at the next start. A late worker has another fencing number, so it cannot write over a generation.
+
+Nothing is deleted but the files above, and only where the journal has newer ones: whatever else lies in these
+folders stays, and generations that the journal cannot have left behind (`find_unlisted`) are never touched.
 """
 
 import os
-import shutil
+import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ import torch
 from loadmaster.core.errors import FileError, FormatError
 from loadmaster.modules.tensor_files import read_tensors, write_tensors
 from loadmaster.train.disk.backbone_files import (
+    LINK,
     Backbone,
     frozen_part,
     link_backbone,
@@ -36,6 +41,9 @@ from loadmaster.train.disk.journal import make_write_error, sync_folder
 
 MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
 KEPT = 2  # the last committed generations: the newest, and one to fall back on
+FENCES_OF_A_RUN = 10**9  # fencing numbers of the n-th run of a study begin at n times this
+_GENERATION = re.compile(r"(\d{8,})-(\d+)")
+_MOST_DEBRIS = 2  # generations a crash can leave after the last committed one: one written, one being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +100,8 @@ def save(
     draft = SavedCheckpoint(trial, generation, fence, snapshot.step, 0)
     folder = root / draft.folder
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        _delete_generation(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         part = frozen_part(snapshot.model, snapshot.frozen)
         backbone = store_backbone(root, part, {} if known is None else known) if part else None
         if backbone is not None:
@@ -102,10 +110,10 @@ def save(
         sync_folder(folder.parent)
         sync_folder(root)
     except OSError as problem:
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete_generation(folder)
         raise make_write_error(folder, problem) from None
     except FileError:
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete_generation(folder)
         raise
     return SavedCheckpoint(trial, generation, fence, snapshot.step, crc)
 
@@ -205,9 +213,10 @@ def _find_backbone(folder: Path) -> Backbone | None:
         return None  # whoever reads the generation says what is wrong
 
 
-def sweep_shared(root: Path, committed: Iterable[Sequence[SavedCheckpoint]]) -> None:
-    """Delete frozen weights that no kept generation of any trial refers to."""
-    found = [_find_backbone(root / saved.folder) for each in committed for saved in each[-KEPT:]]
+def sweep_shared(root: Path) -> None:
+    """Delete frozen weights that no generation of any trial refers to, listed in the journal or not."""
+    folders = [each for each in root.glob("*/*") if _GENERATION.fullmatch(each.name)]
+    found = [_find_backbone(folder) for folder in folders]
     sweep_backbones(root, [backbone.key for backbone in found if backbone is not None])
 
 
@@ -219,10 +228,57 @@ def sweep(
     `writing`: later ones are left alone, somebody may be writing them.
     """
     keep = {Path(each.folder).name for each in committed[-kept:]}
-    newest = f"{max((each.generation for each in committed), default=0):08d}"
-    folder = root / folder_name(trial)
-    if folder.is_dir():
-        for each in sorted(folder.iterdir()):
-            later = writing and each.name.partition("-")[0] > newest
-            if each.name not in keep and not later:
-                shutil.rmtree(each, ignore_errors=True)
+    newest = max((each.generation for each in committed), default=0)
+    for folder, generation, _ in list_generations(root, trial):
+        if folder.name not in keep and not (writing and generation > newest):
+            _delete_generation(folder)
+
+
+def list_generations(root: Path, trial: str) -> list[tuple[Path, int, int]]:
+    """Folders of a trial that are named as generations are, with generation and fencing number, in order."""
+    above, found = root / folder_name(trial), []
+    if above.is_dir():
+        for each in above.iterdir():
+            named = _GENERATION.fullmatch(each.name)
+            if named and each.is_dir() and not each.is_symlink():
+                found.append((each, int(named[1]), int(named[2])))
+    return sorted(found, key=lambda row: row[1:])
+
+
+def find_unlisted(
+    root: Path, trial: str, committed: Sequence[SavedCheckpoint], *, num_runs: int
+) -> list[SavedCheckpoint]:
+    """Whole generations that are newer than the journal: it was lost, or is an older copy; oldest first.
+
+    A crash leaves the one or two generations after the last committed one, which is still there, under a
+    fencing number of a run that the journal knows. Anything more is not a crash.
+    """
+    newest = max((each.generation for each in committed), default=0)
+    rows = [row for row in list_generations(root, trial) if row[1] > newest]
+    lost = bool(committed) and not any((root / each.folder).is_dir() for each in committed[-KEPT:])
+    ahead = any(g > newest + _MOST_DEBRIS or fence // FENCES_OF_A_RUN > num_runs for _, g, fence in rows)
+    if not (lost or ahead):
+        return []
+    found = [_inspect_generation(folder, trial, g, fence) for folder, g, fence in rows]
+    return [each for each in found if each is not None]
+
+
+def _inspect_generation(folder: Path, trial: str, generation: int, fence: int) -> SavedCheckpoint | None:
+    """What a folder holds, or None where it was never whole."""
+    try:
+        data = (folder / FACTS).read_bytes()
+        document = msgspec.json.decode(data)
+        if any((folder / name).stat().st_size != each["bytes"] for name, each in document["files"].items()):
+            return None
+        return SavedCheckpoint(trial, generation, fence, document["step"], zlib.crc32(data))
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
+def _delete_generation(folder: Path) -> None:
+    """Delete the files of a generation, and its folder unless somebody keeps other things there."""
+    for name in (FACTS, STATE, MODEL, LINK):  # the facts first: without them it is no generation
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(OSError):
+        folder.rmdir()

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from loadmaster.core.errors import FileError
@@ -19,14 +20,8 @@ class _Handle:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        mine = weakref.ref(self)
-
-        def close_in_child() -> None:
-            handle = mine()
-            if handle is not None:
-                handle.close()
-
-        os.register_at_fork(after_in_child=close_in_child)
+        _watch_forks()
+        _OPEN.add(self)
 
     def lock(self) -> bool:
         """Take the lock; False where somebody else has it."""
@@ -41,6 +36,20 @@ class _Handle:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+_OPEN: "weakref.WeakSet[_Handle]" = weakref.WeakSet()
+
+
+@cache
+def _watch_forks() -> None:
+    """Let children close what is open here; the system keeps what is registered, so it is done once."""
+
+    def close_in_child() -> None:
+        for handle in list(_OPEN):
+            handle.close()
+
+    os.register_at_fork(after_in_child=close_in_child)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from loadmaster.core.errors import RunError
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.plan.shard_plan import unit_bytes
-from loadmaster.shards.plan.unit_order import UnitOrder, split_sizes
+from loadmaster.shards.plan.unit_order import UnitOrder, count_forwards, split_sizes
 from loadmaster.train.execute.device_slots import DeviceSlot, DeviceSlots
 from loadmaster.train.execute.device_updates import PinnedPiece
 from loadmaster.train.execute.execution_config import (
@@ -36,7 +36,7 @@ class DeviceWeights:
         self._state, self._device, self._device_slots = state, device, device_slots
         self._config, self._ledger = config, ledger
         streamed = find_streamed(config)
-        self.order = UnitOrder(state.layout, streamed)
+        self.order = UnitOrder(state.layout, streamed, count_forwards(state.trial, state.facts))
         self.position = 0
         self._layouts = [
             tuple((place.offset_bytes, place.shape, place.dtype) for place in host.up_places)

@@ -92,7 +92,10 @@ class ShardExecutor(StepExecutor):
         return StepFacts(loss, self.num_tokens, subtract_ledgers(before, self._told))
 
     def _run_units(self) -> None:
-        for kind, shard in unit_order(self.state.layout.num_shards):
+        num_shards = self.state.layout.num_shards
+        # A step with fewer micro-batches (at the end of an epoch) begins later in the order.
+        self.weights.position = (self._most_forwards - self.num_forwards) * num_shards
+        for kind, shard in unit_order(num_shards, self.num_forwards):
             self.run_unit(kind, shard)
             if kind == "L":
                 self.device.gather()  # compute is busy for a while

@@ -36,11 +36,18 @@ def collect_tensors(state: TrialState) -> dict[str, torch.Tensor]:
         found[f"buffer/{name}"] = buffer.detach()
     for name, generators in (("rng", state.generators), ("epoch_rng", state.epoch_generators)):
         if generators is not None:
-            found[f"{name}/host"] = generators.host
-            if generators.device is not None:
-                found[f"{name}/device"] = generators.device
-            if generators.others is not None:
-                found[f"{name}/others"] = randomness.pack_others(generators.others)
+            found |= {f"{name}/{key}": each for key, each in _pack_generators(generators).items()}
+    for at, drawn in state.data_draws.items():
+        found |= {f"data_rng/{at}/{key}": each for key, each in _pack_generators(drawn).items()}
+    return found
+
+
+def _pack_generators(generators: Generators) -> dict[str, torch.Tensor]:
+    found = {"host": generators.host}
+    if generators.device is not None:
+        found["device"] = generators.device
+    if generators.others is not None:
+        found["others"] = randomness.pack_others(generators.others)
     return found
 
 
@@ -103,6 +110,10 @@ def _restore_counts(state: TrialState, tensors: Mapping[str, torch.Tensor], fact
     rng = _read_generators(tensors, "rng")
     assert rng is not None, "every snapshot has it"
     state.generators, state.epoch_generators = rng, _read_generators(tensors, "epoch_rng")
+    drawn = {name.split("/")[1] for name in tensors if name.startswith("data_rng/")}
+    read = {int(at): _read_generators(tensors, f"data_rng/{at}") for at in drawn}
+    state.data_draws = {at: each for at, each in sorted(read.items()) if each is not None}
+    state.data_left = None
     if state.schedule is not None:
         state.schedule.load_state_dict({**state.schedule.state_dict(), **decode_plain(facts["schedule"])})
     for group, options in zip(state.optimizer.param_groups, facts["groups"], strict=True):

@@ -13,9 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
+from loadmaster.core.errors import RunError
+from loadmaster.modules import randomness
 from loadmaster.shards.device.streams import Copy, Device, Event
 from loadmaster.shards.model.optimizer_state import Hyper, copy_hyper
 from loadmaster.shards.model.profile import num_tokens
+from loadmaster.shards.plan.unit_order import count_forwards
 from loadmaster.shards.spec.engine import mean_loss
 from loadmaster.train.execute.gradients import Gradients
 from loadmaster.train.execute.micro_batches import move_to_device
@@ -102,6 +105,9 @@ class StepExecutor:
         self._targets: list[Any] = []
         self._kept: list[list[ForwardRecord]] = []  # [shard][micro-batch]
         self._slopes: list[Any] = []  # gradients of the input of the shard that ran backward last
+        self._most_forwards = count_forwards(state.trial, state.facts)
+        self._passes: list[list[int]] = []  # micro-batches of the forward passes that are still to come
+        self._now: list[int] = []  # micro-batches of this forward pass
 
     def take_batches(self, batches: list[Any]) -> None:
         """Begin a step on these micro-batches."""
@@ -109,10 +115,22 @@ class StepExecutor:
         self._forget_step()
         self._hyper = copy_hyper(state.optimizer)
         self._moments = [MicroBatch(state.step, number, len(batches)) for number in range(len(batches))]
-        self._values = [move_to_device(batch[0], where) for batch in batches]
+        self._inputs = [move_to_device(batch[0], where) for batch in batches]
         self._targets = [move_to_device(batch[1], where) for batch in batches]
-        self.num_tokens = sum(num_tokens(each) for each in self._values)
+        self.num_tokens = sum(num_tokens(each) for each in self._inputs)
+        numbers = range(len(batches))
+        self._passes = [[number] for number in numbers] if self._most_forwards > 1 else [list(numbers)]
+        self.num_forwards = len(self._passes)
+        self._kept = [[] for _ in range(state.layout.num_shards)]
+        self._begin_pass()
         self._scale = state.scaler.scale if state.trial.precision == "fp16" else 1.0
+
+    def _begin_pass(self) -> None:
+        """The inputs of the next micro-batches, for the first shard."""
+        self._now = self._passes.pop(0)
+        self._values = [self._inputs[number] for number in self._now]
+        for number in self._now:
+            self._inputs[number] = None
 
     def run_unit(self, kind: str, shard: int) -> None:
         """F, L or B of a shard for every micro-batch."""
@@ -178,37 +196,62 @@ class StepExecutor:
         self.boundaries.clear()
 
     def _forget_step(self) -> None:
-        self._values, self._targets, self._kept, self._slopes = [], [], [], []
+        self._values, self._inputs, self._targets, self._kept, self._slopes = [], [], [], [], []
+        self._losses_of_step: list[torch.Tensor] = []
 
     def _forward(self, shard: int) -> None:
         values, records, stays = self._compute_forward(shard)
-        self._kept.append(records)
         self._values = self.boundaries.keep(shard + 1, values, stays=stays)
         if shard < self.lowest:
             records.clear()
+        self._kept[shard].extend(records)
         self.boundaries.leave("F", shard, records)
 
     def _compute_forward(self, shard: int) -> tuple[list[Any], list[ForwardRecord], bool]:
         """Outputs, what backward needs, and whether the outputs stand in memory of their own that stays."""
-        with self._run("F", shard):
+        with self._run("F", shard), self._watch_draws():
             outs = [
                 self.units.forward(shard, value, moment)
-                for value, moment in zip(self._values, self._moments, strict=True)
+                for value, moment in zip(self._values, self._get_moments(), strict=True)
             ]
         return [out for out, _ in outs], [record for _, record in outs], False
 
     def _last(self, shard: int) -> None:
-        losses = []
-        with self._run("L", shard):
-            for value, target, moment in zip(self._values, self._targets, self._moments, strict=True):
+        with self._run("L", shard), self._watch_draws():
+            for value, moment in zip(self._values, self._get_moments(), strict=True):
+                target = self._targets[moment.micro_batch]
                 loss, slope = self.units.last(value, target, moment, scale=self._scale)
                 self.grads.take(shard, moment)
-                losses.append(loss)
+                self._losses_of_step.append(loss)
                 self._slopes.append(slope)
-        self._values, self._targets = [], []
         self.boundaries.leave("L", shard, [])
-        self._send_losses(losses)
+        if self._passes:
+            self._begin_pass()
+            return
+        self._values, self._inputs, self._targets = [], [], []
+        self._send_losses(self._losses_of_step)
         self._finish(shard)
+
+    @contextmanager
+    def _watch_draws(self) -> Iterator[None]:
+        """A model that was not seen to draw is passed once for all micro-batches: it must not draw later."""
+        if self._most_forwards > 1 or len(self._now) == 1 or self.state.trial.counted_rng:
+            yield
+            return
+        where = self.device.torch_device
+        before = randomness.capture_generators(where, others=False)
+        yield
+        if not randomness.is_same_generators(before, randomness.capture_generators(where, others=False)):
+            name = self.state.trial.name
+            raise RunError(
+                f"trial {name!r} draws random numbers that it did not draw when it was planned, and it"
+                " accumulates:"
+                " they would be drawn in another order than in a plain loop; draw in every step, or give it"
+                " rng='counter'"
+            )
+
+    def _get_moments(self) -> list[MicroBatch]:
+        return [self._moments[number] for number in self._now]
 
     def _send_losses(self, losses: list[torch.Tensor]) -> None:
         """Losses go down by themselves: reading them must not wait for the backward pass."""

@@ -54,6 +54,8 @@ class TrialState:
     epoch: int = 0
     batch: int = 0  # batches taken of this epoch
     epoch_generators: randomness.Generators | None = None  # when this epoch's data was opened
+    data_draws: dict[int, randomness.Generators] = field(default_factory=dict)  # see `micro_batches`
+    data_left: randomness.Generators | None = None  # the generators as the last batch left them
     num_batches: int | None = None
     exhausted: bool = False
     source: Any = None  # this epoch's data, and its iterator

@@ -1,0 +1,77 @@
+"""A process of a DataLoader that dies fails its own trial, by kind `loader`, and no other."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import loadmaster.train as lt
+from loadmaster.shards.model.loaders import confine_worker_deaths, is_worker_death
+from loadmaster.train.coordination.result import TrialStatus
+from tests.train.small_trials import Rows, digest, trial
+
+
+class Deadly(Dataset[Any]):
+    """Its process ends when a row is read; None: never."""
+
+    def __init__(self, at: int | None, how: str = "exit") -> None:
+        self.rows, self.at, self.how = Rows(12), at, how
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> Any:
+        if at == self.at and torch.utils.data.get_worker_info() is not None:
+            time.sleep(0.2)  # what it read before is on its way
+            if self.how == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.rows._x[at], self.rows._y[at]
+
+
+def one(name: str, at: int | None, how: str = "exit", num_workers: int = 1) -> lt.Trial:
+    def data() -> Any:
+        return DataLoader(Deadly(at, how), batch_size=None, num_workers=num_workers)
+
+    return trial(name, data=data, evaluate=None, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "devices"),
+    [
+        ("exit", "cpu"),
+        pytest.param("kill", "cpu", marks=pytest.mark.slow),
+        pytest.param("exit", ["cpu#0", "cpu#1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_dying_loader_process_fails_its_trial_alone(how: str, devices: Any, tmp_path: Path) -> None:
+    trials = [one("good", None), one("bad", 4, how), one("better", None)]
+    result = lt.Study(trials, dir=tmp_path, devices=devices).fit()
+    assert result["bad"].status == TrialStatus.FAILED
+    assert result["bad"].error_kind == "loader"
+    assert "DataLoader worker" in result["bad"].error
+    wanted = digest(lt.reference(one("x", None, num_workers=0)).state_dict)
+    for name in ("good", "better"):
+        assert result[name].status == TrialStatus.DONE
+        assert digest(result[name].state_dict()) == wanted
+
+
+def test_a_process_that_dies_elsewhere_raises_nothing_here() -> None:
+    with confine_worker_deaths():
+        batches = iter(DataLoader(Deadly(2), batch_size=None, num_workers=1, prefetch_factor=4))
+        next(batches)
+        worker = batches._workers[0]
+        worker.join(20)
+        assert not worker.is_alive()
+        sum(range(10**6))  # no handler raises here
+    del batches
+
+
+def test_what_a_dataset_raises_in_a_worker_is_not_a_death() -> None:
+    assert not is_worker_death(RuntimeError("Caught ValueError in DataLoader worker process 0."))
+    assert is_worker_death(RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"))
