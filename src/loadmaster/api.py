@@ -161,6 +161,7 @@ def fit(
     seq: int | None = None,
     optimizer: str | None = None,
     precision: str = "fp32",
+    assume: float | None = None,
     reserve_bytes: int | str = 0,
     format: str | None = None,
     max_bytes: int = MAX_BYTES,
@@ -173,6 +174,7 @@ def fit(
 
     Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
     `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
+    `assume` stands for values that a captured model reads and that nobody can know.
     """
     from loadmaster.capacity.fit import answer_fit
 
@@ -183,6 +185,7 @@ def fit(
         seq=seq,
         optimizer=optimizer,
         precision=precision,
+        assume=assume,
         reserve_bytes=parse_bytes(reserve_bytes),
         format=format,
         max_bytes=max_bytes,

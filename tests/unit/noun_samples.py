@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.core.findings import Assumption, Finding
 from loadmaster.core.graph import NO_STORAGE, Phase
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
@@ -73,6 +74,9 @@ NOUNS: dict[str, Any] = {
 }
 
 OTHER: dict[tuple[str, str], Any] = {
+    ("Graph", "assumptions"): (Assumption("model.py:3", "layer", "a condition", "True", 1),),
+    ("Graph", "warnings"): (Finding("unread", "no op reads it", ("weight",)),),
+    ("Graph", "notes"): ("it depends on a draw",),
     ("Graph", "op_name"): ["a", "b", "c", "d"],
     ("Graph", "op_kind"): ["a", "b", "c", "d"],
     ("Graph", "module"): ["a", "b", "c", "d"],

@@ -109,10 +109,15 @@ def require_range(array: NDArray[Any], low: int, high: int, label: str, error: t
 
 
 def content_digest(noun: Any, *, leave_out: tuple[str, ...] = ()) -> str:
-    """SHA-256 over every field but `name` and those to `leave_out`, in field order."""
+    """SHA-256 over every field but `name` and those to `leave_out`, in field order.
+
+    A field that is empty unless somebody fills it is left out while it is: files from before there was such
+    a field keep their digests.
+    """
     sha = hashlib.sha256(type(noun).__name__.encode())
     for field in dataclasses.fields(noun):
-        if field.name not in ("name", *leave_out):
+        unfilled = field.default == () and getattr(noun, field.name) == ()
+        if field.name not in ("name", *leave_out) and not unfilled:
             sha.update(f"\0{field.name}\0".encode())
             _feed_digest(sha, getattr(noun, field.name))
     return sha.hexdigest()

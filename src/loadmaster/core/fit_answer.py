@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from loadmaster.core.findings import Assumption, Finding
+
 SCHEMA_VERSION = 1
 
 
@@ -99,6 +101,9 @@ class Fit:
     source: str
     graph: str
     capture: str
+    assumptions: tuple[Assumption, ...]  # values that capture could not know
+    warnings: tuple[Finding, ...]  # what looks wrong in the captured step
+    notes: tuple[str, ...]
     num_ops: int
     batch: int | None
     seq: int | None

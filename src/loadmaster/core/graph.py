@@ -26,6 +26,7 @@ from loadmaster.core.arrays import (
     sorted_unique,
 )
 from loadmaster.core.errors import GraphError
+from loadmaster.core.findings import Assumption, Finding
 
 
 class Phase(IntEnum):
@@ -98,6 +99,9 @@ class Graph:
     use_tensor: Ints  # [U]
     use_op: Ints  # [U]
     capture: str  # how it was made
+    assumptions: tuple[Assumption, ...] = ()  # values that capture could not know
+    warnings: tuple[Finding, ...] = ()  # what looks wrong in the captured step
+    notes: tuple[str, ...] = ()  # what else to know of it, e.g. that it depends on a random number
 
     def __post_init__(self) -> None:
         """Check every invariant once, in an order that names the root cause first."""
@@ -187,7 +191,7 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the content, the name left out."""
+        """Hexadecimal SHA-256 of the content, the name left out; findings count where there are any."""
         return content_digest(self)
 
 

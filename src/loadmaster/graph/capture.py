@@ -80,7 +80,8 @@ def capture(
         grad_scaler=grad_scaler,
         ranges=check_ranges(ranges, (inputs, dict(kwargs or {}))),
     )
-    with silence_torch(), force_eager(torch), preserve_rng():
+    own_draws = torch.random.fork_rng(devices=[])
+    with silence_torch(), force_eager(torch), preserve_rng(), own_draws:
         request.check()
         return request.capture_graph(path)
 

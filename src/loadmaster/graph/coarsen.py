@@ -72,6 +72,9 @@ def contract_to(
         use_tensor=tensor_at[use_tensor],
         use_op=use_op,
         capture=graph.capture,
+        assumptions=graph.assumptions,
+        warnings=graph.warnings,
+        notes=graph.notes,
     )
     return CoarseGraph(graph=coarse, op_of=op_of, tensor_of=tensor_of)
 

@@ -59,6 +59,9 @@ def repeat_layers(graph: Graph, num_layers: int, *, prefix: str) -> Graph:
         use_tensor=tensor_place[tensors.find(uses, graph.use_tensor)][by_user],
         use_op=place[ops.find(uses, graph.use_op)][by_user],
         capture=graph.capture,
+        assumptions=graph.assumptions,
+        warnings=graph.warnings,
+        notes=graph.notes,
     )
 
 

@@ -22,6 +22,7 @@ class FakeModel:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    values: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # fake and real: buffers, whole-number inputs
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every distinct parameter by its first name."""
@@ -65,23 +66,36 @@ def make_fake_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         copied = copy.deepcopy(model, dict(memo))
     except Exception:  # a lock, a file, a generator: such attributes are shared instead
         copied = rebuild_modules(model, memo)
-    args, kwargs = _fake_inputs((args, kwargs), mode)
-    return FakeModel(mode, copied, args, kwargs)
+    constants = [*model.buffers(), *_attribute_tensors(model)]
+    values = [(memo[id(tensor)], tensor) for tensor in constants if not tensor.requires_grad]
+    (args, kwargs), given = _fake_inputs((args, kwargs), mode)
+    values += [
+        (fake, tensor) for fake, tensor in given if not (tensor.is_floating_point() or tensor.is_complex())
+    ]
+    return FakeModel(mode, copied, args, kwargs, tuple(values))
 
 
-def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class).
+def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Inputs on fake tensors, also those inside of objects (a cache that grows, a batch of some class); and
+    every fake tensor with its real one.
 
     A tensor that is given twice is two inputs: the next time it may be two tensors.
     """
     twins: dict[int, Any] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        pairs.append((fake_like(tensor, mode), tensor))
+        return pairs[-1][0]
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
-        return twins.setdefault(id(tensor), fake_like(tensor, mode))
+        if id(tensor) not in twins:
+            twins[id(tensor)] = fake(tensor)
+        return twins[id(tensor)]
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return fake_like(leaf, mode)
+            return fake(leaf)
         if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not find_tensors(leaf):
             return leaf
         try:
@@ -89,7 +103,7 @@ def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
         except Exception:  # what cannot be copied is shared; its tensors become constants
             return leaf
 
-    return tree_map(copied, inputs)
+    return tree_map(copied, inputs), pairs
 
 
 def rebuild_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

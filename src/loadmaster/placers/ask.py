@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.core.placement import Placement
+from loadmaster.core.findings import FOR_THIS_BRANCH
+from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score, ignore_progress
@@ -38,7 +39,17 @@ class PlanRequest:
 
 
 def find_placement(problem: Problem, ask: PlanRequest) -> Placement:
-    """The answer of an algorithm; with `spill` the better of two plans, one of which may spill weights."""
+    """The answer of an algorithm; with `spill` the better of two plans, one of which may spill weights.
+
+    A plan for a graph whose branches were assumed is proven for these branches only, so it is not optimal.
+    """
+    answer = _answer(problem, ask)
+    if answer.status != Status.OPTIMAL or not problem.graph.assumptions:
+        return answer
+    return replace(answer, status=Status.FEASIBLE, proof=f"{FOR_THIS_BRANCH}: {answer.proof}")
+
+
+def _answer(problem: Problem, ask: PlanRequest) -> Placement:
     if ask.spill is None:
         return _run_algorithm(problem, ask)
     from loadmaster.placers.spill import find_store_device, with_spill

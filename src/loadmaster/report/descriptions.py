@@ -32,6 +32,7 @@ def describe_graph(graph: Graph, num_listed: int, where: tuple[str, ...] = ()) -
         "name": graph.name,
         "capture": graph.capture,
         "digest": graph.digest,
+        **documents.findings_document(graph),
         **asdict(m),
     }
     phases = ", ".join(f"{count} {name}" for name, count in m.num_ops_of_phase.items() if count)
@@ -49,6 +50,9 @@ def describe_graph(graph: Graph, num_listed: int, where: tuple[str, ...] = ()) -
         "digest": graph.digest[:16],
     }
     shown: list[RenderableType] = [fields(rows)]
+    told = "\n".join(map(escape_control_characters, tables.findings(graph)))
+    if told:
+        shown.append(Text(told, style="yellow"))
     if num_listed:
         document["ops"], table = _list_ops(graph, num_listed, where)
         shown.append(table)

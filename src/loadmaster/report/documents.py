@@ -1,11 +1,13 @@
 """Placements and timelines as JSON documents and files: the same words for every verb."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
+from loadmaster.core.graph import Graph
 from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Origin
@@ -15,6 +17,15 @@ from loadmaster.cost.measure import measured_share
 from loadmaster.report.trace import chrome_trace
 
 
+def findings_document(graph: Graph) -> dict[str, Any]:
+    """What was assumed of a captured model, and what looks wrong in it; else empty lists."""
+    return {
+        "assumptions": [asdict(assumption) for assumption in graph.assumptions],
+        "warnings": [asdict(warning) for warning in graph.warnings],
+        "notes": list(graph.notes),
+    }
+
+
 def placement_document(placement: Placement) -> dict[str, Any]:
     """What `--json` prints of a placement."""
     problem = placement.problem
@@ -22,6 +33,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "algorithm": placement.algorithm,
         "status": placement.status.value,
         "reasons": [] if placement.fits else why_none_fits(placement),
+        **findings_document(problem.graph),
         "objective": problem.objective.value,
         "step_s": placement.score_s,
         "bound_s": placement.bound_s,

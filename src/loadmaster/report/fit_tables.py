@@ -3,6 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
+from loadmaster.core.findings import describe_findings
 from loadmaster.core.fit_answer import Fit, LargestBatch, ModuleParts, Parts
 from loadmaster.core.units import format_bytes, format_seconds
 from loadmaster.report.tables import Bar, columns, fields, one_line
@@ -26,6 +27,12 @@ def summary(answer: Fit) -> Table:
         best = next(change for change in answer.changes if change.name == answer.cheapest and change.fits)
         rows["cheapest change"] = f"{best.text} ({best.price})"
     return fields({name: value for name, value in rows.items() if value != "-"})
+
+
+def findings(answer: Fit) -> list[str]:
+    """What was assumed of a captured model, and what looks wrong in it."""
+    lines = describe_findings(answer.assumptions, answer.warnings, answer.notes)
+    return ["", *lines] if lines else []
 
 
 def batch_text(largest: LargestBatch | None) -> str:

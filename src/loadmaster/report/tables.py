@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from loadmaster.core.cluster import UNLIMITED_BYTES
+from loadmaster.core.findings import FOR_THIS_BRANCH, describe_findings
+from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline
 from loadmaster.core.problem import Objective
@@ -99,20 +101,32 @@ def summary(placement: Placement) -> Table:
     if placement.gap is not None:
         kind = kind_of_plan(placement.problem)
         best = "the best possible" if kind == "plan" else f"the best of any {kind}"
-        rows["gap"] = f"at most {gap_text(placement.gap)} above {best}"
+        branch = " for this branch" if placement.problem.graph.assumptions else ""
+        rows["gap"] = f"at most {gap_text(placement.gap)} above {best}{branch}"
     elif placement.fits:
         rows["gap"] = "unknown: nothing is proven but 0 s"
     measured = measured_part(placement)
     if measured is not None:
         rows["measured"] = f"{format_percent(measured)} of the predicted compute time"
+    if placement.problem.graph.assumptions:
+        num = sum(one.count for one in placement.problem.graph.assumptions)
+        rows["assumed"] = Text(
+            f"{num} value{'s' * (num > 1)} that the model reads, see below", style="yellow"
+        )
     rows["plan time"] = format_seconds(placement.wall_s)
     rows["digest"] = placement.digest[:16]
     return fields(rows)
 
 
+def findings(graph: Graph) -> list[str]:
+    """What was assumed of a captured model, and what looks wrong in it."""
+    return describe_findings(graph.assumptions, graph.warnings, graph.notes)
+
+
 def status_text(placement: Placement) -> str:
     """What is known about the answer; proofs speak of chains or pipelines where those are asked for."""
-    return _STATUS[placement.status].format(kind=kind_of_plan(placement.problem))
+    text = _STATUS[placement.status].format(kind=kind_of_plan(placement.problem))
+    return f"{text} ({FOR_THIS_BRANCH})" if placement.proof.startswith(FOR_THIS_BRANCH) else text
 
 
 def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:

@@ -6,6 +6,7 @@ model for it), place.
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from loadmaster.cluster.probe import local_devices
 from loadmaster.core.errors import InputError, PlanError, UnknownNameError
+from loadmaster.core.findings import describe_findings
 from loadmaster.core.graph import Graph
 from loadmaster.core.io import load
 from loadmaster.core.placement import Placement
@@ -37,6 +39,7 @@ class PlaceOptions(TypedDict, total=False):
 
     kwargs: Mapping[str, Any] | None  # example inputs by name, where there is no plan yet
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
+    assume: float  # stands for values that the model reads and that nobody can know
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
     spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
@@ -99,6 +102,7 @@ def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
         "devices": (devices != AUTO, "has its devices already"),
         "spill": (wishes.get("spill") is not None, "says what is spilled"),
         "budget": (wishes.get("budget") is not None, "has been searched for"),
+        "assume": (wishes.get("assume") is not None, "has its branches already"),
         "kwargs": (bool(wishes.get("kwargs")), "has its inputs already"),
         "optimizer": (
             optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer),
@@ -178,7 +182,7 @@ def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: 
     """The graph of a model on example inputs: a training step, or inference in eval mode."""
     args, kwargs = parse_batch(given)
     kwargs |= dict(wishes.get("kwargs") or {})
-    return capture(
+    graph = capture(
         model,
         args,
         kwargs,
@@ -186,7 +190,12 @@ def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: 
         loss=wishes.get("loss"),
         train=model.training,
         target=target,
+        assume=wishes.get("assume", 1.0),
     )
+    if graph.assumptions or graph.warnings:
+        told = describe_findings(graph.assumptions, graph.warnings, graph.notes)
+        warnings.warn("\n".join(told), RuntimeWarning, stacklevel=3)
+    return graph
 
 
 def require_plan(placement: Placement) -> Plan:

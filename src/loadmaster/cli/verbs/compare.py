@@ -55,6 +55,7 @@ def command(
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
     from loadmaster.report import documents, tables
+    from loadmaster.report.plain_text import escape_control_characters
 
     names = parse_algorithms(algorithms)
     parse_budget(budget)
@@ -72,6 +73,8 @@ def command(
         console = stdout()
         console.print(tables.comparison(rows))
         console.print()
+        for line in tables.findings(problem.graph):
+            console.print(escape_control_characters(line), style="yellow", soft_wrap=True)
         for line in tables.notes(rows):
             console.print(line, style="dim", soft_wrap=True)
     if not any(isinstance(result, Placement) and result.fits for _, result in rows):

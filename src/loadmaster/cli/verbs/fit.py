@@ -30,6 +30,7 @@ def command(
             help="Of a captured model: fp32, bf16-mixed, fp16-mixed or bf16; of other graphs: fp32 or mixed.",
         ),
     ] = "fp32",
+    assume: o.Assume = None,
     reserve: o.Reserve = "0",
     budget: o.BudgetText = "60x",
     quick: Quick = False,
@@ -67,6 +68,8 @@ def _show(answer: "Fit") -> None:
 
     console = stdout()
     console.print(fit_tables.summary(answer))
+    for line in fit_tables.findings(answer):
+        console.print(escape_control_characters(line), style="yellow", soft_wrap=True)
     shown = [
         ("each device alone:", fit_tables.devices(answer)),
         ("all devices, by a plan:", fit_tables.cluster(answer)),

@@ -107,6 +107,11 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     console = stdout()
     console.print(tables.summary(placement))
     console.print()
+    told = tables.findings(placement.problem.graph)
+    for line in told:
+        console.print(escape_control_characters(line), style="yellow", soft_wrap=True)
+    if told:
+        console.print()
     if not placement.fits:
         console.print("the plan that came nearest:")
     console.print(tables.devices(placement, timeline))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture.paths import export_gaps
+from loadmaster.graph.torch_capture.record.call_site import parse_call_site
 from loadmaster.graph.torch_capture.record.ledger import Op
 from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.modules.fake_model import FakeModel
@@ -89,11 +90,13 @@ class _RecordingInterpreter(torch.fx.Interpreter):
             Phase.FORWARD,
             signature=signature_of(n.target, args, kwargs) + autocast_word(),
         )
+        self._recorder.line = parse_call_site(n.meta.get("stack_trace"))
         with self._recorder.record_as(op):
             out = super().run_node(n)
             made = list_tensors(out)
             op.dtype = compute_dtype(made, given)
             self._recorder.give_out(made, given)
+        self._recorder.line = ""
         return out
 
 

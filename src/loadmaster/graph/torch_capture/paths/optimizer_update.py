@@ -2,7 +2,8 @@
 
 The optimizer is made on the fake weights and steps twice: the first step makes its state, the second is
 measured. What it touches belongs to the weight whose weight, gradient or state it is; lists (foreach) are
-taken apart. Scalars it reads (its step count) are 1.
+taken apart. Values it reads are answered as those of the model are: a step count is known, what depends on a
+weight or a gradient is assumed.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loadmaster.core.errors import InputError
+from loadmaster.graph.torch_capture.record.data_dependent_reads import Answers, Place
 from loadmaster.modules.live_storages import LiveStorages, count_storage_bytes
 from loadmaster.modules.named_optimizers import make_optimizer, optimizer_name
+from loadmaster.modules.op_signature import find_written
 from loadmaster.modules.op_work import tensor_bytes
 from loadmaster.modules.optimizer_copies import copy_optimizer
 from loadmaster.modules.tensor_trees import list_tensors
@@ -40,7 +43,9 @@ class _Owned(NamedTuple):
     fresh_bytes: int
 
 
-def measure_updates(optimizer: Any, weights: list[Any], *, at_once: bool = False) -> list[Update]:
+def measure_updates(
+    optimizer: Any, weights: list[Any], *, at_once: bool = False, answers: Answers | None = None
+) -> list[Update]:
     """One for each weight, which all have a gradient; `at_once`: as torch's optimizers do on a GPU."""
     made = make_optimizer(optimizer, weights)
     for group in made.param_groups if at_once else ():
@@ -51,7 +56,7 @@ def measure_updates(optimizer: Any, weights: list[Any], *, at_once: bool = False
     grads = [weight.grad for weight in weights]
     for at in stood_for:  # an optimizer leaves a weight without gradient alone
         weights[at].grad = None
-    meter = _UpdateMeter(weights)
+    meter = _UpdateMeter(weights, answers if answers is not None else Answers())
     try:
         with meter, torch.no_grad():
             made.step()
@@ -139,8 +144,9 @@ def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
 class _UpdateMeter(TorchDispatchMode):
     """Counts what a step touches, per weight."""
 
-    def __init__(self, weights: list[Any]) -> None:
+    def __init__(self, weights: list[Any], answers: Answers) -> None:
         super().__init__()
+        self._answers = answers
         self.updates = [Update() for _ in weights]
         self.measuring = False
         self._storages = LiveStorages[_Owned](self._subtract)
@@ -160,9 +166,10 @@ class _UpdateMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and count it."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 1
+        if self._answers.wants(func, args):
+            return self._answers.answer_op(func, args, kwargs, Place("optimizer"))
         out = func(*args, **kwargs)
+        self._answers.known.follow(func, args, kwargs, out, find_written(func, args, kwargs))
         if self.measuring and func is not torch.ops.prim.device.default:
             self._count(func, list_tensors((args, kwargs)), list_tensors(out))
         return out

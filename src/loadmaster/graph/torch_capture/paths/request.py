@@ -21,6 +21,7 @@ from loadmaster.graph.torch_capture.paths.size_ranges import (
     require_same_ops,
     resize_inputs,
 )
+from loadmaster.graph.torch_capture.paths.step_findings import find_findings
 from loadmaster.graph.torch_capture.paths.trace_path import describe_last_op, run_traced, track_modules
 from loadmaster.graph.torch_capture.paths.training_step import Step
 from loadmaster.graph.torch_capture.record.accumulation import MicroStepRepeater, micro_step_suffix
@@ -28,6 +29,7 @@ from loadmaster.graph.torch_capture.record.data_dependent_reads import (
     Answers,
     ReadMode,
     record_reads,
+    watch_others,
     with_same_weights,
 )
 from loadmaster.graph.torch_capture.record.ledger import Ledger
@@ -113,14 +115,15 @@ class CaptureRequest:
         fake = self._make_fake()
         if path == "traced":
             return self._traced(fake, path)
+        answers = Answers(assume=self.assume)
         try:
-            with self._enter_autocast():
+            with self._enter_autocast(), watch_others(answers):
                 program = export(fake)
         except Exception:
             if path == "joint":
                 raise
             return self._traced(self._make_fake(), path)
-        step = self._step(fake, Answers(assume=self.assume))
+        step = self._step(fake, answers)
         try:
             graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
         except InputError:
@@ -157,6 +160,8 @@ class CaptureRequest:
         return with_same_weights(self.model).train(self.train)
 
     def _step(self, fake: FakeModel, answers: Answers, *, holds: bool = False) -> Step:
+        for twin, real in fake.values:
+            answers.known.give(twin, real)
         recorder = Recorder(Ledger(holds=holds), fake.mode, answers=answers, target=self.target)
         optimizer = rebind_optimizer(self.optimizer, self.model, fake.model)
         scale = None
@@ -183,13 +188,37 @@ class CaptureRequest:
             step.keep_outputs()
             if self.train:
                 step.update(ops, step.collect_estimated(moved) if path == "estimated" else None)
-        return recorder.ledger.graph(self.name, self._describe_capture(path, recorder))
+        graph = recorder.ledger.graph(self.name, self._describe_capture(path, recorder))
+        return replace(
+            graph,
+            assumptions=recorder.answers.assumptions,
+            warnings=find_findings(step.fake, graph, recorder.products, train=self.train),
+            notes=self._list_notes(recorder.answers),
+        )
+
+    @staticmethod
+    def _list_notes(answers: Answers) -> tuple[str, ...]:
+        """What the captured ops depend on beside the model and its inputs."""
+        notes = [
+            f"which ops run depends on a random number drawn at {line or 'a line that is not known'}"
+            + (f" in module {module!r}" if module else "")
+            + (f" ({count} times)" if count > 1 else "")
+            + "; captured is the step of one seeded draw"
+            for (line, module), count in answers.drawn.items()
+        ]
+        if answers.others_drawn:
+            notes.append(
+                f"the model draws from {answers.others_drawn} while it runs, and may run other ops with"
+                " other numbers; captured is the step of one seeded draw"
+            )
+        return tuple(notes)
 
     def _record_micro_step(self, step: Step, forward: Callable[[], Any], path: str, number: int) -> None:
         """Forward and backward once."""
         step.recorder.begin_forward(micro_step_suffix(number))
         with self._enter_autocast():
-            out = step.forward(forward)
+            with watch_others(step.recorder.answers):
+                out = step.forward(forward)
             lost = step.lost(out) if self.train else None
         if lost is not None and path == "estimated":
             step.estimate(lost)

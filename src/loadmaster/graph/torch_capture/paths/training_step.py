@@ -68,6 +68,7 @@ class Step:
     def forward(self, run: Forward) -> Any:
         """The model's output; its owner holds it to the end of the step, or until there is a new one."""
         out = run()
+        self.recorder.answers.leave_forward()
         ledger, made = self.recorder.ledger, [self.recorder.key(tensor)[0] for tensor in find_tensors(out)]
         last = len(ledger.ops) - 1
         for old, new in zip(self._outputs, made, strict=False):
@@ -128,7 +129,10 @@ class Step:
             for name in trained if grads is None else ():
                 self.recorder.keep(weights[name].grad)
             return
-        found = measure_updates(self.optimizer, [weights[name] for name in trained], at_once=self.at_once)
+        answers = self.recorder.answers
+        found = measure_updates(
+            self.optimizer, [weights[name] for name in trained], at_once=self.at_once, answers=answers
+        )
         made = {name: self._grad(weights[name]) if grads is None else grads[name] for name in trained}
         checked = None
         if self.scale is not None:

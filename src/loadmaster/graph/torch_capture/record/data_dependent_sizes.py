@@ -1,6 +1,7 @@
 """Choices: ops that give as many elements as their values say; without values, as many as there may be."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,37 @@ import torch
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 Shapes = list[tuple[int, ...]] | None
+
+
+def values_that_decide(func: Any, args: Any) -> list[Any]:
+    """The operands of such an op whose values decide how many elements it gives."""
+    packet = func.overloadpacket
+    if packet is _aten.index:
+        return [index for index in args[1] if index is not None and index.dtype in _MASKS]
+    if packet is _aten.masked_select:
+        return [args[1]]
+    return [args[3]] if packet is _aten._ctc_loss else list(args[:1])
+
+
+def count_values(func: Any, values: list[torch.Tensor]) -> list[int]:
+    """What is counted of the values that decide: how many hold, or how long the longest is."""
+    if func.overloadpacket is _aten._ctc_loss:
+        return [int(one.max()) if one.numel() else 0 for one in values]
+    return [int(one.count_nonzero()) for one in values]
+
+
+def count_shapes(func: Any, args: Any, counts: list[int], values: list[torch.Tensor]) -> Shapes:
+    """The shapes such an op gives, from counts of the values that decide; None where there is no rule."""
+    packet = func.overloadpacket
+    if packet is _aten.index:
+        return [tuple(_index_all_rows(args[0], args[1], iter(counts)).shape)]
+    if packet is _aten.masked_select:
+        shape, own = torch.broadcast_shapes(args[0].shape, values[0].shape), values[0].numel()
+        return [(counts[0] * (math.prod(shape) // own) if own else 0,)]
+    if packet is _aten._ctc_loss:
+        rows = args[2].shape[0]
+        return [(rows,), (rows, args[0].shape[0], 2 * counts[0] + 1)]
+    return None
 
 
 def has_data_dependent_shape(func: Any, args: Any) -> bool:
@@ -30,12 +62,15 @@ def _index(args: Any, shapes: Shapes) -> torch.Tensor:
     return source.new_empty(shapes[0]) if shapes else _index_all_rows(source, args[1])
 
 
-def _index_all_rows(source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
-    """Rows picked by masks, all of them: a mask over two axes is an index for each."""
+def _index_all_rows(
+    source: torch.Tensor, indices: list[torch.Tensor | None], counts: Iterator[int] | None = None
+) -> torch.Tensor:
+    """Rows picked by masks, all or as many as are counted: a mask over two axes is an index for each."""
     whole: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in _MASKS:
-            whole += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
+            rows = index.numel() if counts is None else next(counts)
+            whole += [index.new_empty((rows,), dtype=torch.int64) for _ in range(index.dim())]
         else:
             whole.append(index)
     return _aten.index.Tensor(source, whole)

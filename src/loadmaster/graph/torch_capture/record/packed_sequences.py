@@ -30,7 +30,7 @@ def pack(shapes: Any, source: torch.Tensor, lengths: torch.Tensor, batch_first: 
     steps = shapes[1][0] if shapes else whole.shape[0]
     total = shapes[0][0] if shapes else steps * rows
     data = whole[:steps].reshape(steps * rows, *whole.shape[2:])[:total].clone()
-    sizes = torch.empty(steps, dtype=torch.int64)
+    sizes = torch.full((steps,), rows)
     sizes.num_rows = rows
     return data, sizes
 
@@ -41,7 +41,7 @@ def unpack(
     """The padded sequence, and the length of each row."""
     steps, rows = max(int(total_length), sizes.shape[0]), _num_rows(data, sizes)
     whole = _pad_rows(data, steps, rows)
-    return (whole.transpose(0, 1) if batch_first else whole), torch.empty(rows, dtype=torch.int64)
+    return (whole.transpose(0, 1) if batch_first else whole), torch.full((rows,), steps)
 
 
 def run_recurrent(func: Any, data: torch.Tensor, sizes: torch.Tensor, hidden: Any, *rest: Any) -> Any:

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loadmaster.core.graph import NO_MIRROR, Phase
-from loadmaster.graph.torch_capture.record.data_dependent_reads import Answers
+from loadmaster.graph.torch_capture.record.data_dependent_reads import Answers, Place
 from loadmaster.graph.torch_capture.record.gradient_sums import find_sum_target
 from loadmaster.graph.torch_capture.record.ledger import NO_OP, Key, Ledger, Op
 from loadmaster.graph.torch_capture.record.stand_ins import complete_result, make_stand_in
+from loadmaster.graph.torch_capture.record.weight_products import WeightProducts
 from loadmaster.modules.fake_model import fake_like
 from loadmaster.modules.op_signature import compute_dtype, find_written, kind_of, signature_of, with_a_view
 from loadmaster.modules.op_work import bytes_moved, count_flops, tensor_bytes
@@ -58,6 +59,8 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.module = ""  # path of the module that runs
         self.prefix = ""  # of the names of ops
+        self.line = ""  # of the model's code, where the stack does not tell it
+        self.products = WeightProducts()
         self.num_backward = 0  # ops seen in the backward pass
         self.num_attributed = 0
         self.answers = answers if answers is not None else Answers()
@@ -84,16 +87,15 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func in _SILENT:
             return func(*args, **kwargs)
-        if self.answers.wants(func, args):
-            out = self.answers.answer_op(func, args)
-            if not list_tensors(out):
-                return out
-            self._note(_Call(func, args, kwargs, out, list_tensors(args), list_tensors(out), []))
-            return out
         before = list_tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in before):
             args, kwargs = tree_map_only(torch.Tensor, self._twin, (args, kwargs))
             before = list_tensors((args, kwargs))
+        if self.answers.wants(func, args):
+            out = self.answers.answer_op(func, args, kwargs, self._place())
+            if list_tensors(out):
+                self._note(_Call(func, args, kwargs, out, list_tensors(args), list_tensors(out), []))
+            return out
         for tensor in before:
             self._number(tensor)
         in_place = self._gathers_in_place(func, before)
@@ -101,7 +103,9 @@ class Recorder(TorchDispatchMode):
         out = complete_result(func, args, func(*args, **kwargs), self._target) if out is None else out
         if in_place:
             self._adopt(out, self._number(before[0]))
-        written = [out] if in_place else find_written(func, args, kwargs)
+        written = find_written(func, args, kwargs)
+        self.answers.known.follow(func, args, kwargs, out, written)
+        written = [out] if in_place else written
         self._note(_Call(func, args, kwargs, out, before, list_tensors(out), written, in_place))
         return out
 
@@ -111,7 +115,15 @@ class Recorder(TorchDispatchMode):
             return tensor
         if id(tensor) not in self._twins:
             self._twins[id(tensor)] = (tensor, fake_like(tensor, self._mode))
+            if not tensor.requires_grad:
+                self.answers.known.give(self._twins[id(tensor)][1], tensor)
         return self._twins[id(tensor)][1]
+
+    def _place(self) -> Place:
+        """Where the model reads a value."""
+        current = self.ledger.current
+        module = self.ledger.ops[current].module if current != NO_OP else self.module
+        return Place(module, self.line, self._runs_again())
 
     @contextmanager
     def record_as(self, op: Op) -> Iterator[int]:
@@ -238,9 +250,16 @@ class Recorder(TorchDispatchMode):
         op = ledger.ops[ledger.current]
         flops = count_flops(call.func, call.args, call.kwargs, call.out)
         op.flops += flops
+        if self.phase == Phase.FORWARD and not ledger.suffix:
+            self._note_products(call, flops)
         if flops and self.phase == Phase.FORWARD:  # autograd numbers its node before the op runs
             self.flops_at[torch.autograd._get_sequence_nr() - 1] = flops
         op.bytes_moved += bytes_moved(call.func, call.before, call.after)
+
+    def _note_products(self, call: "_Call", flops: float) -> None:
+        given = [(self._number(one), one, self.answers.known.has(one)) for one in call.before]
+        made = [(self._number(one), one) for one in call.after]
+        self.products.note(call.func, call.args, flops, given, made)
 
     def _open(self, call: "_Call") -> None:
         """An op of its own for what runs outside of every other."""
@@ -356,6 +375,8 @@ class Recorder(TorchDispatchMode):
         """A weight, buffer or constant."""
         op.signature = signature_of(op.kind, [tensor], {})
         op.dtype = compute_dtype([tensor], [])
+        if op.kind == "param":
+            self.products.add_weight(self._number(tensor), op.name)
         return self.ledger.param(op, self.key(tensor), tensor.untyped_storage().nbytes())
 
 
