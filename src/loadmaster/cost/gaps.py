@@ -2,9 +2,9 @@
 
 A small model of ordinary modules is trained for a few steps; what a step takes, less the measured times of
 its ops, is shared out over its ops: forward and backward, both again in mixed precision (where each op also
-decides what to cast), and the updates with the clearing of gradients. On a GPU it is the host's time to issue that
-is compared. What calling an optimizer takes, however few its weights, is shared out over the updates of a
-step. Kept like any other measurement, under keys of their own.
+decides what to cast), and the updates with the clearing of gradients. On a GPU it is the host's time to
+issue that is compared. What calling an optimizer takes, however few its weights, is shared out over the
+updates of a step. Kept like any other measurement, under keys of their own.
 """
 
 import statistics
