@@ -314,7 +314,7 @@ def test_the_time_of_an_op_is_that_of_its_row_and_what_lies_between_ops(path: Pa
     ]
     rows += [
         CostRow(key, chip(), version, date, gap)
-        for key, gap in zip(GAPS, (0.5, 0.25, 0.4, 0.75, 0.1), strict=True)
+        for key, gap in zip(GAPS, (0.5, 0.25, 0.4, 0.75, 0.1, 0.125), strict=True)
     ]
     with open_database(path) as database:
         database.put(rows)
@@ -332,7 +332,7 @@ def test_an_op_in_mixed_precision_has_the_gap_of_mixed_precision(path: Path) -> 
     graph = lm.capture(torch.nn.Linear(4, 4), torch.zeros(2, 4), autocast=torch.bfloat16)
     keys = collect_keys(graph)
     date, version = "2026-01-01T00:00:00Z", torch.__version__
-    gaps = zip(GAPS, (0.5, 0.25, 0.0, 0.75, 0.0), strict=True)
+    gaps = zip(GAPS, (0.5, 0.25, 0.0, 0.75, 0.0, 0.125), strict=True)
     rows = [CostRow(text, chip(), version, date, 1e-3) for text in keys.text]
     rows += [CostRow(key, chip(), version, date, gap) for key, gap in gaps]
     with open_database(path) as database:
@@ -342,7 +342,7 @@ def test_an_op_in_mixed_precision_has_the_gap_of_mixed_precision(path: Path) -> 
     assert mixed
     for op in mixed:
         forward = graph.phase[op] == Phase.FORWARD
-        assert found.costs.compute_s[op, 0] == pytest.approx(1e-3 + (0.75 if forward else 0.25))
+        assert found.costs.compute_s[op, 0] == pytest.approx(1e-3 + (0.75 if forward else 0.125))
 
 
 def test_without_time_to_measure_the_roofline_is_fitted_to_what_is_known(path: Path) -> None:

@@ -1,10 +1,10 @@
 """Gaps: what Python and autograd take between ops, beyond what the ops take on their own. [torch]
 
 A small model of ordinary modules is trained for a few steps; what a step takes, less the measured times of
-its ops, is shared out over its ops: forward, forward in mixed precision (where each op also decides what to
-cast), backward, and the updates with the clearing of gradients. On a GPU it is the host's time to issue that
-is compared. What calling an optimizer takes, however few its weights, is shared out over the updates of a
-step. Kept like any other measurement, under keys of their own.
+its ops, is shared out over its ops: forward and backward, both again in mixed precision (where each op also
+decides what to cast), and the updates with the clearing of gradients. On a GPU it is the host's time to
+issue that is compared. What calling an optimizer takes, however few its weights, is shared out over the
+updates of a step. Kept like any other measurement, under keys of their own.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
 from loadmaster.cost.timing import lower_quartile, read_clocks, work_seconds_since
 from loadmaster.graph.capture import capture
 
-FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE = GAPS
+FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE, MIXED_BACKWARD = GAPS
 _MIXED = torch.bfloat16
 _WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 8, (2, 8), 20
 _WARM_UP_STEPS = 4
@@ -74,6 +74,7 @@ def measure_gaps(
         BACKWARD: _gap_per_op(passes.backward_s, Phase.BACKWARD, plain, rows),
         CALL: call_s,
         MIXED_FORWARD: _gap_per_op(mixed_passes.forward_s, Phase.FORWARD, mixed, rows),
+        MIXED_BACKWARD: _gap_per_op(mixed_passes.backward_s, Phase.BACKWARD, mixed, rows),
         UPDATE: _gap_per_op(passes.update_s - call_s, Phase.UPDATE, plain, rows),
     }
     version, date = torch_version(), today()

@@ -210,14 +210,19 @@ def _fit_measured(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: F
 
 def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
     """[N] what Python and autograd add to each op, and calling the optimizer to its updates together."""
-    forward, backward, call, mixed_forward, update = (
-        (known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS
+    forward, backward, call, mixed_forward, update, mixed_backward = (
+        known[key].seconds if key in known else None for key in GAPS
     )
+    if any(AUTOCAST in text for text in graph.signature_table):
+        forward = forward if mixed_forward is None else mixed_forward
+        backward = backward if mixed_backward is None else mixed_backward
     num_updates = max(1, int((graph.phase == Phase.UPDATE).sum()))
-    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.UPDATE: update + call / num_updates}
-    gaps: Floats = np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
-    mixed = np.array([AUTOCAST in text for text in graph.signature_table] + [False])[graph.signature]
-    return np.where(mixed & (graph.phase == Phase.FORWARD), np.maximum(gaps, mixed_forward), gaps)
+    added = {
+        Phase.FORWARD: forward or 0.0,
+        Phase.BACKWARD: backward or 0.0,
+        Phase.UPDATE: (update or 0.0) + (call or 0.0) / num_updates,
+    }
+    return np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
 
 
 def _typical_issue_s(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> Floats:
