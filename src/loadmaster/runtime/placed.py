@@ -21,7 +21,7 @@ from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
 from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph
-from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module
+from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module, find_outer_python
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import mark_outputs
@@ -124,6 +124,9 @@ class Placed(nn.Module):
         if self._options.engine == HOOKS:
             return None
         try:
+            around = find_outer_python()
+            if around:
+                raise CannotExportError(around)
             hooked = find_hooked_module(self)
             if hooked:
                 raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")

@@ -35,6 +35,7 @@ from loadmaster.runtime.graph_engine.program import Program, export_program
 from loadmaster.runtime.graph_engine.python_attributes import (
     child_identity,
     find_changed_names,
+    is_call_replaced,
     list_modules,
     snapshot_named_state,
     snapshot_state,
@@ -87,7 +88,10 @@ class GraphEngine:
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
-    _ready: dict[Any, ReadyGraph] = field(default_factory=dict)
+    _ready: dict[Any, list[ReadyGraph]] = field(
+        default_factory=dict
+    )  # last used first: other Python, other graph
+    _changed: str = ""  # what a graph's Python would read otherwise now
     _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
@@ -107,7 +111,7 @@ class GraphEngine:
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         mode = self._mode()
-        found = self._ready.get((spec, make_input_pattern(leaves, None), mode))
+        found = self._find((spec, make_input_pattern(leaves, None), mode))
         if found is None:
             batch = find_batch_size((args, ordered))
             with self._making:  # torch.export is not for two threads
@@ -120,25 +124,44 @@ class GraphEngine:
         """A graph that was made for such arguments, or for any batch of them."""
         spec, leaves, mode = call
         exact, free = ((spec, make_input_pattern(leaves, size), mode) for size in (None, batch))
-        found = self._ready.get(exact) or self._ready.get(free)
-        fits = found.program.fits if found is not None else None
-        return None if fits is not None and not fits(batch) else found
+        return self._find(exact) or self._find(free, batch)
+
+    def _find(self, key: Any, batch: int | None = None) -> ReadyGraph | None:
+        """A graph of this key for which Python is as it was."""
+        made = self._ready.get(key, [])
+        for at, one in enumerate(made):
+            changed = one.program.reads.find_change()
+            if changed:
+                self._changed = changed
+            elif one.program.fits is None or one.program.fits(batch):
+                if at:
+                    made.insert(0, made.pop(at))
+                return one
+        return None
 
     def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> ReadyGraph:
         """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
         spec, leaves, mode = call
         exact = (spec, make_input_pattern(leaves, None), mode)
+        if is_call_replaced():
+            raise CannotExportError("the call of all modules was replaced, which torch.export does not see")
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
         kind = (spec, make_input_pattern(leaves, batch), mode)
         self._check_attributes((*kind[:2], mode[:-1]), mode[-1])
+        changed, self._changed = self._changed, ""
+        if max(len(self._ready.get(one, ())) for one in (exact, kind)) >= _MOST_STATES:
+            raise CannotExportError(f"{changed!r}, which forward reads, changes from call to call")
+        if changed:
+            self.say(f"{changed!r}, which forward reads, has changed: a graph was made anew")
         while len(self._ready) >= _MOST_GRAPHS:
             self._ready.pop(next(iter(self._ready)))
-        if batch is not None and kind in self._kinds and kind not in self._ready:
+        if batch is not None and kind in self._kinds and (changed or kind not in self._ready):
             try:
-                self._ready[kind] = self._made(args, kwargs, any_batch=True)
+                made = self._made(args, kwargs, any_batch=True)
+                self._ready.setdefault(kind, []).insert(0, made)
                 self.say(f"a graph for any batch was made when a batch of {batch} came")
-                return self._ready[kind]
+                return made
             except CannotExportError as problem:
                 self.say(f"no graph for any batch ({problem}): one for each batch size")
         try:
@@ -151,7 +174,7 @@ class GraphEngine:
             mode_words += "" if torch.is_grad_enabled() else " without gradients"
             self.say(f"a graph was made anew for {describe_inputs(leaves)}{mode_words}")
         self._kinds.add(kind)
-        self._ready[exact] = made
+        self._ready.setdefault(exact, []).insert(0, made)
         return made
 
     def _check_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
@@ -210,19 +233,21 @@ class GraphEngine:
     @property
     def graphs(self) -> list[ReadyGraph]:
         """The graphs made so far."""
-        return list(self._ready.values())
+        return [one for made in self._ready.values() for one in made]
 
     def _mode(self) -> tuple[Any, ...]:
         """All that makes another graph of the same arguments."""
         run, asked = list_modules(self.model), list_modules(self.root)
         flags = tuple(module.training for module in run[1:])
-        trained = tuple(w if w is None else w.requires_grad for one in run for w in one._parameters.values())
+        weights = (w for one in run for table in (one._parameters, one._buffers) for w in table.values())
+        trained = tuple(w if w is None else (w.requires_grad, w.dtype, w.shape) for w in weights)
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
         )
         grad = torch.is_grad_enabled()  # forward may ask, as torch's own transformer layers do
-        return self.root.training, grad, flags, trained, casts, snapshot_state(asked, self.ours)
+        made = torch.get_default_dtype()
+        return self.root.training, grad, flags, trained, casts, made, snapshot_state(asked, self.ours)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> ReadyGraph:
         grad = torch.is_grad_enabled()
@@ -286,7 +311,14 @@ class GraphEngine:
                 autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):
                 program = export_program(
-                    self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
+                    self.model,
+                    args,
+                    kwargs,
+                    training=training,
+                    grad=grad,
+                    any_batch=any_batch,
+                    root=self.root,
+                    ours=self.ours,
                 )
                 return program, collect_facts(program)
         except Exception as problem:  # torch and the user's model may raise anything
