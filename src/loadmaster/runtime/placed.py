@@ -17,6 +17,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.materialise import is_meta, materialise
+from loadmaster.runtime.adoption import Move, Residents
 from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
@@ -79,6 +80,7 @@ class Placed(nn.Module):
     _engine: GraphEngine
     _hooks: HookEngine
     _optimizers: Optimizers
+    _residents: Residents
     _options: Options
     _finite: FiniteCheck | None
     _to_verify: bool
@@ -121,6 +123,7 @@ class Placed(nn.Module):
 
     def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadyGraph, list[Any]] | None:
         """The graph for these arguments and their leaves; None is said in the notes: hooks run it."""
+        self._adopt_new()
         if self._options.engine == HOOKS:
             return None
         try:
@@ -138,6 +141,16 @@ class Placed(nn.Module):
         if self._hooks.settle():
             self._engine.forget()
         return None
+
+    def _adopt_new(self) -> None:
+        """Modules and weights that came after placing, or have other names, get their device."""
+        new = self._residents.adopt_new()
+        if new is None:
+            return
+        self._engine.adopt(new)
+        self._optimizers.name_weights(self)
+        devices = self._engine.devices
+        self.hf_device_map = {name: devices[home].where for name, home in self._engine.homes.items()}
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -262,6 +275,7 @@ def build_placed_model(
         **shared, presum=chosen.presum, backend=chosen.compile, spill=spill, streams=streams
     )
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
+    made._residents = Residents(made, homes, made._hooks.places, _make_mover(made, accounts))
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
         made._engine.say(f"run by hooks on modules, not as a graph: {_TRACED}")
@@ -352,6 +366,20 @@ def _move_tensor(
         accounts.add((tensor, tensor.grad), home, f"weight {name}")
 
 
+def _make_mover(made: Placed, accounts: Accounts | None) -> Move:
+    """Brings a weight that came after placing to its device, and counts it as the others are."""
+    this = weakref.ref(made)
+
+    def move(name: str, tensor: torch.Tensor, home: int) -> None:
+        placed = this()
+        assert placed is not None, "it is being called"
+        _move_tensor(name, tensor, home, tuple(placed._engine.devices), accounts)
+        if isinstance(tensor, nn.Parameter) and accounts is not None:
+            _count_gradient(placed, name, tensor, home, accounts)
+
+    return move
+
+
 def _make_spill(
     model: nn.Module, known: PlanIndex, devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> Spill | None:
@@ -376,15 +404,20 @@ def _make_turn_check(model: nn.Module) -> Callable[[], bool]:
 
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
-    """A gradient is counted where its weight is, until the model is placed anew or the placed one is gone."""
-    current = _make_turn_check(model)
+    """Gradients are counted where their weights are."""
     for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
+        _count_gradient(made, name, weight, homes[name], accounts)
 
-        def count(weight: Any, name: str = name) -> None:
-            if current():
-                accounts.add(weight.grad, homes[name], f"the gradient of {name}")
 
-        handle = weight.register_post_accumulate_grad_hook(count)
-        weakref.finalize(made, handle.remove)
+def _count_gradient(made: Placed, name: str, weight: torch.Tensor, home: int, accounts: Accounts) -> None:
+    """Counted until the model is placed anew or the placed one is gone."""
+    if not weight.requires_grad:
+        return
+    current = _make_turn_check(made._engine.model)
+
+    def count(weight: Any) -> None:
+        if current():
+            accounts.add(weight.grad, home, f"the gradient of {name}")
+
+    handle = weight.register_post_accumulate_grad_hook(count)
+    weakref.finalize(made, handle.remove)

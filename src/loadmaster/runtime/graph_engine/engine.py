@@ -47,6 +47,7 @@ from loadmaster.runtime.transport.copies import copy_to_device, link_gradient
 from loadmaster.runtime.transport.device_streams import PartStreams
 from loadmaster.runtime.transport.devices import RunDevice
 
+_FEW = 3
 _MOST_GRAPHS = 16
 _MOST_STATES = 4  # of attributes: graphs of one kind of call
 
@@ -96,6 +97,7 @@ class GraphEngine:
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
+    _adopted: bool = False  # modules came that the plan does not know
     _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
@@ -334,12 +336,24 @@ class GraphEngine:
             self.say(
                 f"the model is given {_join_names(given)}, it was planned on {_join_names(self.known.inputs)}"
             )
-        elif not self._matched and self.root.training == self.known.trains:
+        elif not self._matched and not self._adopted and self.root.training == self.known.trains:
             more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
             raise PlanError(
                 f"the plan is for another model or other inputs: {found[0]}{more}; plan this model on inputs"
                 " like these"
             )
+
+    def adopt(self, names: list[str]) -> None:
+        """Modules or weights came after placing; ops that the plan does not know go with those around."""
+        modules = [part for module in list_modules(self.root) for part in child_identity(module)]
+        if names:
+            few = ", ".join(map(repr, names[:_FEW])) + (
+                f" and {len(names) - _FEW} more" if names[_FEW:] else ""
+            )
+            self.say(f"{few} came after placing: placed beside what is around")
+        if names or tuple(modules) != self._modules:
+            self._adopted = True
+            self.forget()
 
     def forget(self) -> None:
         """Weights have moved: graphs are made anew when they are needed."""
