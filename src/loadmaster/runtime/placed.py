@@ -47,6 +47,10 @@ _TRACED = (
     "when it was planned, torch.export could not make a graph of the model (torch.export.export(model, args)"
     " says why; a model of transformers often has one with config.use_cache = False)"
 )
+_COMPILE = (
+    "torch.compile cannot compile a placed model: it would look into the engine that runs the plan; compile"
+    " the parts of the plan instead, lm.place(..., compile=True)"
+)
 _STAYS = (
     "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
     " any device)"
@@ -207,6 +211,14 @@ class Placed(nn.Module):
 
     cuda = cpu = to
 
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """A compiler around it would look into the engine; parts of the plan can be compiled."""
+        raise RunError(_COMPILE)
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Any:  # what torch.compile asks first
+        raise RunError(_COMPILE)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """A module around it may be moved, as trainers do: this part stays. Nothing may cast it."""
         for weight in self.parameters():
@@ -274,6 +286,7 @@ def build_placed_model(
     made._engine = GraphEngine(
         **shared, presum=chosen.presum, backend=chosen.compile, spill=spill, streams=streams
     )
+    made._engine.only_graphs = chosen.engine == GRAPH
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
     made._residents = Residents(made, homes, made._hooks.places, _make_mover(made, accounts))
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify

@@ -24,7 +24,7 @@ from loadmaster.runtime.graph_engine.assignment import (
     names_in_plan,
 )
 from loadmaster.runtime.graph_engine.compiled_parts import Parts, compile_parts
-from loadmaster.runtime.graph_engine.free_batch import find_batch_size, make_input_pattern
+from loadmaster.runtime.graph_engine.free_batch import FIXED, Sizes, find_free_sizes, make_input_pattern
 from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export, is_casting
 from loadmaster.runtime.graph_engine.input_binding import Fill, make_fills
 from loadmaster.runtime.graph_engine.issue_order import issue_order
@@ -93,7 +93,9 @@ class GraphEngine:
         default_factory=dict
     )  # last used first: other Python, other graph
     _changed: str = ""  # what a graph's Python would read otherwise now
-    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
+    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for their sizes
+    _fixed: set[Any] = field(default_factory=set)  # of these, such as no graph holds for any sizes of
+    only_graphs: bool = False  # there is no other engine to run what has no graph
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
@@ -113,59 +115,58 @@ class GraphEngine:
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         mode = self._mode()
-        found = self._find((spec, make_input_pattern(leaves, None), mode))
+        found = self._find((spec, make_input_pattern(leaves), mode))
         if found is None:
-            batch = find_batch_size((args, ordered))
+            sizes = find_free_sizes((args, ordered))
             with self._making:  # torch.export is not for two threads
-                found = self._known((spec, leaves, mode), batch)
+                found = self._known((spec, leaves, mode), sizes)
                 if found is None:
-                    found = self._new(args, ordered, (spec, leaves, mode), batch)
+                    found = self._new(args, ordered, (spec, leaves, mode), sizes)
         return found, leaves
 
-    def _known(self, call: tuple[Any, ...], batch: int | None) -> ReadyGraph | None:
-        """A graph that was made for such arguments, or for any batch of them."""
+    def _known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
+        """A graph that was made for such arguments, or for any sizes of them."""
         spec, leaves, mode = call
-        exact, free = ((spec, make_input_pattern(leaves, size), mode) for size in (None, batch))
-        return self._find(exact) or self._find(free, batch)
+        for free in (FIXED, *sizes):
+            found = self._find((spec, make_input_pattern(leaves, free), mode), free)
+            if found is not None:
+                return found
+        return None
 
-    def _find(self, key: Any, batch: int | None = None) -> ReadyGraph | None:
+    def _find(self, key: Any, sizes: Sizes = FIXED) -> ReadyGraph | None:
         """A graph of this key for which Python is as it was."""
         made = self._ready.get(key, [])
         for at, one in enumerate(made):
             changed = one.program.reads.find_change()
             if changed:
                 self._changed = changed
-            elif one.program.fits is None or one.program.fits(batch):
+            elif one.program.fits is None or one.program.fits(sizes):
                 if at:
                     made.insert(0, made.pop(at))
                 return one
         return None
 
-    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> ReadyGraph:
-        """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
+    def _new(
+        self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], sizes: list[Sizes]
+    ) -> ReadyGraph:
+        """A graph for these arguments; where it is not the first of its kind, for any sizes if that works."""
         spec, leaves, mode = call
-        exact = (spec, make_input_pattern(leaves, None), mode)
+        exact = (spec, make_input_pattern(leaves), mode)
         if is_call_replaced():
             raise CannotExportError("the call of all modules was replaced, which torch.export does not see")
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
-        kind = (spec, make_input_pattern(leaves, batch), mode)
-        self._check_attributes((*kind[:2], mode[:-1]), mode[-1])
+        kinds = {(spec, make_input_pattern(leaves, free), mode): free for free in sizes}
+        self._check_attributes((spec, mode[:-1]), mode[-1])
         changed, self._changed = self._changed, ""
-        if max(len(self._ready.get(one, ())) for one in (exact, kind)) >= _MOST_STATES:
+        if changed and max(len(self._ready.get(one, ())) for one in (exact, *kinds)) >= _MOST_STATES:
             raise CannotExportError(f"{changed!r}, which forward reads, changes from call to call")
         if changed:
             self.say(f"{changed!r}, which forward reads, has changed: a graph was made anew")
-        while len(self._ready) >= _MOST_GRAPHS:
-            self._ready.pop(next(iter(self._ready)))
-        if batch is not None and kind in self._kinds and (changed or kind not in self._ready):
-            try:
-                made = self._made(args, kwargs, any_batch=True)
-                self._ready.setdefault(kind, []).insert(0, made)
-                self.say(f"a graph for any batch was made when a batch of {batch} came")
-                return made
-            except CannotExportError as problem:
-                self.say(f"no graph for any batch ({problem}): one for each batch size")
+        made = self._make_free(args, kwargs, kinds, again=bool(changed))
+        if made is not None:
+            return made
+        self._require_room(spec, mode)
         try:
             made = self._made(args, kwargs)
         except CannotExportError as problem:
@@ -175,9 +176,41 @@ class GraphEngine:
             mode_words = " in training" if self.root.training else " in eval mode"
             mode_words += "" if torch.is_grad_enabled() else " without gradients"
             self.say(f"a graph was made anew for {describe_inputs(leaves)}{mode_words}")
-        self._kinds.add(kind)
-        self._ready.setdefault(exact, []).insert(0, made)
+        self._kinds.update(kinds)
+        self._keep(exact, made)
         return made
+
+    def _make_free(
+        self, args: Any, kwargs: dict[str, Any], kinds: Mapping[Any, Sizes], *, again: bool
+    ) -> ReadyGraph | None:
+        """A graph for any sizes, where such a call came before with others; the fewest free axes first."""
+        for kind, free in kinds.items():
+            if kind not in self._kinds or kind in self._fixed or (kind in self._ready and not again):
+                continue
+            try:
+                made = self._made(args, kwargs, free=free)
+            except CannotExportError as problem:
+                self._fixed.add(kind)
+                self.say(f"no graph for any {free.axes} ({problem}): one for each size")
+                continue
+            self._kinds.update(kinds)
+            self._keep(kind, made)
+            self.say(f"a graph for any {free.axes} was made when {free} came")
+            return made
+        return None
+
+    def _keep(self, key: Any, made: ReadyGraph) -> None:
+        while len(self._ready) >= _MOST_GRAPHS:
+            self._ready.pop(next(iter(self._ready)))
+        self._ready.setdefault(key, []).insert(0, made)
+
+    def _require_room(self, spec: Any, mode: tuple[Any, ...]) -> None:
+        """Refuse one more shape than graphs are kept: each would be exported at every call."""
+        made = sum(key[0] == spec and key[2] == mode for key in self._ready)
+        if made >= _MOST_GRAPHS and not self.only_graphs:
+            raise CannotExportError(
+                f"it was called with more than {_MOST_GRAPHS} shapes, and no graph holds for any sizes"
+            )
 
     def _check_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
         """Say which have changed; where they do so again and again, no graph is made any more."""
@@ -251,9 +284,9 @@ class GraphEngine:
         made = torch.get_default_dtype()
         return self.root.training, grad, flags, trained, casts, made, snapshot_state(asked, self.ours)
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> ReadyGraph:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, free: Sizes = FIXED) -> ReadyGraph:
         grad = torch.is_grad_enabled()
-        program, facts = self._export_program(args, kwargs, grad=grad, any_batch=any_batch)
+        program, facts = self._export_program(args, kwargs, grad=grad, free=free)
         _refuse_input_writes(program, facts)
         found = find_unplanned_ops(program, facts, self.known)
         if found and not self._matched and self._is_as_planned(args, kwargs, grad=grad):
@@ -300,7 +333,7 @@ class GraphEngine:
         kwargs: dict[str, Any],
         *,
         grad: bool,
-        any_batch: bool = False,
+        free: Sizes = FIXED,
         casts: bool = True,
     ) -> tuple[Program, Facts]:
         training = self.root.training
@@ -318,7 +351,7 @@ class GraphEngine:
                     kwargs,
                     training=training,
                     grad=grad,
-                    any_batch=any_batch,
+                    free=free,
                     root=self.root,
                     ours=self.ours,
                 )

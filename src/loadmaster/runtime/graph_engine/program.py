@@ -24,7 +24,14 @@ from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
 from loadmaster.modules.randomness import preserve_rng
 from loadmaster.modules.torch_state import silence_torch
-from loadmaster.runtime.graph_engine.free_batch import Fits, make_dynamic_shapes, make_size_check
+from loadmaster.runtime.graph_engine.free_batch import (
+    FIXED,
+    Fits,
+    Sizes,
+    make_dynamic_shapes,
+    make_size_check,
+    spell_out_arguments,
+)
 from loadmaster.runtime.graph_engine.padded_encoder import refuse_packing
 from loadmaster.runtime.graph_engine.python_attributes import (
     list_modules,
@@ -56,7 +63,7 @@ class Program:
     fake: FakeModel
     num_hidden: int  # outputs that are not the model's
     out_spec: TreeSpec | None
-    fits: Fits | None = None  # of a graph for any batch: the sizes that it holds for
+    fits: Fits | None = None  # of a graph with free axes: the sizes that it holds for
     reads: Reads = field(default_factory=Reads)  # what the Python of the model could read
 
     @property
@@ -82,7 +89,7 @@ def export_program(
     *,
     training: bool,
     grad: bool = True,
-    any_batch: bool = False,
+    free: Sizes = FIXED,
     root: nn.Module | None = None,
     ours: frozenset[str] = frozenset(),
 ) -> Program:
@@ -100,10 +107,12 @@ def export_program(
         refuse_attribute_changes(fake.model) as code,
         refuse_packing(fake.model),
     ):
-        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake) if any_batch else None)
-    fits = make_size_check(exported, fake) if any_batch else None
-    if any_batch and fits is None:
-        raise GraphError("the model depends on the size of its batch")
+        if free:
+            spell_out_arguments(fake.model.__dict__["forward"], fake)
+        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake, free) if free else None)
+    fits = make_size_check(exported, fake, free) if free else None
+    if free and fits is None:
+        raise GraphError("the model depends on the sizes of its inputs")
     with torch.set_grad_enabled(grad):
         _refuse_hidden_changes(fake, code)
     reads = collect_reads(list_modules(model if root is None else root), code, ours)
