@@ -62,13 +62,13 @@ def find_placement(problem: Problem, ask: PlanRequest) -> Placement:
 
 def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     from loadmaster.placers.bounds import quick_bound
-    from loadmaster.placers.warm import warm_up
+    from loadmaster.placers.warm import warm_up_for
     from loadmaster.simulator.events import engine
 
     bound = quick_bound(problem)
     simulator = engine.prepare(problem)
     simulator.warm_up(ask.progress)
-    warm_up(ask.progress)
+    warm_up_for(problem, ask.algorithm, ask.progress)
     captured = ask.order == CAPTURED
     best = _BestSoFar(
         problem,
