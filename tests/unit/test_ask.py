@@ -7,6 +7,7 @@ import pytest
 
 from loadmaster import api
 from loadmaster.core.errors import UnknownNameError
+from loadmaster.placers import warm
 from tests import reference
 from tests.builders import problem_of, star_cluster
 from tests.unit.test_segments import step
@@ -43,3 +44,21 @@ def test_a_plan_that_does_not_fit_keeps_the_order_too() -> None:
 def test_an_unknown_order_is_answered_with_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match=r"capturd.*captured"):
         api.plan(problem_of(step(), star_cluster(2), 1.0), order="capturd")
+
+
+def test_a_first_plan_compiles_what_its_own_answer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All algorithms on all tiny problems take more than a minute of processor time."""
+    marked: list[str] = []
+    said: list[str] = []
+    monkeypatch.setattr(warm, "is_warm", lambda part: part in marked)  # as on a machine that is new
+    monkeypatch.setattr(warm, "mark_warm", marked.append)
+    for _ in range(2):
+        api.plan(
+            "gen:fork_join:20",
+            "2xA100-80GB",
+            algorithm="heft",
+            budget="5x",
+            progress=lambda what, share: said.append(what),
+        )
+    assert [one for one in said if " of " in one and "compiling" in one] == [f"{warm._MESSAGE}: 1 of 1"]
+    assert marked == ["placers-step-free-False-heft"]

@@ -1,6 +1,7 @@
 """What `lm.place` and `lm.verify` are given wrongly is refused at once, with both values and what to do."""
 
 import contextlib
+import copy
 import functools
 import io
 import re
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
-from loadmaster.core.errors import FormatError, InputError, PlanError  # noqa: E402
+from loadmaster.core.errors import FormatError, InputError, PlanError, ProblemError, RunError  # noqa: E402
 from loadmaster.core.placement import Status  # noqa: E402
 from loadmaster.runtime.placed import Placed  # noqa: E402
 
@@ -207,3 +208,59 @@ def test_a_placed_model_that_its_own_model_calls_is_said_not_waited_for() -> Non
         pass
     with lock:
         pass
+
+
+def test_torch_compile_of_a_placed_model_names_compile() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    placed = lm.place(model, (x,), devices="cpu#0-64MB, cpu#1-64MB", budget="5x")
+    for act in (lambda: torch.compile(placed), placed.compile):
+        with pytest.raises(RunError, match=r"lm.place\(..., compile=True\)"):
+            act()
+    assert placed(x).shape == (4, 8)
+
+
+class Loud(nn.Module):
+    """Says when it is run."""
+
+    def forward(self, x: Any) -> Any:
+        raise AssertionError("it was captured")
+
+
+def test_a_placed_model_placed_again_is_said_before_it_is_captured() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    placed = lm.place(model, (x,), devices="cpu#0-64MB, cpu#1-64MB", budget="5x")
+    placed.append(Loud())
+    with pytest.raises(InputError, match="the model is placed already"):
+        lm.place(placed, (x,))
+
+
+def test_missing_devices_are_said_before_a_model_is_built(tmp_path: Any) -> None:
+    source = tmp_path / "model.py"
+    source.write_text("def build():\n    raise AssertionError('it was built')\n")
+    with pytest.raises(ProblemError, match="brings no devices; name some"):
+        lm.plan(f"{source}:build")
+
+
+def test_an_optimizer_step_of_several_passes_can_be_planned_by_place() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    asked: Any = {"devices": "cpu#0-64MB, cpu#1-64MB", "budget": "5x"}
+    placed = lm.place(model, (x,), accumulate=3, **asked)
+    names = placed.placement.problem.graph.op_name
+    passes = {name.rpartition("@")[2].partition(".")[0] for name in names if "@" in name}
+    assert passes == {"2", "3"}
+    for _ in range(3):
+        placed(x).sum().backward()
+        plain(x).sum().backward()
+    assert all(
+        torch.equal(one.grad, two.grad)
+        for one, two in zip(placed.parameters(), plain.parameters(), strict=True)
+    )
+    assert not placed.notes
+    for wrong in (0, True, 1.5):
+        with pytest.raises(InputError, match="accumulate is"):
+            lm.place(plain, (x,), accumulate=wrong, **asked)
+    with pytest.raises(InputError, match="leave accumulate out"):
+        lm.place(plain, placed.placement, accumulate=3)
+    with pytest.raises(InputError, match="in eval mode"):
+        lm.place(plain.eval(), (x,), accumulate=3, **asked)

@@ -16,9 +16,18 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget, Run, Score, ignore_progress
+from loadmaster.placers.answer import broken_rules, make_placement
 from loadmaster.placers.registry import Placer
 
 FREE, CAPTURED = ORDERS = ("free", "captured")
+
+
+class PlanInterrupted(KeyboardInterrupt):
+    """Ctrl-C while a plan was looked for; `placement` is the best one so far."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__("interrupted; .placement is the best plan so far")
+        self.placement = placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +65,44 @@ def _answer(problem: Problem, ask: PlanRequest) -> Placement:
 
     store, kept = find_store_device(problem.cluster, ask.spill), replace(ask, spill=None)
     first = _run_algorithm(problem, kept)
-    return with_spill(first, store, plan=lambda other: _run_algorithm(other, kept), budget=ask.budget)
+    try:
+        return with_spill(first, store, plan=lambda other: _run_algorithm(other, kept), budget=ask.budget)
+    except KeyboardInterrupt:  # a plan that spills was being looked for; the other is whole
+        raise PlanInterrupted(first) from None
 
 
 def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     from loadmaster.placers.bounds import quick_bound
-    from loadmaster.placers.warm import warm_up
+    from loadmaster.placers.warm import warm_up_for
     from loadmaster.simulator.events import engine
 
     bound = quick_bound(problem)
     simulator = engine.prepare(problem)
     simulator.warm_up(ask.progress)
-    warm_up(ask.progress)
+    warm_up_for(problem, ask.algorithm, ask.progress)
     captured = ask.order == CAPTURED
+    best = _BestSoFar(
+        problem,
+        _score_in_graph_order(simulator.score) if captured else simulator.score,
+        _arrange_in_graph_order(simulator.score) if captured else simulator.order_and_score,
+    )
     run = Run(
         budget=ask.budget,
         rng=np.random.default_rng(ask.seed),
-        score=_score_in_graph_order(simulator.score) if captured else simulator.score,
-        arrange=_arrange_in_graph_order(simulator.score) if captured else simulator.order_and_score,
+        score=best.score,
+        arrange=best.arrange,
         bound=bound,
         progress=ask.progress,
     )
-    answer = ask.algorithm(problem, run)
+    try:
+        answer = ask.algorithm(problem, run)
+    except KeyboardInterrupt:
+        if best.found is None:
+            raise
+        plan, score = best.found
+        plan = in_graph_order(plan) if captured else plan
+        name = getattr(ask.algorithm, "name", type(ask.algorithm).__name__)
+        raise PlanInterrupted(make_placement(problem, run, plan, score, algorithm=name)) from None
     if not isinstance(answer, Placement):
         name = type(ask.algorithm).__name__
         raise InputError(f"{name} answered with a {type(answer).__name__}, not a Placement")
@@ -89,6 +114,39 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
         plan=None if answer.plan is None else in_graph_order(answer.plan),
         least_overflow_plan=None if nearest is None else in_graph_order(nearest),
     )
+
+
+class _BestSoFar:
+    """Remembers the best plan that was scored: rules come before fitting, and that before fast."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        score: Callable[[Plan], Score],
+        arrange: Callable[[Plan], tuple[Plan, Score]],
+    ) -> None:
+        self._problem, self._score, self._arrange = problem, score, arrange
+        self._rated: tuple[bool, Score] | None = None
+        self.found: tuple[Plan, Score] | None = None
+
+    def score(self, plan: Plan) -> Score:
+        """Score a plan in its own order."""
+        found = self._score(plan)
+        self._keep(plan, found)
+        return found
+
+    def arrange(self, plan: Plan) -> tuple[Plan, Score]:
+        """Order a plan by its starts, and score it."""
+        ordered, found = self._arrange(plan)
+        self._keep(ordered, found)
+        return ordered, found
+
+    def _keep(self, plan: Plan, score: Score) -> None:
+        if self._rated is not None and (False, score) >= self._rated:
+            return  # its rules need no look
+        rated = (bool(broken_rules(self._problem, plan)), score)
+        if self._rated is None or rated < self._rated:
+            self._rated, self.found = rated, (plan, score)
 
 
 def _score_in_graph_order(score: Callable[[Plan], Score]) -> Callable[[Plan], Score]:

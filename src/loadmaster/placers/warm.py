@@ -1,6 +1,10 @@
-"""Compile the kernels of all placers before any budget runs, once on a machine."""
+"""Compile the kernels of placers before any budget runs, once on a machine.
 
-from collections.abc import Callable
+All of them take more than a minute of processor time, so a question compiles what its own answer needs: the
+algorithm that is asked, on tiny problems like the one that is asked.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,22 +19,46 @@ from loadmaster.placers.registry import own_algorithms, placer, why_not
 from loadmaster.simulator.events.engine import Simulator, prepare
 from loadmaster.simulator.jit import is_warm, mark_warm
 
-_MESSAGE = "compiling (once on this machine, about two minutes of processor time)"
+_MESSAGE = "compiling (once on this machine)"
 _OPS = 40
 _TRIES = 60
 _TIGHT = 0.55  # of the memory: some plans have to be repaired
+
+
+def warm_up_for(
+    problem: Problem, algorithm: object, progress: Callable[[str, float], None] = ignore_progress
+) -> None:
+    """Have the algorithm that is asked answer tiny problems like this one."""
+    name = next((one for one in own_algorithms() if type(placer(one)) is type(algorithm)), None)
+    part = f"placers-{problem.objective}-{problem.split}-{problem.pipeline != ''}-{name}"
+    if name is None or is_warm("placers") or is_warm(part):
+        return
+    questions = [one for one in _tiny_problems() if _is_alike(one, problem)]
+    _answer(questions, [name], progress)
+    mark_warm(part)
 
 
 def warm_up(progress: Callable[[str, float], None] = ignore_progress) -> None:
     """Have every algorithm answer tiny problems, unless they did so on this machine before."""
     if is_warm("placers"):
         return
-    questions = _tiny_problems()
+    _answer(_tiny_problems(), own_algorithms(), progress)
+    mark_warm("placers")
+
+
+def _is_alike(tiny: Problem, problem: Problem) -> bool:
+    """Whether a tiny problem reaches the kernels that another one does; few need repair."""
+    same = tiny.objective == problem.objective and tiny.split == problem.split
+    roomy = bool((tiny.cluster.memory_bytes >= _tiny_problem().cluster.memory_bytes).all())
+    return same and roomy and bool(tiny.pipeline) == bool(problem.pipeline)
+
+
+def _answer(
+    questions: Sequence[Problem], names: Iterable[str], progress: Callable[[str, float], None]
+) -> None:
     progress(_MESSAGE, 0.0)
-    group_ops(questions[0], max_ops=1)
-    tasks = [
-        (at, name) for at, asked in enumerate(questions) for name in own_algorithms() if _serves(name, asked)
-    ]
+    group_ops(_tiny_problem(), max_ops=1)
+    tasks = [(at, name) for at, asked in enumerate(questions) for name in names if _serves(name, asked)]
     simulators: dict[int, Simulator] = {}
     for done, (at, name) in enumerate(tasks):
         progress(f"{_MESSAGE}: {done + 1} of {len(tasks)}", done / len(tasks))
@@ -45,7 +73,6 @@ def warm_up(progress: Callable[[str, float], None] = ignore_progress) -> None:
             bound=Bound(0.0, "none"),
         )
         placer(name)(questions[at], run)
-    mark_warm("placers")
 
 
 def _serves(name: str, question: Problem) -> bool:

@@ -30,6 +30,8 @@ def build_problem(
     budget_s = measure_seconds(question.measure_budget)
     devices, max_bytes = question.devices, question.max_bytes
     named = parse_cluster(devices, max_bytes=max_bytes) if devices is not None else None
+    if named is None and is_model(question.source):  # said before it is captured, which takes long
+        raise ProblemError(_name_devices(question.source))
     workload = read_workload(_complete_step(question, named))
     graph, cluster, given = workload.graph, workload.cluster, workload.costs
     if not is_model(question.source):
@@ -37,9 +39,7 @@ def build_problem(
     if named is not None:
         cluster, given = named, None
     if cluster is None:
-        raise ProblemError(
-            f"source {graph.name!r} brings no devices; name some, e.g. --devices '2xA100-80GB'"
-        )
+        raise ProblemError(_name_devices(graph.name))
     if question.reserve_bytes:
         cluster = with_reserve(cluster, parse_bytes(question.reserve_bytes))
     if question.costs == "measured":
@@ -61,6 +61,11 @@ def build_problem(
         pinned=resolve_pins(graph, cluster, question.pin or {}, workload.pinned if own else None),
         pipeline=pipeline or (workload.pipeline if pipeline is None and asked == workload.objective else ""),
     )
+
+
+def _name_devices(source: object) -> str:
+    name = repr(source) if isinstance(source, str) else type(source).__name__
+    return f"source {name} brings no devices; name some, e.g. --devices '2xA100-80GB'"
 
 
 def revise_problem(

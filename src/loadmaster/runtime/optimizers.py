@@ -30,13 +30,18 @@ class Optimizers:
     ) -> None:
         """`current` says whether the model has not been placed anew."""
         self._current = current
-        self._weights = {id(weight): (name, weight) for name, weight in model.named_parameters()}
+        self._weights: dict[int, tuple[str, torch.Tensor]] = {}
+        self.name_weights(model)
         self._accounts, self._homes = accounts, homes
         self._stops: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         for made in _find_optimizers():
             if self._holds(made):
                 self._stops[made] = made.register_step_pre_hook(_refuse_stale_optimizer)
+
+    def name_weights(self, model: nn.Module) -> None:
+        """Weights came, or have other names, after placing."""
+        self._weights = {id(weight): (name, weight) for name, weight in model.named_parameters()}
 
     def adopt(self, optimizer: Any) -> None:
         """Move an optimizer's state to its weights."""

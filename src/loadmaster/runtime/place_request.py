@@ -42,6 +42,7 @@ class PlaceOptions(TypedDict, total=False):
     assume: float  # stands for values that the model reads and that nobody can know
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
+    accumulate: int  # forward and backward passes before an optimizer step, to plan for
     spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
     engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
@@ -64,8 +65,19 @@ def check_place_request(model: Any, wishes: Mapping[str, Any]) -> None:
         raise UnknownNameError("verify", str(wishes["verify"]), (FIRST_STEP,))
     if wishes.get("on_nan") not in (None, *HOWS):
         raise UnknownNameError("on_nan", str(wishes["on_nan"]), HOWS)
+    _require_passes(wishes.get("accumulate", 1), training=model.training)
     _choose_backend(wishes.get("compile", False))
     _resolve_output_device(wishes.get("output_device"))
+
+
+def _require_passes(accumulate: Any, *, training: bool) -> None:
+    """Refuse a number of passes that is none, or that nothing accumulates."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InputError(f"accumulate is {accumulate!r}; give the number of passes before an optimizer step")
+    if accumulate > 1 and not training:
+        raise InputError(
+            f"accumulate is {accumulate}, but the model is in eval mode; call model.train() first"
+        )
 
 
 def verify_plan(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, seed: int) -> Verification:
@@ -80,6 +92,8 @@ def verify_plan(model: nn.Module, given: Any, batch: Any, *, loss: Loss | None, 
 def require_model(model: Any) -> None:
     """Refuse what is no model, by what it is."""
     if isinstance(model, nn.Module):
+        if isinstance(model, Placed):
+            raise InputError("the model is placed already; place the model it was made of")
         if type(model).__name__ == "OptimizedModule":
             raise InputError("this model is wrapped by torch.compile; place the module before that")
         if "forward" in vars(model):
@@ -104,6 +118,7 @@ def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
         "budget": (wishes.get("budget") is not None, "has been searched for"),
         "assume": (wishes.get("assume") is not None, "has its branches already"),
         "kwargs": (bool(wishes.get("kwargs")), "has its inputs already"),
+        "accumulate": (wishes.get("accumulate") is not None, "says how many passes a step has"),
         "optimizer": (
             optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer),
             "was made for an optimizer (an instance, made before, would be adopted)",
@@ -189,6 +204,7 @@ def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: 
         optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
         loss=wishes.get("loss"),
         train=model.training,
+        accumulation=wishes.get("accumulate", 1),
         target=target,
         assume=wishes.get("assume", 1.0),
     )

@@ -17,11 +17,12 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.materialise import is_meta, materialise
+from loadmaster.runtime.adoption import Move, Residents
 from loadmaster.runtime.explain import explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
 from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph
-from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module
+from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module, find_outer_python
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import mark_outputs
@@ -45,6 +46,10 @@ ENGINES = (AUTO, GRAPH, HOOKS)
 _TRACED = (
     "when it was planned, torch.export could not make a graph of the model (torch.export.export(model, args)"
     " says why; a model of transformers often has one with config.use_cache = False)"
+)
+_COMPILE = (
+    "torch.compile cannot compile a placed model: it would look into the engine that runs the plan; compile"
+    " the parts of the plan instead, lm.place(..., compile=True)"
 )
 _STAYS = (
     "a placed model stays where its plan put it; move or cast the model before it is placed (inputs may be on"
@@ -79,6 +84,7 @@ class Placed(nn.Module):
     _engine: GraphEngine
     _hooks: HookEngine
     _optimizers: Optimizers
+    _residents: Residents
     _options: Options
     _finite: FiniteCheck | None
     _to_verify: bool
@@ -121,9 +127,13 @@ class Placed(nn.Module):
 
     def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadyGraph, list[Any]] | None:
         """The graph for these arguments and their leaves; None is said in the notes: hooks run it."""
+        self._adopt_new()
         if self._options.engine == HOOKS:
             return None
         try:
+            around = find_outer_python()
+            if around:
+                raise CannotExportError(around)
             hooked = find_hooked_module(self)
             if hooked:
                 raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
@@ -135,6 +145,16 @@ class Placed(nn.Module):
         if self._hooks.settle():
             self._engine.forget()
         return None
+
+    def _adopt_new(self) -> None:
+        """Modules and weights that came after placing, or have other names, get their device."""
+        new = self._residents.adopt_new()
+        if new is None:
+            return
+        self._engine.adopt(new)
+        self._optimizers.name_weights(self)
+        devices = self._engine.devices
+        self.hf_device_map = {name: devices[home].where for name, home in self._engine.homes.items()}
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -190,6 +210,14 @@ class Placed(nn.Module):
         raise RunError(_STAYS)
 
     cuda = cpu = to
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """A compiler around it would look into the engine; parts of the plan can be compiled."""
+        raise RunError(_COMPILE)
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Any:  # what torch.compile asks first
+        raise RunError(_COMPILE)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """A module around it may be moved, as trainers do: this part stays. Nothing may cast it."""
@@ -258,7 +286,9 @@ def build_placed_model(
     made._engine = GraphEngine(
         **shared, presum=chosen.presum, backend=chosen.compile, spill=spill, streams=streams
     )
+    made._engine.only_graphs = chosen.engine == GRAPH
     made._hooks = HookEngine(**shared, notes=made._engine.notes)
+    made._residents = Residents(made, homes, made._hooks.places, _make_mover(made, accounts))
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
         made._engine.say(f"run by hooks on modules, not as a graph: {_TRACED}")
@@ -349,6 +379,20 @@ def _move_tensor(
         accounts.add((tensor, tensor.grad), home, f"weight {name}")
 
 
+def _make_mover(made: Placed, accounts: Accounts | None) -> Move:
+    """Brings a weight that came after placing to its device, and counts it as the others are."""
+    this = weakref.ref(made)
+
+    def move(name: str, tensor: torch.Tensor, home: int) -> None:
+        placed = this()
+        assert placed is not None, "it is being called"
+        _move_tensor(name, tensor, home, tuple(placed._engine.devices), accounts)
+        if isinstance(tensor, nn.Parameter) and accounts is not None:
+            _count_gradient(placed, name, tensor, home, accounts)
+
+    return move
+
+
 def _make_spill(
     model: nn.Module, known: PlanIndex, devices: tuple[RunDevice, ...], accounts: Accounts | None
 ) -> Spill | None:
@@ -374,15 +418,20 @@ def _make_turn_check(model: nn.Module) -> Callable[[], bool]:
 
 
 def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], accounts: Accounts) -> None:
-    """A gradient is counted where its weight is, until the model is placed anew or the placed one is gone."""
-    current = _make_turn_check(model)
+    """Gradients are counted where their weights are."""
     for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
+        _count_gradient(made, name, weight, homes[name], accounts)
 
-        def count(weight: Any, name: str = name) -> None:
-            if current():
-                accounts.add(weight.grad, homes[name], f"the gradient of {name}")
 
-        handle = weight.register_post_accumulate_grad_hook(count)
-        weakref.finalize(made, handle.remove)
+def _count_gradient(made: Placed, name: str, weight: torch.Tensor, home: int, accounts: Accounts) -> None:
+    """Counted until the model is placed anew or the placed one is gone."""
+    if not weight.requires_grad:
+        return
+    current = _make_turn_check(made._engine.model)
+
+    def count(weight: Any) -> None:
+        if current():
+            accounts.add(weight.grad, home, f"the gradient of {name}")
+
+    handle = weight.register_post_accumulate_grad_hook(count)
+    weakref.finalize(made, handle.remove)

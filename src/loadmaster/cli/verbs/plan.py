@@ -47,7 +47,8 @@ def command(
 ) -> None:
     """Place a graph on devices: step time, proven gap, peak memory, and why.
 
-    Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks.
+    Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks. Ctrl-C keeps the
+    best plan found so far: it is printed and written as asked, and the exit code is 130.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster import api
@@ -55,6 +56,7 @@ def command(
     from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
+    from loadmaster.placers.ask import PlanInterrupted
     from loadmaster.placers.registry import objectives_of, placer
     from loadmaster.report import documents
     from loadmaster.report.plain_text import escape_control_characters
@@ -68,17 +70,22 @@ def command(
         asked = {"objective": served[0].value, "split": split}
         note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
         stderr().print(escape_control_characters(note), style="dim", soft_wrap=True)
-    with progress("planning") as say:
-        placement = api.plan(
-            problem,
-            algorithm=chosen,
-            budget=limit,
-            seed=seed,
-            spill=spill,
-            order=order,
-            progress=say,
-            **asked,
-        )
+    interrupted = False
+    try:
+        with progress("planning") as say:
+            placement = api.plan(
+                problem,
+                algorithm=chosen,
+                budget=limit,
+                seed=seed,
+                spill=spill,
+                order=order,
+                progress=say,
+                **asked,
+            )
+    except PlanInterrupted as stopped:
+        placement, interrupted = stopped.placement, True
+        stderr().print("interrupted: this is the best plan so far", soft_wrap=True)
     plan = placement.plan or placement.least_overflow_plan
     timeline = api.simulate(placement.problem, plan) if plan is not None else None
     written = {}
@@ -94,6 +101,8 @@ def command(
             stderr().print(escape_control_characters(line), soft_wrap=True)
     else:
         _show(placement, timeline, written)
+    if interrupted:
+        raise typer.Exit(130)
     if not placement.fits:
         raise typer.Exit(1)
 

@@ -24,7 +24,7 @@ from loadmaster.runtime.graph_engine.assignment import (
     names_in_plan,
 )
 from loadmaster.runtime.graph_engine.compiled_parts import Parts, compile_parts
-from loadmaster.runtime.graph_engine.free_batch import find_batch_size, make_input_pattern
+from loadmaster.runtime.graph_engine.free_batch import FIXED, Sizes, find_free_sizes, make_input_pattern
 from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export, is_casting
 from loadmaster.runtime.graph_engine.input_binding import Fill, make_fills
 from loadmaster.runtime.graph_engine.issue_order import issue_order
@@ -35,6 +35,7 @@ from loadmaster.runtime.graph_engine.program import Program, export_program
 from loadmaster.runtime.graph_engine.python_attributes import (
     child_identity,
     find_changed_names,
+    is_call_replaced,
     list_modules,
     snapshot_named_state,
     snapshot_state,
@@ -46,6 +47,7 @@ from loadmaster.runtime.transport.copies import copy_to_device, link_gradient
 from loadmaster.runtime.transport.device_streams import PartStreams
 from loadmaster.runtime.transport.devices import RunDevice
 
+_FEW = 3
 _MOST_GRAPHS = 16
 _MOST_STATES = 4  # of attributes: graphs of one kind of call
 
@@ -87,11 +89,17 @@ class GraphEngine:
     output_device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
     clock: Clock | None = None  # where one is set, ops are timed and bytes are not counted
-    _ready: dict[Any, ReadyGraph] = field(default_factory=dict)
-    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for the size of the batch
+    _ready: dict[Any, list[ReadyGraph]] = field(
+        default_factory=dict
+    )  # last used first: other Python, other graph
+    _changed: str = ""  # what a graph's Python would read otherwise now
+    _kinds: set[Any] = field(default_factory=set)  # arguments seen, but for their sizes
+    _fixed: set[Any] = field(default_factory=set)  # of these, such as no graph holds for any sizes of
+    only_graphs: bool = False  # there is no other engine to run what has no graph
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
+    _adopted: bool = False  # modules came that the plan does not know
     _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
@@ -107,40 +115,58 @@ class GraphEngine:
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         mode = self._mode()
-        found = self._ready.get((spec, make_input_pattern(leaves, None), mode))
+        found = self._find((spec, make_input_pattern(leaves), mode))
         if found is None:
-            batch = find_batch_size((args, ordered))
+            sizes = find_free_sizes((args, ordered))
             with self._making:  # torch.export is not for two threads
-                found = self._known((spec, leaves, mode), batch)
+                found = self._known((spec, leaves, mode), sizes)
                 if found is None:
-                    found = self._new(args, ordered, (spec, leaves, mode), batch)
+                    found = self._new(args, ordered, (spec, leaves, mode), sizes)
         return found, leaves
 
-    def _known(self, call: tuple[Any, ...], batch: int | None) -> ReadyGraph | None:
-        """A graph that was made for such arguments, or for any batch of them."""
+    def _known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
+        """A graph that was made for such arguments, or for any sizes of them."""
         spec, leaves, mode = call
-        exact, free = ((spec, make_input_pattern(leaves, size), mode) for size in (None, batch))
-        found = self._ready.get(exact) or self._ready.get(free)
-        fits = found.program.fits if found is not None else None
-        return None if fits is not None and not fits(batch) else found
+        for free in (FIXED, *sizes):
+            found = self._find((spec, make_input_pattern(leaves, free), mode), free)
+            if found is not None:
+                return found
+        return None
 
-    def _new(self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], batch: int | None) -> ReadyGraph:
-        """A graph for these arguments; where it is not the first of its kind, for any batch if that works."""
+    def _find(self, key: Any, sizes: Sizes = FIXED) -> ReadyGraph | None:
+        """A graph of this key for which Python is as it was."""
+        made = self._ready.get(key, [])
+        for at, one in enumerate(made):
+            changed = one.program.reads.find_change()
+            if changed:
+                self._changed = changed
+            elif one.program.fits is None or one.program.fits(sizes):
+                if at:
+                    made.insert(0, made.pop(at))
+                return one
+        return None
+
+    def _new(
+        self, args: Any, kwargs: dict[str, Any], call: tuple[Any, ...], sizes: list[Sizes]
+    ) -> ReadyGraph:
+        """A graph for these arguments; where it is not the first of its kind, for any sizes if that works."""
         spec, leaves, mode = call
-        exact = (spec, make_input_pattern(leaves, None), mode)
+        exact = (spec, make_input_pattern(leaves), mode)
+        if is_call_replaced():
+            raise CannotExportError("the call of all modules was replaced, which torch.export does not see")
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
-        kind = (spec, make_input_pattern(leaves, batch), mode)
-        self._check_attributes((*kind[:2], mode[:-1]), mode[-1])
-        while len(self._ready) >= _MOST_GRAPHS:
-            self._ready.pop(next(iter(self._ready)))
-        if batch is not None and kind in self._kinds and kind not in self._ready:
-            try:
-                self._ready[kind] = self._made(args, kwargs, any_batch=True)
-                self.say(f"a graph for any batch was made when a batch of {batch} came")
-                return self._ready[kind]
-            except CannotExportError as problem:
-                self.say(f"no graph for any batch ({problem}): one for each batch size")
+        kinds = {(spec, make_input_pattern(leaves, free), mode): free for free in sizes}
+        self._check_attributes((spec, mode[:-1]), mode[-1])
+        changed, self._changed = self._changed, ""
+        if changed and max(len(self._ready.get(one, ())) for one in (exact, *kinds)) >= _MOST_STATES:
+            raise CannotExportError(f"{changed!r}, which forward reads, changes from call to call")
+        if changed:
+            self.say(f"{changed!r}, which forward reads, has changed: a graph was made anew")
+        made = self._make_free(args, kwargs, kinds, again=bool(changed))
+        if made is not None:
+            return made
+        self._require_room(spec, mode)
         try:
             made = self._made(args, kwargs)
         except CannotExportError as problem:
@@ -150,9 +176,41 @@ class GraphEngine:
             mode_words = " in training" if self.root.training else " in eval mode"
             mode_words += "" if torch.is_grad_enabled() else " without gradients"
             self.say(f"a graph was made anew for {describe_inputs(leaves)}{mode_words}")
-        self._kinds.add(kind)
-        self._ready[exact] = made
+        self._kinds.update(kinds)
+        self._keep(exact, made)
         return made
+
+    def _make_free(
+        self, args: Any, kwargs: dict[str, Any], kinds: Mapping[Any, Sizes], *, again: bool
+    ) -> ReadyGraph | None:
+        """A graph for any sizes, where such a call came before with others; the fewest free axes first."""
+        for kind, free in kinds.items():
+            if kind not in self._kinds or kind in self._fixed or (kind in self._ready and not again):
+                continue
+            try:
+                made = self._made(args, kwargs, free=free)
+            except CannotExportError as problem:
+                self._fixed.add(kind)
+                self.say(f"no graph for any {free.axes} ({problem}): one for each size")
+                continue
+            self._kinds.update(kinds)
+            self._keep(kind, made)
+            self.say(f"a graph for any {free.axes} was made when {free} came")
+            return made
+        return None
+
+    def _keep(self, key: Any, made: ReadyGraph) -> None:
+        while len(self._ready) >= _MOST_GRAPHS:
+            self._ready.pop(next(iter(self._ready)))
+        self._ready.setdefault(key, []).insert(0, made)
+
+    def _require_room(self, spec: Any, mode: tuple[Any, ...]) -> None:
+        """Refuse one more shape than graphs are kept: each would be exported at every call."""
+        made = sum(key[0] == spec and key[2] == mode for key in self._ready)
+        if made >= _MOST_GRAPHS and not self.only_graphs:
+            raise CannotExportError(
+                f"it was called with more than {_MOST_GRAPHS} shapes, and no graph holds for any sizes"
+            )
 
     def _check_attributes(self, call: Any, state: tuple[Any, ...]) -> None:
         """Say which have changed; where they do so again and again, no graph is made any more."""
@@ -211,23 +269,25 @@ class GraphEngine:
     @property
     def graphs(self) -> list[ReadyGraph]:
         """The graphs made so far."""
-        return list(self._ready.values())
+        return [one for made in self._ready.values() for one in made]
 
     def _mode(self) -> tuple[Any, ...]:
         """All that makes another graph of the same arguments."""
         run, asked = list_modules(self.model), list_modules(self.root)
         flags = tuple(module.training for module in run[1:])
-        trained = tuple(w if w is None else w.requires_grad for one in run for w in one._parameters.values())
+        weights = (w for one in run for table in (one._parameters, one._buffers) for w in table.values())
+        trained = tuple(w if w is None else (w.requires_grad, w.dtype, w.shape) for w in weights)
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in ("cpu", "cuda")
         )
         grad = torch.is_grad_enabled()  # forward may ask, as torch's own transformer layers do
-        return self.root.training, grad, flags, trained, casts, snapshot_state(asked, self.ours)
+        made = torch.get_default_dtype()
+        return self.root.training, grad, flags, trained, casts, made, snapshot_state(asked, self.ours)
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool = False) -> ReadyGraph:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, free: Sizes = FIXED) -> ReadyGraph:
         grad = torch.is_grad_enabled()
-        program, facts = self._export_program(args, kwargs, grad=grad, any_batch=any_batch)
+        program, facts = self._export_program(args, kwargs, grad=grad, free=free)
         _refuse_input_writes(program, facts)
         found = find_unplanned_ops(program, facts, self.known)
         if found and not self._matched and self._is_as_planned(args, kwargs, grad=grad):
@@ -280,7 +340,7 @@ class GraphEngine:
         kwargs: dict[str, Any],
         *,
         grad: bool,
-        any_batch: bool = False,
+        free: Sizes = FIXED,
         casts: bool = True,
     ) -> tuple[Program, Facts]:
         training = self.root.training
@@ -293,7 +353,14 @@ class GraphEngine:
                 autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):
                 program = export_program(
-                    self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
+                    self.model,
+                    args,
+                    kwargs,
+                    training=training,
+                    grad=grad,
+                    free=free,
+                    root=self.root,
+                    ours=self.ours,
                 )
                 return program, collect_facts(program)
         except Exception as problem:  # torch and the user's model may raise anything
@@ -309,12 +376,24 @@ class GraphEngine:
             self.say(
                 f"the model is given {_join_names(given)}, it was planned on {_join_names(self.known.inputs)}"
             )
-        elif not self._matched and self.root.training == self.known.trains:
+        elif not self._matched and not self._adopted and self.root.training == self.known.trains:
             more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
             raise PlanError(
                 f"the plan is for another model or other inputs: {found[0]}{more}; plan this model on inputs"
                 " like these"
             )
+
+    def adopt(self, names: list[str]) -> None:
+        """Modules or weights came after placing; ops that the plan does not know go with those around."""
+        modules = [part for module in list_modules(self.root) for part in child_identity(module)]
+        if names:
+            few = ", ".join(map(repr, names[:_FEW])) + (
+                f" and {len(names) - _FEW} more" if names[_FEW:] else ""
+            )
+            self.say(f"{few} came after placing: placed beside what is around")
+        if names or tuple(modules) != self._modules:
+            self._adopted = True
+            self.forget()
 
     def forget(self) -> None:
         """Weights have moved: graphs are made anew when they are needed."""

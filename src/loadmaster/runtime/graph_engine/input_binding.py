@@ -24,7 +24,7 @@ def make_fills(
         elif slot.kind == "input":
             made.append(_fill_leaf(slot.place, there))
         else:
-            made.append(_fill_constant(move_to_device(slot.value, there)))
+            made.append(_fill_constant(slot.value, there))
     return tuple(made)
 
 
@@ -40,5 +40,15 @@ def _fill_leaf(place: int, where: torch.device) -> Fill:
     return lambda leaves: move_to_device(leaves[place], where)
 
 
-def _fill_constant(value: Any) -> Fill:
-    return lambda _: value
+def _fill_constant(value: Any, where: torch.device) -> Fill:
+    """One that was written to since is copied to its device again."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return lambda _: value if not isinstance(value, torch.Tensor) else move_to_device(value, where)
+    known: list[Any] = [value._version, move_to_device(value, where)]
+
+    def fill(_: list[Any]) -> Any:
+        if known[0] != value._version:
+            known[:] = value._version, move_to_device(value, where)
+        return known[1]
+
+    return fill

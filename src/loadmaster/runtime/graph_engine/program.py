@@ -9,7 +9,7 @@ What each node carries in its `meta`:  op (name), module, region (tuple of conte
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,23 @@ from loadmaster.core.errors import GraphError
 from loadmaster.graph.export import UNNAMED, export, make_unique, module_of
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
+from loadmaster.modules.randomness import preserve_rng
 from loadmaster.modules.torch_state import silence_torch
-from loadmaster.runtime.graph_engine.free_batch import Fits, make_dynamic_shapes, make_size_check
+from loadmaster.runtime.graph_engine.free_batch import (
+    FIXED,
+    Fits,
+    Sizes,
+    make_dynamic_shapes,
+    make_size_check,
+    spell_out_arguments,
+)
 from loadmaster.runtime.graph_engine.padded_encoder import refuse_packing
-from loadmaster.runtime.graph_engine.python_attributes import refuse_attribute_changes, remove_hooks
+from loadmaster.runtime.graph_engine.python_attributes import (
+    list_modules,
+    refuse_attribute_changes,
+    remove_hooks,
+)
+from loadmaster.runtime.graph_engine.python_reads import Code, Reads, collect_reads
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -50,7 +63,8 @@ class Program:
     fake: FakeModel
     num_hidden: int  # outputs that are not the model's
     out_spec: TreeSpec | None
-    fits: Fits | None = None  # of a graph for any batch: the sizes that it holds for
+    fits: Fits | None = None  # of a graph with free axes: the sizes that it holds for
+    reads: Reads = field(default_factory=Reads)  # what the Python of the model could read
 
     @property
     def ops(self) -> list[fx.Node]:
@@ -75,11 +89,14 @@ def export_program(
     *,
     training: bool,
     grad: bool = True,
-    any_batch: bool = False,
+    free: Sizes = FIXED,
+    root: nn.Module | None = None,
+    ours: frozenset[str] = frozenset(),
 ) -> Program:
     """The forward pass in the present mode of the model's modules; raises what torch.export raises.
 
-    `grad` is whether gradients are taken when it runs: a forward may ask.
+    `grad` is whether gradients are taken when it runs: a forward may ask. `root` has the attributes that the
+    user sets, but for `ours`; without it the model has.
     """
     fake = make_fake_model(model, args, kwargs)
     fake.model.training = training
@@ -87,20 +104,53 @@ def export_program(
     with (
         silence_torch(),
         torch.set_grad_enabled(grad),
-        refuse_attribute_changes(fake.model),
+        refuse_attribute_changes(fake.model) as code,
         refuse_packing(fake.model),
     ):
-        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake) if any_batch else None)
-    fits = make_size_check(exported, fake) if any_batch else None
-    if any_batch and fits is None:
-        raise GraphError("the model depends on the size of its batch")
+        if free:
+            spell_out_arguments(fake.model.__dict__["forward"], fake)
+        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake, free) if free else None)
+    fits = make_size_check(exported, fake, free) if free else None
+    if free and fits is None:
+        raise GraphError("the model depends on the sizes of its inputs")
+    with torch.set_grad_enabled(grad):
+        _refuse_hidden_changes(fake, code)
+    reads = collect_reads(list_modules(model if root is None else root), code, ours)
+    if reads.sources:
+        raise GraphError(f"its forward reads {reads.sources[0]!r}, which gives another value each time")
     spec = exported.graph_signature
     flat = _Flattener(exported.graph_module)
-    flat.inputs(_make_slots(exported, fake, model))
+    slots = _make_slots(exported, fake, model)
+    _refuse_frozen_weights(slots, model, reads)
+    flat.inputs(slots)
     flat.nodes(exported.graph_module, "", ())
     _rename_clashing_ops(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
     num_hidden = len(spec.output_specs) - len(spec.user_outputs)
-    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits)
+    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits, reads)
+
+
+def _refuse_hidden_changes(fake: FakeModel, code: Code) -> None:
+    """Refuse a forward that changes what it reads in objects, globals or closures: it runs once more."""
+    found = collect_reads(list_modules(fake.model), code)
+    if not found.writes:
+        return
+    with silence_torch(), preserve_rng(), fake.mode:
+        fake.model(*fake.args, **fake.kwargs)
+    changed = found.find_change()
+    if changed:
+        raise GraphError(f"its forward changes {changed!r}, which a graph would not do again")
+
+
+def _refuse_frozen_weights(slots: list[InputSlot], model: nn.Module, reads: Reads) -> None:
+    """Refuse a weight that forward reads around its module (a function of the user's own holds it)."""
+    named = [*model.named_buffers(), *model.named_parameters()]
+    trained = [("a tensor that is trained", one) for one in reads.tensors if one.requires_grad]
+    known = {one.untyped_storage().data_ptr(): name for name, one in (*trained, *named)}
+    for slot in slots:
+        if slot.kind == "constant" and isinstance(slot.value, torch.Tensor) and slot.value.numel():
+            name = known.get(slot.value.untyped_storage().data_ptr())
+            if name is not None:
+                raise GraphError(f"its forward reads {name!r} in another way than through its module")
 
 
 class _Flattener:

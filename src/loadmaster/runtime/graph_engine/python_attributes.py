@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace as symbolic
+from torch.nn.modules import module as all_modules
+from torch.utils._device import DeviceContext
 
 from loadmaster.core.errors import GraphError
 from loadmaster.modules.randomness import preserve_rng
+from loadmaster.runtime.graph_engine.python_reads import Code, follow_code
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
@@ -26,6 +30,8 @@ _BUILT_IN = frozenset((tuple, *_SIZED))  # which are no settings
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
 _SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are called
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_CALLED = (symbolic._orig_module_call, symbolic._orig_module_getattr)
 _PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
 
 
@@ -47,7 +53,7 @@ def child_identity(module: nn.Module) -> tuple[Any, ...]:
 
 
 def snapshot_state(modules: Iterable[nn.Module], ours: frozenset[str] = frozenset()) -> tuple[Any, ...]:
-    """Every module and the values of its attributes; `ours` are no attributes of the model."""
+    """Every module and the values of its attributes; `ours` of the first are no attributes of the model."""
     found: list[Any] = []
     kinds: dict[type, bool] = {}  # whether it is one of torch's own
     held: dict[int, Any] = {}
@@ -57,6 +63,7 @@ def snapshot_state(modules: Iterable[nn.Module], ours: frozenset[str] = frozense
         if kind not in kinds:
             kinds[kind] = _is_torch_module(kind)
         found.append(id(module))
+        found.append(kind)
         if module._modules:
             found.append(child_identity(module))
         for name, value in module.__dict__.items():
@@ -65,9 +72,10 @@ def snapshot_state(modules: Iterable[nn.Module], ours: frozenset[str] = frozense
             if type(value) in _PLAIN:
                 found.append(value)
                 continue
-            found.append(None if kinds[kind] else _fingerprint(value))
+            found.append(None if kinds[kind] and name != "forward" else _fingerprint(value))
             if type(value) not in _BUILT_IN:
                 held.setdefault(id(value), value)
+        passed = _OWN
     found.extend(value for _, value in _iterate_class_values(kinds))
     found.extend(value for _, value in _iterate_settings_values([("", value) for value in held.values()]))
     return tuple(found)
@@ -77,7 +85,8 @@ def snapshot_named_state(root: nn.Module, ours: frozenset[str] = frozenset()) ->
     """The same by name."""
     found: dict[str, Any] = {path or "the model": id(module) for path, module in root.named_modules()}
     for name, module, value in _iterate_attributes(root, ours):
-        plain, own = type(value) in _PLAIN, _is_torch_module(type(module))
+        plain = type(value) in _PLAIN
+        own = _is_torch_module(type(module)) and not name.endswith("forward")
         found[name] = value if plain else None if own else _fingerprint(value)
     found |= dict(_iterate_class_values(dict.fromkeys(map(type, root.modules()))))
     return found | collect_settings(root, ours)
@@ -86,7 +95,7 @@ def snapshot_named_state(root: nn.Module, ours: frozenset[str] = frozenset()) ->
 def _iterate_attributes(root: nn.Module, ours: frozenset[str]) -> Iterator[tuple[str, nn.Module, Any]]:
     for path, module in root.named_modules():
         for name, value in module.__dict__.items():
-            if name not in _OWN and name not in ours:
+            if name not in _OWN and not (path == "" and name in ours):
                 yield f"{path}.{name}" if path else name, module, value
 
 
@@ -160,6 +169,22 @@ def find_hooked_module(root: nn.Module) -> str:
     return ""
 
 
+def is_call_replaced() -> bool:
+    """Whether all modules are called by another function than torch's own, which torch.export would take."""
+    return (nn.Module.__call__, nn.Module.__getattr__) != _CALLED
+
+
+def find_outer_python() -> str:
+    """What runs Python around every module or function that is called now, '' = nothing does."""
+    if any(getattr(all_modules, name) for name in _GLOBAL_HOOKS):
+        return "there are hooks of all modules, which a graph does not call"
+    for at in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(at)
+        if not isinstance(mode, DeviceContext):
+            return f"it is called under a {type(mode).__name__}, which a graph does not ask"
+    return ""
+
+
 def _has_own_hooks(module: nn.Module) -> bool:
     hooks = [hook for name in _HOOKS for hook in module.__dict__[name].values()]
     return any(not (getattr(type(hook), "__module__", "") or "").startswith(_PURE) for hook in hooks)
@@ -172,8 +197,12 @@ def remove_hooks(root: nn.Module) -> None:
 
 
 @contextmanager
-def refuse_attribute_changes(model: nn.Module) -> Iterator[None]:
-    """Refuse a `forward` that changes attributes of the model, or draws random numbers but torch's."""
+def refuse_attribute_changes(model: nn.Module) -> Iterator[Code]:
+    """Refuse a `forward` that changes attributes of the model, or draws random numbers but torch's.
+
+    Gives the code that ran.
+    """
+    code: Code = {}
     seen: list[str] = []
     chance: list[str] = []
     right: Callable[..., Any] = model.forward
@@ -183,8 +212,10 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[None]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         before, settings = snapshot_named_state(model, ours), collect_settings(model, ours)
         with preserve_rng() as drawn:
-            out = right(*args, **kwargs)
+            with follow_code() as ran:
+                out = right(*args, **kwargs)
             chance.append(drawn())
+        code.update(ran)
         unset = {name for name, value in settings.items() if value is None}  # filled in once: not for a graph
         seen.extend(
             name
@@ -195,7 +226,7 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[None]:
 
     model.__dict__["forward"] = forward
     try:
-        yield
+        yield code
     finally:
         del model.__dict__["forward"]
     if seen:
