@@ -139,7 +139,7 @@ class Study:
     def _find_ended_trials(self) -> set[str]:
         """Trials that an earlier call brought to an end."""
         records = read_journal(self.dir / "journal").records
-        return {record["trial"] for record in records if record["kind"] == "done"}
+        return {str(record.get("trial")) for record in records if record.get("kind") == "done"}
 
     def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
         with wrap_user_errors(trial.name):
