@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.core.raised import shorten_error
+from loadmaster.modules.saved_tensors import without_history
 from loadmaster.modules.torch_state import leave_transforms
 from loadmaster.runtime.graph_engine.assignment import (
     PlanIndex,
@@ -348,7 +349,7 @@ class GraphEngine:
         try:
             # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
             with (
-                saved_tensors_hooks(_identity, _identity),
+                saved_tensors_hooks(without_history, _identity),
                 torch.inference_mode(False),
                 autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):
