@@ -382,7 +382,7 @@ def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], a
 
         def count(weight: Any, name: str = name) -> None:
             if current():
-                accounts.add(weight.grad, homes[name], f"the gradient of {name}")
+                accounts.add_gradient(weight, homes[name], f"the gradient of {name}")
 
         handle = weight.register_post_accumulate_grad_hook(count)
         weakref.finalize(made, handle.remove)
