@@ -39,6 +39,7 @@ class PlaceOptions(TypedDict, total=False):
     optimizer: Any  # a class or name to plan for; an instance is adopted, too
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
+    costs: str  # 'auto' (measured for 2 s where devices are here), 'measured' or 'roofline'
     spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
     engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
@@ -99,6 +100,7 @@ def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
         "devices": (devices != AUTO, "has its devices already"),
         "spill": (wishes.get("spill") is not None, "says what is spilled"),
         "budget": (wishes.get("budget") is not None, "has been searched for"),
+        "costs": (wishes.get("costs") is not None, "has its costs already"),
         "kwargs": (bool(wishes.get("kwargs")), "has its inputs already"),
         "optimizer": (
             optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer),
