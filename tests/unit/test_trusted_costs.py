@@ -2,14 +2,17 @@
 
 import math
 import sqlite3
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN, BusyWatch, ProcessorTimes
+from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN, BusyWatch, ProcessorTimes, count_cores
 from loadmaster.cost.copies import copy_seconds
 from loadmaster.cost.database import COLUMNS, CostDatabase, CostRow, open_database
 from loadmaster.cost.error_bar import (
@@ -62,6 +65,22 @@ def test_other_work_is_noticed_where_it_takes_processors_that_are_needed(
 ) -> None:
     assert watch(all_s, own_s, threads=threads, cores=cores).is_busy is busy
     assert watch(all_s, own_s, threads=threads, cores=cores).is_busy_now() is busy
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system has no /proc/stat")
+def test_programs_that_use_all_processors_make_a_machine_busy() -> None:
+    endless = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(endless) for _ in range(count_cores())]
+    try:
+        machine = BusyWatch(threads=count_cores())
+        machine.wait_to_tell()
+        time.sleep(0.5)  # they begin
+        assert machine.is_busy
+        assert machine.is_busy_now()
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
 
 
 def test_a_busy_stretch_ends_with_the_other_work() -> None:
