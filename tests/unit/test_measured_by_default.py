@@ -1,5 +1,6 @@
 """Devices of this machine are measured without being asked; those of elsewhere have vendors' peaks."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_place_measures_and_leaves_random_numbers_and_the_outputs_alone(database
     assert torch.equal(torch.rand(4), expected)
     assert (placed.placement.problem.costs.origin == Origin.MEASURED).any()
     assert torch.equal(placed(torch.ones(2, 8)), plain)
+    assert re.search(r"predicted: a step takes [0-9.]+ .?s \(±[0-9]+ %\)", placed.explain())
 
 
 def test_place_says_no_to_measuring_where_it_is_told_to(database: Path) -> None:

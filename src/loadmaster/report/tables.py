@@ -248,7 +248,9 @@ def comparison(rows: Sequence[tuple[str, Placement | str]]) -> Table:
             continue
         table.add_row(
             one_line(name),
-            format_seconds(result.score_s) if result.score_s is not None else "does not fit",
+            "does not fit"
+            if result.score_s is None
+            else format_error(result.score_s, predicted_error(result)),
             gap_text(result.gap),
             peaks(result, 2**30 if unit == "GiB" else 2**20),
             format_seconds(result.wall_s),

@@ -17,7 +17,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.materialise import is_meta, materialise
-from loadmaster.runtime.explain import explain_engine
+from loadmaster.runtime.explain import describe_prediction, explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
 from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph
@@ -183,7 +183,9 @@ class Placed(nn.Module):
 
     def explain(self) -> str:
         """Where everything is, in a few lines."""
-        return explain_engine(self._engine, self._hooks if self._options.engine == HOOKS else None)
+        where = explain_engine(self._engine, self._hooks if self._options.engine == HOOKS else None)
+        predicted = describe_prediction(self._placement)
+        return f"{where}\n{predicted}" if predicted else where
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """It is where its plan has it."""
