@@ -59,6 +59,7 @@ def measure_missing(
     extra_s = _extra_seconds(here, sure, budget_s)
     if not jobs and not sum(extra_s):
         return known, 0, 0.0
+    watch.wait_to_tell()  # or the first ops, which matter most, pass for calm
     new = _measure_and_save(jobs, here, database, budget_s - sum(extra_s), say, watch)
     with preserve_state(here.torch_name):  # models of their own are made for them, with random weights
         if extra_s[0]:
