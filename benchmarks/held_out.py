@@ -1,4 +1,4 @@
-"""python -m benchmarks.held_out [--out FILE]: predicted steps of models that no constant was set by, on a GPU.
+"""python -m benchmarks.held_out [--out FILE]: predicted steps of models that set no constant, on a GPU.
 
 Each case is a model, a batch and a precision. The real step is the plain eager loop with AdamW, timed before
 and after the prediction, as a host has its moods; the prediction rests on costs measured op by op. The GPU is

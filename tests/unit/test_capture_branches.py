@@ -237,3 +237,30 @@ def test_an_optimizer_that_looks_at_its_gradients_is_said_to() -> None:
 
     graph = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), optimizer=lambda w: Careful(w, lr=0.1))
     assert [one.module for one in graph.assumptions] == ["optimizer"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", torch.optim.Adagrad, torch.optim.NAdam])
+def test_the_step_count_of_an_optimizer_is_known_on_a_gpu_too(optimizer: Any) -> None:
+    """All weights of a GPU are updated at once, by ops that give nothing back."""
+    graph = lm.capture(nn.Linear(4, 4), (torch.zeros(2, 4),), target="cuda", optimizer=optimizer)
+    assert graph.assumptions == ()
+    assert graph.capture.startswith("joint")
+
+
+def test_attention_in_mixed_precision_runs_in_16_bits_whatever_it_is_given() -> None:
+    """Rotary embeddings make float32 of queries and keys: such kernels were planned, and timed."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(16, 48)
+
+        def forward(self, x: Any) -> Any:
+            query, key, value = self.mix(x).view(2, 8, 2, 24).transpose(1, 2).chunk(3, dim=-1)
+            turn = torch.ones(8, 8, dtype=torch.float32)
+            return nn.functional.scaled_dot_product_attention(query * turn, key * turn, value).mean()
+
+    graph = lm.capture(Rotary(), (torch.zeros(2, 8, 16),), target="cuda", autocast=torch.bfloat16)
+    backward = [text for text in graph.signature_table if "attention_backward" in text]
+    assert backward
+    assert all("flash" in text and "float32[2,2,8,8]" not in text for text in backward)

@@ -28,6 +28,7 @@ from loadmaster.simulator.events import engine
 
 HOST = "host"
 _WINDOWS = (2, 4, 8)  # times the largest weight that is spilled
+_STASH_WINDOWS = (1, 2)  # times the largest weight or activation, which may be all logits
 _ROUNDS = 8  # to find how much must be spilled
 _SLACK = 1.02  # more than is lacking, since every weight that goes changes the moment of the peak
 _ISSUE_S = 3e-5  # assumed: a copy, an event and a wait, where launches are counted at all
@@ -123,7 +124,7 @@ class _Search:
                 title = f"{name}, {way}, window of {times} weights"
                 too_much = self._spill_until_fits(title, device, order, way == "spread", times * largest)
         if too_much > 0:
-            for times in _WINDOWS:
+            for times in _STASH_WINDOWS:
                 self._stash_until_fits(f"{name}, window of {times} tensors", device, mine, times, too_much)
 
     @property

@@ -47,7 +47,9 @@ def measure_updates(
     optimizer: Any, weights: list[Any], *, at_once: bool = False, answers: Answers | None = None
 ) -> list[Update]:
     """One for each weight, which all have a gradient; `at_once`: as torch's optimizers do on a GPU."""
-    made = make_optimizer(optimizer, weights)
+    answers = answers if answers is not None else Answers()
+    with _ValueFollower(answers):  # some make their state at once
+        made = make_optimizer(optimizer, weights)
     for group in made.param_groups if at_once else ():
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
@@ -56,7 +58,7 @@ def measure_updates(
     grads = [weight.grad for weight in weights]
     for at in stood_for:  # an optimizer leaves a weight without gradient alone
         weights[at].grad = None
-    meter = _UpdateMeter(weights, answers if answers is not None else Answers())
+    meter = _UpdateMeter(weights, answers)
     try:
         with meter, torch.no_grad():
             made.step()
@@ -139,6 +141,21 @@ def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
         return type(optimizer)(groups)
     except TypeError:  # it wants arguments that only its owner knows
         return copy_optimizer(optimizer, groups)
+
+
+class _ValueFollower(TorchDispatchMode):
+    """Knows the values of what is made."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and follow it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._answers.known.follow(func, args, kwargs, out, find_written(func, args, kwargs))
+        return out
 
 
 class _UpdateMeter(TorchDispatchMode):

@@ -31,6 +31,7 @@ from loadmaster.modules.op_work import count_flops
 from loadmaster.modules.tensor_trees import list_tensors
 
 MOST_ELEMENTS = 2**22
+_FAILED = object()
 MOST_FLOPS = 2e9
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNFILLED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -135,7 +136,7 @@ class KnownValues:
             span = range_of_draw(name, args, kwargs)
             drawn |= span is None or span.low != span.high
         real = self._run(func, name, args, kwargs)
-        if real is None:
+        if real is _FAILED:
             self.forget(written)
             return
         if decided is not None:
@@ -205,9 +206,9 @@ class KnownValues:
                 if name in _UNFILLED:  # the same in every run
                     for tensor in list_tensors(real):
                         tensor.zero_()
-                return real
+                return real  # None of an op that writes into a list of tensors
         except Exception:  # as above
-            return None
+            return _FAILED
 
     def _to_real(self, tree: Any) -> Any:
         def real(leaf: Any) -> Any:

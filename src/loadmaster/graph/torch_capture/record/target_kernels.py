@@ -78,6 +78,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
+    query, key, value = _cast_as_autocast_does(query, key, value)
     kernel = attention_kernel(query, key, attn_mask)
     if kernel == "flash":
         out = _aten._scaled_dot_product_flash_attention(
@@ -95,6 +96,14 @@ def _attention(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )
     return out[0]
+
+
+def _cast_as_autocast_does(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In mixed precision attention is given 16 bits, whatever rotary embeddings made of queries and keys."""
+    if not torch.is_autocast_enabled("cpu"):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype("cpu")
+    return [one.to(dtype) if one.dtype == torch.float32 else one for one in tensors]
 
 
 def attention_kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> str:
