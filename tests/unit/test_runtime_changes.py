@@ -1,6 +1,7 @@
 """Python that changes between two calls of a placed model: the numbers are those of the unplaced model."""
 
 import functools
+import gc
 import itertools
 import os
 import random
@@ -370,3 +371,34 @@ def test_training_goes_on_with_another_forward(monkeypatch: Any) -> None:
     assert first_difference(trained(plain, example, steps=2), trained(model, example, steps=2)) == ""
     monkeypatch.setattr(HERE, "attention_fn", other_fn)
     assert first_difference(trained(plain, example, steps=2), trained(model, example, steps=2)) == ""
+
+
+def test_what_runs_when_memory_is_freed_is_not_the_models() -> None:
+    """A collector's callback that counts was taken for a forward that changes what it reads."""
+    count = [0]
+
+    def counted(phase: str, _: Any) -> None:
+        count[0] += 1
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x)
+
+    gc.callbacks.append(counted)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        model = Collects()
+        placed = lm.place(model, torch.zeros(2, 4), devices="cpu#0-64MB, cpu#1-64MB", budget="20x")
+        placed(torch.zeros(2, 4))
+        placed(torch.zeros(2, 4))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(counted)
+    assert count[0]
+    assert len(placed._engine.graphs) == 1
+    assert not any("hooks" in note or "anew" in note for note in placed.notes)

@@ -51,6 +51,18 @@ def _belongs_to_model(module: str) -> bool:
     return not (top in _NEVER or module.startswith(_NEVER[3:]) or top in sys.stdlib_module_names)
 
 
+def _is_collecting(frame: types.FrameType | None) -> bool:
+    """Whether code runs because memory is freed, which may happen at any moment and is nobody's forward."""
+    callbacks = {getattr(one, "__code__", None) for one in gc.callbacks}
+    while frame is not None:
+        code = frame.f_code
+        finalizes = code.co_name == "__call__" and frame.f_globals.get("__name__") == "weakref"
+        if finalizes or code.co_name == "__del__" or code in callbacks:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def follow_code() -> Iterator[Code]:
     """Write down the code of the model's that runs meanwhile."""
@@ -60,7 +72,7 @@ def follow_code() -> Iterator[Code]:
 
     def called(frame: types.FrameType, event: Any, arg: Any) -> Any:
         code = frame.f_code
-        if code not in known:
+        if code not in known and not _is_collecting(frame):
             known[code] = _belongs_to_model(frame.f_globals.get("__name__") or "")
             if known[code]:
                 found[code] = frame.f_globals
