@@ -246,7 +246,11 @@ def word_cases() -> list[Case]:
         case("unknown family", "plan gen:fork_jion:10", "did you mean 'fork_join'"),
         case("family without a size", "plan gen:chain", "is not gen:FAMILY:OPS"),
         case("0 ops asked for", "plan gen:chain:0", "0 ops"),
-        case("a model that is not there", "plan nets/mine.py:build", "no such file 'nets/mine.py'"),
+        case(
+            "a model that is not there",
+            "plan nets/mine.py:build --devices H200",
+            "no such file 'nets/mine.py'",
+        ),
         case("nothing to show", "show", "nothing to show; name a source"),
         case("a negative number of ops", "show gen:chain:3 --ops=-1", "--ops"),
         case(

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
+import loadmaster as lm  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -393,12 +394,12 @@ def test_what_runs_when_memory_is_freed_is_not_the_models() -> None:
     gc.set_threshold(1)
     try:
         model = Collects()
-        placed = lm.place(model, torch.zeros(2, 4), devices="cpu#0-64MB, cpu#1-64MB", budget="20x")
-        placed(torch.zeros(2, 4))
-        placed(torch.zeros(2, 4))
+        mine: Any = lm.place(model, torch.zeros(2, 4), devices="cpu#0-64MB, cpu#1-64MB", budget="20x")
+        mine(torch.zeros(2, 4))
+        mine(torch.zeros(2, 4))
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(counted)
     assert count[0]
-    assert len(placed._engine.graphs) == 1
-    assert not any("hooks" in note or "anew" in note for note in placed.notes)
+    assert len(mine._engine.graphs) == 1
+    assert not any("hooks" in note or "anew" in note for note in mine.notes)
