@@ -24,7 +24,7 @@ class Odd(NamedTuple):
 MODELS: dict[str, Callable[[], Odd]] = {}
 OWN_GRADIENTS = ("own gradient", "hooks", "a hook on a tensor")
 READS_VALUES = ("item", "list", "array", "experts", "mask", "unique", "ctc", "packed")  # traced, not exported
-NOT_EXPORTED = (*READS_VALUES, "dataclass output", "object input", "vmap", *OWN_GRADIENTS)
+NOT_EXPORTED = (*READS_VALUES, "object input", "vmap", *OWN_GRADIENTS)
 
 
 def odd(name: str) -> Callable[[Callable[[], Odd]], Callable[[], Odd]]:

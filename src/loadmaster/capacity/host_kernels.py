@@ -50,4 +50,4 @@ def _count_made_bytes(graph: Graph) -> Floats:
     """[N] what each op makes, and what it needs while it runs."""
     own = graph.tensor_storage == np.arange(len(graph.tensor_op))
     made = np.bincount(graph.tensor_op[own], weights=graph.tensor_bytes[own], minlength=graph.num_ops)
-    return made + graph.workspace_bytes
+    return np.asarray(made + graph.workspace_bytes, dtype=np.float64)

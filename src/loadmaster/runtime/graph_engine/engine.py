@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.core.raised import shorten_error
+from loadmaster.modules.fake_model import list_parameters
+from loadmaster.modules.full_masks import find_full_masks, name_arguments
 from loadmaster.modules.torch_state import leave_transforms
 from loadmaster.runtime.graph_engine.assignment import (
     PlanIndex,
@@ -35,6 +37,7 @@ from loadmaster.runtime.graph_engine.program import Program, export_program
 from loadmaster.runtime.graph_engine.python_attributes import (
     child_identity,
     find_changed_names,
+    find_hooked_module,
     list_modules,
     snapshot_named_state,
     snapshot_state,
@@ -92,6 +95,7 @@ class GraphEngine:
     _refused: dict[Any, str] = field(default_factory=dict)  # arguments without a graph, and why
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
+    _names: list[str] | None = None
     _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
@@ -106,7 +110,7 @@ class GraphEngine:
         """The graph for these arguments, and their leaves."""
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
-        mode = self._mode()
+        mode = (find_full_masks(name_arguments(self._parameters(), args, kwargs)), *self._mode())
         found = self._ready.get((spec, make_input_pattern(leaves, None), mode))
         if found is None:
             batch = find_batch_size((args, ordered))
@@ -115,6 +119,12 @@ class GraphEngine:
                 if found is None:
                     found = self._new(args, ordered, (spec, leaves, mode), batch)
         return found, leaves
+
+    def _parameters(self) -> list[str]:
+        """What the model's forward takes, asked once."""
+        if self._names is None:
+            self._names = list_parameters(self.model)
+        return self._names
 
     def _known(self, call: tuple[Any, ...], batch: int | None) -> ReadyGraph | None:
         """A graph that was made for such arguments, or for any batch of them."""
@@ -256,12 +266,15 @@ class GraphEngine:
         return ReadyGraph(program, facts, device, made, make_fills(self.model, program, device, where), parts)
 
     def _is_as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> bool:
-        """Whether the plan is for what runs with gradients, as most plans are, or without autocast."""
-        for casts in [True] * (not grad) + [False] * is_casting():
+        """Whether the plan is for what runs with gradients, as most plans are, without autocast, or with
+        other masks: with full ones, or with some that mask something.
+        """
+        masks = frozenset(name for name in name_arguments(self._parameters(), args, kwargs) if "mask" in name)
+        ways: list[dict[str, Any]] = [{"casts": True}] * (not grad) + [{"casts": False}] * is_casting()
+        ways += [{"full_masks": full} for full in (frozenset(), masks) if masks]
+        for way in ways:
             try:
-                if not find_unplanned_ops(
-                    *self._export_program(args, kwargs, grad=True, casts=casts), self.known
-                ):
+                if not find_unplanned_ops(*self._export_program(args, kwargs, grad=True, **way), self.known):
                     return True
             except CannotExportError:  # a model may be one that runs under autocast alone
                 continue
@@ -275,6 +288,7 @@ class GraphEngine:
         grad: bool,
         any_batch: bool = False,
         casts: bool = True,
+        full_masks: frozenset[str] | None = None,
     ) -> tuple[Program, Facts]:
         training = self.root.training
         for_gpu = any(device.where.type == "cuda" for device in self.devices)
@@ -286,7 +300,13 @@ class GraphEngine:
                 autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):
                 program = export_program(
-                    self.model, args, kwargs, training=training, grad=grad, any_batch=any_batch
+                    self.model,
+                    args,
+                    kwargs,
+                    training=training,
+                    grad=grad,
+                    any_batch=any_batch,
+                    full_masks=full_masks,
                 )
                 return program, collect_facts(program)
         except Exception as problem:  # torch and the user's model may raise anything
@@ -325,6 +345,20 @@ class GraphEngine:
             if self.accounts is not None:
                 self.accounts.move(tensors[name], device[node])
             self.forget()
+
+
+def require_graph(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise CannotExportError where a model has no graph on these arguments, so that hooks will run it."""
+    hooked = find_hooked_module(model)
+    if hooked:
+        raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
+    try:
+        program = export_program(model, args, dict(sorted(kwargs.items())), training=model.training)
+        facts = collect_facts(program)
+    except Exception as problem:  # torch and the user's model may raise anything
+        leave_transforms()
+        raise CannotExportError(shorten_error(problem)) from problem
+    _refuse_input_writes(program, facts)
 
 
 def _refuse_input_writes(program: Program, facts: Facts) -> None:

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.export import UNNAMED, export, make_unique, module_of
+from loadmaster.graph.export import UNNAMED, Exported, export, make_unique, module_of
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
 from loadmaster.modules.torch_state import silence_torch
@@ -48,8 +48,7 @@ class Program:
     graph: fx.Graph
     root: nn.Module  # what its get_attr nodes name
     fake: FakeModel
-    num_hidden: int  # outputs that are not the model's
-    out_spec: TreeSpec | None
+    exported: Exported  # knows how outputs are put together
     fits: Fits | None = None  # of a graph for any batch: the sizes that it holds for
 
     @property
@@ -64,8 +63,7 @@ class Program:
 
     def unflatten_outputs(self, flat: Any) -> Any:
         """What the model would give, of what the graph gives."""
-        found = list(flat)[self.num_hidden :]
-        return tree_unflatten(found, self.out_spec) if self.out_spec is not None else tuple(found)
+        return self.exported.unflatten_outputs(flat)
 
 
 def export_program(
@@ -76,12 +74,14 @@ def export_program(
     training: bool,
     grad: bool = True,
     any_batch: bool = False,
+    full_masks: frozenset[str] | None = None,
 ) -> Program:
     """The forward pass in the present mode of the model's modules; raises what torch.export raises.
 
-    `grad` is whether gradients are taken when it runs: a forward may ask.
+    `grad` is whether gradients are taken when it runs: a forward may ask. `full_masks` are the arguments that
+    mask nothing, where it is not seen of the arguments themselves.
     """
-    fake = make_fake_model(model, args, kwargs)
+    fake = make_fake_model(model, args, kwargs, full_masks=full_masks)
     fake.model.training = training
     remove_hooks(fake.model)
     with (
@@ -90,17 +90,16 @@ def export_program(
         refuse_attribute_changes(fake.model),
         refuse_packing(fake.model),
     ):
-        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake) if any_batch else None)
+        made = export(fake, dynamic_shapes=make_dynamic_shapes(fake) if any_batch else None)
+    exported = made.program
     fits = make_size_check(exported, fake) if any_batch else None
     if any_batch and fits is None:
         raise GraphError("the model depends on the size of its batch")
-    spec = exported.graph_signature
     flat = _Flattener(exported.graph_module)
     flat.inputs(_make_slots(exported, fake, model))
     flat.nodes(exported.graph_module, "", ())
     _rename_clashing_ops(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
-    num_hidden = len(spec.output_specs) - len(spec.user_outputs)
-    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits)
+    return Program(flat.graph, flat.root, fake, made, fits)
 
 
 class _Flattener:

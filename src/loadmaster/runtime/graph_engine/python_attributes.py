@@ -26,7 +26,9 @@ _BUILT_IN = frozenset((tuple, *_SIZED))  # which are no settings
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
 _SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are called
-_PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
+# hooks of weight norms: they are ops as any others; and those by which transformers collects hidden states
+_PURE = ("torch.nn.utils", "transformers.utils.output_capturing")
+_COLLECTS = "._output_capturing_hooks_installed"  # set when the latter are put there: by the first call
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:
@@ -162,7 +164,13 @@ def find_hooked_module(root: nn.Module) -> str:
 
 def _has_own_hooks(module: nn.Module) -> bool:
     hooks = [hook for name in _HOOKS for hook in module.__dict__[name].values()]
-    return any(not (getattr(type(hook), "__module__", "") or "").startswith(_PURE) for hook in hooks)
+    return any(not _home_module(hook).startswith(_PURE) for hook in hooks)
+
+
+def _home_module(hook: Any) -> str:
+    """Where the function, or the class of an object that is called, comes from."""
+    home = hook if isinstance(hook, types.FunctionType) else type(hook)
+    return getattr(home, "__module__", "") or ""
 
 
 def remove_hooks(root: nn.Module) -> None:
@@ -189,7 +197,7 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[None]:
         seen.extend(
             name
             for name in find_changed_names(before, snapshot_named_state(model, ours))
-            if name not in unset
+            if name not in unset and not f".{name}".endswith(_COLLECTS)
         )
         return out
 
