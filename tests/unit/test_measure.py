@@ -313,18 +313,36 @@ def test_the_time_of_an_op_is_that_of_its_row_and_what_lies_between_ops(path: Pa
         CostRow(text, chip(), version, date, 1e-3 * (at + 1), 0.2, 9) for at, text in enumerate(keys.text)
     ]
     rows += [
-        CostRow(key, chip(), version, date, gap) for key, gap in zip(GAPS, (0.5, 0.25, 0.4), strict=True)
+        CostRow(key, chip(), version, date, gap)
+        for key, gap in zip(GAPS, (0.5, 0.25, 0.4, 0.75, 0.1), strict=True)
     ]
     with open_database(path) as database:
         database.put(rows)
         found = measure_costs(graph, HERE, database, budget_s=60)
     assert found.kinds[0].num_new == 0
     num_updates = int((graph.phase == Phase.UPDATE).sum())
-    gap = {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.25, Phase.UPDATE: 0.4 / num_updates}
+    gap = {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.25, Phase.UPDATE: 0.1 + 0.4 / num_updates}
     for op in np.flatnonzero(keys.of_op != NO_KEY):
         expected = 1e-3 * (keys.of_op[op] + 1) + gap[Phase(int(graph.phase[op]))]
         assert found.costs.compute_s[op, 0] == pytest.approx(expected)
         assert found.costs.rel_error[op] == 0.2
+
+
+def test_an_op_in_mixed_precision_has_the_gap_of_mixed_precision(path: Path) -> None:
+    graph = lm.capture(torch.nn.Linear(4, 4), torch.zeros(2, 4), autocast=torch.bfloat16)
+    keys = collect_keys(graph)
+    date, version = "2026-01-01T00:00:00Z", torch.__version__
+    gaps = zip(GAPS, (0.5, 0.25, 0.0, 0.75, 0.0), strict=True)
+    rows = [CostRow(text, chip(), version, date, 1e-3) for text in keys.text]
+    rows += [CostRow(key, chip(), version, date, gap) for key, gap in gaps]
+    with open_database(path) as database:
+        database.put(rows)
+        found = measure_costs(graph, HERE, database, budget_s=60)
+    mixed = [op for op in range(graph.num_ops) if "linear" in graph.op_kind[op] and keys.of_op[op] != NO_KEY]
+    assert mixed
+    for op in mixed:
+        forward = graph.phase[op] == Phase.FORWARD
+        assert found.costs.compute_s[op, 0] == pytest.approx(1e-3 + (0.75 if forward else 0.25))
 
 
 def test_without_time_to_measure_the_roofline_is_fitted_to_what_is_known(path: Path) -> None:

@@ -7,7 +7,7 @@ from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph
 from loadmaster.core.run import ignore_progress
 from loadmaster.cost.database import CostDatabase, CostRow
-from loadmaster.cost.gaps import capture_reference, measure_gaps
+from loadmaster.cost.gaps import capture_references, measure_gaps
 from loadmaster.cost.keys import GAPS, Keys, collect_keys
 from loadmaster.cost.stopwatch import DeviceLost, Job, Say, measure_jobs, torch_version
 
@@ -71,13 +71,13 @@ def _measure_and_save(
 
 
 def _measure_gaps(here: LocalDevice, database: CostDatabase, budget_s: float, say: Say) -> dict[str, CostRow]:
-    """The gaps between ops, from a small model whose ops are measured for it."""
-    graph = capture_reference()
-    keys = collect_keys(graph)
-    known = database.get(keys.text, here.chip, torch_version())
-    jobs = [Job(text, 1, 1e-6, 0) for text in keys.text if text not in known]
+    """The gaps between ops, from a small model, whose ops are measured for it."""
+    graphs = capture_references()
+    texts = dict.fromkeys(text for graph in graphs for text in collect_keys(graph).text)
+    known = database.get(list(texts), here.chip, torch_version())
+    jobs = [Job(text, 1, 1e-6, 0) for text in texts if text not in known]
     known |= _measure_and_save(jobs, here, database, budget_s, ignore_progress)
     say(f"measuring what lies between ops on {here.chip}", 0.0)
-    rows = measure_gaps(graph, known, here.torch_name, here.chip)
+    rows = measure_gaps(graphs, known, here.torch_name, here.chip)
     database.put(rows)
     return {row.signature: row for row in rows}

@@ -1,7 +1,8 @@
 """Gaps: what Python and autograd take between ops, beyond what the ops take on their own. [torch]
 
 A small model of ordinary modules is trained for a few steps; what a step takes, less the measured times of
-its ops, is shared out over its ops, forward and backward apart. On a GPU it is the host's time to issue that
+its ops, is shared out over its ops: forward, forward in mixed precision (where each op also decides what to
+cast), backward, and the updates with the clearing of gradients. On a GPU it is the host's time to issue that
 is compared. What calling an optimizer takes, however few its weights, is shared out over the updates of a
 step. Kept like any other measurement, under keys of their own.
 """
@@ -9,7 +10,8 @@ step. Kept like any other measurement, under keys of their own.
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +19,13 @@ from torch import nn
 
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.database import CostRow, today
-from loadmaster.cost.keys import GAPS, Keys, collect_keys
+from loadmaster.cost.keys import GAPS, collect_keys
 from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
 from loadmaster.cost.timing import lower_quartile, read_clocks, work_seconds_since
 from loadmaster.graph.capture import capture
 
-FORWARD, BACKWARD, UPDATE = GAPS
+FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE = GAPS
+_MIXED = torch.bfloat16
 _WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 8, (2, 8), 20
 _WARM_UP_STEPS = 4
 _MOST_S = 3.0
@@ -50,37 +53,35 @@ class _Block(nn.Module):
         return made
 
 
-def capture_reference() -> Graph:
-    """The small model's step."""
+def capture_references() -> tuple[Graph, Graph]:
+    """The small model's step, and its step in mixed precision."""
     model = nn.Sequential(*(_Block() for _ in range(_DEPTH)))
-    return capture(model, (torch.zeros(*_ROWS, _WIDTH),), optimizer=None, name="gaps")
+    given = (torch.zeros(*_ROWS, _WIDTH),)
+    mixed = capture(model, given, optimizer=None, autocast=_MIXED, name="gaps in mixed precision")
+    return capture(model, given, name="gaps"), mixed
 
 
 def measure_gaps(
-    graph: Graph, rows: Mapping[str, CostRow], torch_name: str, chip: str
-) -> tuple[CostRow, CostRow, CostRow]:
-    """What is lost per op, given the measured rows of the reference's keys, and per step."""
-    device, keys = torch.device(torch_name), collect_keys(graph)
-    both = _time_host(device)
+    graphs: tuple[Graph, Graph], rows: Mapping[str, CostRow], torch_name: str, chip: str
+) -> list[CostRow]:
+    """What is lost per op, given the measured rows of the references' keys, and per step."""
+    device = torch.device(torch_name)
+    plain, mixed = graphs
+    passes, mixed_passes = _time_host(device, None), _time_host(device, _MIXED)
+    call_s = time_optimizer_call(device)
+    found = {
+        FORWARD: _gap_per_op(passes.forward_s, Phase.FORWARD, plain, rows),
+        BACKWARD: _gap_per_op(passes.backward_s, Phase.BACKWARD, plain, rows),
+        CALL: call_s,
+        MIXED_FORWARD: _gap_per_op(mixed_passes.forward_s, Phase.FORWARD, mixed, rows),
+        UPDATE: _gap_per_op(passes.update_s - call_s, Phase.UPDATE, plain, rows),
+    }
     version, date = torch_version(), today()
-    return (
-        CostRow(
-            FORWARD, chip, version, date, _gap_per_op(both[0], Phase.FORWARD, graph, keys, rows), 0.0, _STEPS
-        ),
-        CostRow(
-            BACKWARD,
-            chip,
-            version,
-            date,
-            _gap_per_op(both[1], Phase.BACKWARD, graph, keys, rows),
-            0.0,
-            _STEPS,
-        ),
-        CostRow(UPDATE, chip, version, date, time_optimizer_call(device), 0.0, _STEPS),
-    )
+    return [CostRow(key, chip, version, date, seconds, 0.0, _STEPS) for key, seconds in found.items()]
 
 
-def _gap_per_op(total_s: float, phase: Phase, graph: Graph, keys: Keys, rows: Mapping[str, CostRow]) -> float:
+def _gap_per_op(total_s: float, phase: Phase, graph: Graph, rows: Mapping[str, CostRow]) -> float:
+    keys = collect_keys(graph)
     ops = np.flatnonzero((graph.phase == phase) & keys.measurable)
     own_s = 0.0
     for op in ops.tolist():
@@ -90,26 +91,38 @@ def _gap_per_op(total_s: float, phase: Phase, graph: Graph, keys: Keys, rows: Ma
     return max(0.0, (total_s - own_s) / max(1, len(ops)))
 
 
-def _time_host(device: torch.device) -> tuple[float, float]:
-    """The host's seconds for the forward and the backward pass of the small model."""
+class _HostSeconds(NamedTuple):
+    """What the host takes for the passes of a step."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+def _time_host(device: torch.device, mixed: torch.dtype | None) -> _HostSeconds:
+    """The host's seconds for a step of the small model."""
     model = nn.Sequential(*(_Block() for _ in range(_DEPTH))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
     given = torch.zeros(*_ROWS, _WIDTH, device=device)
-    forward, backward = [], []
+    seen = []
     end = time.perf_counter() + _MOST_S
     for step in range(_WARM_UP_STEPS + _STEPS):
         if step > _WARM_UP_STEPS + 2 and time.perf_counter() > end:
             break
-        model.zero_grad()
         _keep_busy(device)
         started = read_clocks()
-        loss: Any = model(given).mean()
-        forward_s, middle = work_seconds_since(started), read_clocks()
+        optimizer.zero_grad()
+        clear_s, started = work_seconds_since(started), read_clocks()
+        with torch.autocast(device.type, dtype=mixed) if mixed is not None else nullcontext():
+            loss: Any = model(given).mean()
+        forward_s, started = work_seconds_since(started), read_clocks()
         loss.backward()
+        backward_s, started = work_seconds_since(started), read_clocks()
+        optimizer.step()
         if step >= _WARM_UP_STEPS:
-            forward.append(forward_s)
-            backward.append(work_seconds_since(middle))
+            seen.append(_HostSeconds(forward_s, backward_s, clear_s + work_seconds_since(started)))
     usual = lower_quartile if device.type == "cuda" else statistics.median
-    return usual(forward), usual(backward)
+    return _HostSeconds(*(usual(list(each)) for each in zip(*seen, strict=True)))
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -20,7 +20,8 @@ from loadmaster.cost.signature import Signature, parse_signature
 
 GRAD = " @grad"
 UPDATE = "update "
-GAPS = ("gap forward", "gap backward", "gap update")  # see `gaps`: what lies between ops, and a step once
+# See `gaps`: what lies between ops; calling an optimizer once; between ops in mixed precision, and updates.
+GAPS = ("gap forward", "gap backward", "gap update", "gap mixed forward", "gap each update")
 NO_KEY = -1
 _STATES = ((0, "sgd"), (1, "momentum"), (2, "adamw"))  # bytes kept beside a weight, in weights
 _STEP_BYTES = 16  # a step count beside them

@@ -30,6 +30,7 @@ from loadmaster.cost.database import CostDatabase, CostRow
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
 from loadmaster.cost.keys import GAPS, Keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
+from loadmaster.cost.signature import AUTOCAST
 
 MEASURED_ERROR = 0.05  # of a repeated measurement, at least
 _PRESET_CPUS = ("cpu16", "cpu64")
@@ -209,10 +210,14 @@ def _fit_measured(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: F
 
 def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
     """[N] what Python and autograd add to each op, and calling the optimizer to its updates together."""
-    forward, backward, update = ((known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS)
+    forward, backward, call, mixed_forward, update = (
+        (known[key].seconds or 0.0) if key in known else 0.0 for key in GAPS
+    )
     num_updates = max(1, int((graph.phase == Phase.UPDATE).sum()))
-    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.UPDATE: update / num_updates}
-    return np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
+    added = {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.UPDATE: update + call / num_updates}
+    gaps: Floats = np.array([added.get(phase, 0.0) for phase in Phase])[graph.phase]
+    mixed = np.array([AUTOCAST in text for text in graph.signature_table] + [False])[graph.signature]
+    return np.where(mixed & (graph.phase == Phase.FORWARD), np.maximum(gaps, mixed_forward), gaps)
 
 
 def _typical_issue_s(graph: Graph, measured: Bools, issue: Floats, idle: Bools) -> Floats:

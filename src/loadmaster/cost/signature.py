@@ -21,7 +21,8 @@ _NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|inf)|nan")
 _PLAIN = re.compile(r"[\w.:+-]+")
 _WORDS: dict[str, bool | None] = {"None": None, "True": True, "False": False}
 _NAME = re.compile(r"([A-Za-z_]\w*)=")
-_AUTOCAST = re.compile(r" @autocast=(\w+)$")
+AUTOCAST = " @autocast="
+_AUTOCAST = re.compile(AUTOCAST + r"(\w+)$")
 _VIEWS = re.compile(r" @views=([0-9]{1,4})$")
 _CUT = 2000  # capture cuts longer signatures, and what is cut cannot be rebuilt
 _SIZES = {dtype.name.lower(): dtype.itemsize for dtype in Dtype} | {

@@ -57,9 +57,8 @@ class Accounts:
 
     def add(self, tree: Any, device: int, what: str) -> None:
         """Count the storages that nobody counts yet; raises where they are too much."""
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor, device, what)
+        for tensor in _list_tensors(tree):
+            self._add(tensor, device, what)
 
     def move(self, tensor: torch.Tensor, device: int) -> None:
         """A storage is counted on another device from now on."""
@@ -79,7 +78,7 @@ class Accounts:
 
     def watch_backward(self, tree: Any, device: int, what: str, known: set[Any]) -> None:
         """What autograd's new nodes behind these outputs will make is counted on a device."""
-        waiting = [leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        waiting = [tensor.grad_fn for tensor in _list_tensors(tree)]
         while waiting:
             node = waiting.pop()
             if node is None or node in known:
@@ -160,3 +159,12 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._accounts.add(out, self._device, self.what)
         return out
+
+
+def _list_tensors(tree: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a tree; most ops make one, and looking through a tree costs as much as a small op."""
+    if isinstance(tree, torch.Tensor):
+        return (tree,)
+    if type(tree) is tuple:  # gradients
+        return [tensor for item in tree if item is not None for tensor in _list_tensors(item)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
