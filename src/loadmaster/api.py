@@ -92,7 +92,8 @@ def problem(
     to a device; `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the
     devices), `capture_path`, `assume`, `accumulation` and `ranges` are for captured models: docs/capture.md.
     `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
-    seconds, and kept in a database (docs/costs.md); `tell` is told what was measured.
+    seconds, and kept in a database (docs/costs.md); `tell` is told what was measured. 'auto': for 2 seconds,
+    where all devices are on this machine.
     """
     question = Question(
         source,
@@ -207,13 +208,16 @@ def place(
     place_request.check_place_request(model, wishes)
     placement = place_request.resolve_placement(plan_or_inputs)
     if placement is None:
-        cluster = parse_cluster(auto_shorthand() if devices == "auto" else devices)
+        devices = auto_shorthand() if devices == "auto" else devices
+        cluster = parse_cluster(devices)
         graph = place_request.capture_step(model, plan_or_inputs, wishes, target=target_of(cluster))
         if place_request.is_run_by_hooks(model, plan_or_inputs, wishes):
             graph = group_by_module(graph)
         order = "captured" if model.training else "free"  # autograd has an order of its own
         budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
-        placement = plan(problem(graph, cluster), budget=budget, spill=spill, order=order)
+        costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")
+        asked = problem(graph, devices if isinstance(devices, str) else cluster, costs=costs)
+        placement = plan(asked, budget=budget, spill=spill, order=order)
     else:
         place_request.refuse_planning_options(devices, wishes)
     # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was

@@ -182,8 +182,19 @@ def test_a_join_without_time_sends_its_output_instead_of_its_inputs() -> None:
     assert api.lower_bound(problem).seconds <= best
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(at, marks=pytest.mark.slow) for at in range(2, 15))])
+def name_false_bound(seed: int, *, solvers: bool = False) -> str:
+    objective = Objective.THROUGHPUT if seed % 4 == 3 else Objective.STEP
+    said = find_false_bound(odd_problem(seed, objective), solvers=solvers)
+    return f"odd_problem({seed}): {said}" if said else ""
+
+
+# Seeds 102 and 157 are among those where charging every input of a join that is taken out is found out.
+@pytest.mark.parametrize("block", [5, 7, *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 30))])
 def test_no_bound_is_above_the_best_plan_of_an_odd_problem(block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
-        objective = Objective.THROUGHPUT if seed % 4 == 3 else Objective.STEP
-        assert find_false_bound(odd_problem(seed, objective)) == "", f"odd_problem({seed})"
+    assert not [said for seed in range(20 * block, 20 * block + 20) if (said := name_false_bound(seed))]
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 10))])
+def test_no_algorithm_proves_what_a_plan_of_an_odd_problem_disproves(block: int) -> None:
+    seeds = range(10_000 + 12 * block, 10_012 + 12 * block)
+    assert not [said for seed in seeds if (said := name_false_bound(seed, solvers=True))]

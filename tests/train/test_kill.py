@@ -1,6 +1,7 @@
 """Killed at any moment, a study goes on to the same weights: `kill -9`, and a death at every single write."""
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -8,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadmaster.train import reference
 from loadmaster.train.coordination.searchers import SuccessiveHalving
+from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
 from tests.train.plain_engine import Plain
@@ -131,31 +135,79 @@ def test_a_death_at_every_write_and_every_sync_resumes_to_the_same_weights(
     assert number > 20  # there were that many
 
 
-def test_a_search_killed_at_every_write_decides_the_same(tmp_path: Path) -> None:
-    def search(folder: Path) -> Any:
-        given = [trial(f"t{lr}", lr=lr, eval_every=None) for lr in (0.1, 0.01, 0.001)]
-        searcher = SuccessiveHalving(eta=3, min_steps=4)
-        return Study(given, dir=folder, searcher=searcher, engine=Plain(), checkpoint_every=3).fit()
+def search(folder: Path, **more: Any) -> Any:
+    given = [trial(f"t{lr}", lr=lr, eval_every=None) for lr in (0.1, 0.01, 0.001)]
+    searcher = SuccessiveHalving(eta=3, min_steps=4)
+    options: dict[str, Any] = {"engine": Plain(), "checkpoint_every": 2, "launcher": "inline"}
+    return Study(given, dir=folder, searcher=searcher, **(options | more)).fit()
 
+
+def describe(result: Any) -> list[tuple[Any, ...]]:
+    """How every trial ended, those that were stopped among them, and the weights left of each."""
+    return [(t.status, t.step, t.durable_step, digest(t.state_dict())) for t in result.trials]
+
+
+@pytest.mark.parametrize(
+    "number", [*range(1, 60, 7), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60) if n % 7 != 1)]
+)
+def test_a_search_killed_at_any_write_ends_all_trials_the_same(number: int, tmp_path: Path) -> None:
     whole = search(tmp_path / "whole")
     real = os.write
 
-    for number in range(1, 60, 7):
-        folder = tmp_path / str(number)
+    def work() -> None:
+        calls = itertools.count(1)
 
-        def work(folder: Path = folder, number: int = number) -> None:
-            calls = itertools.count(1)
+        def counted(*given: Any) -> Any:
+            return real(*given) if next(calls) < number else os._exit(9)
 
-            def counted(*given: Any) -> Any:
-                return real(*given) if next(calls) < number else os._exit(9)
+        os.write = counted
+        search(tmp_path / "killed")
 
-            os.write = counted
-            search(folder)
+    os.waitpid(in_child(work), 0)
+    assert describe(search(tmp_path / "killed")) == describe(whole)
 
-        os.waitpid(in_child(work), 0)
-        result = search(folder)
-        assert [(t.status, t.step) for t in result.trials] == [(t.status, t.step) for t in whole.trials]
-        assert digest(result.best.state_dict()) == digest(whole.best.state_dict())
+
+def test_a_stopped_trial_killed_before_its_checkpoint_counts_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """Its end must not be recorded before the checkpoint at the step where it was stopped is."""
+    whole = search(tmp_path / "whole")
+    assert {t.durable_step for t in whole.trials if str(t.status) == "stopped"} == {4}
+    folder = tmp_path / "killed"
+    real = checkpoints.save
+
+    def work() -> None:
+        def dies(root: Path, snapshot: Any, **given: Any) -> Any:
+            if snapshot.step == 4:
+                time.sleep(0.3)  # the decisions are recorded meanwhile
+                os._exit(9)
+            return real(root, snapshot, **given)
+
+        checkpoints.save = dies
+        search(folder)
+
+    os.waitpid(in_child(work), 0)
+    records = read_journal(folder / "journal").records
+    assert any(record["kind"] == "turn" and record["step"] == 4 for record in records)
+    assert describe(search(folder)) == describe(whole)
+
+
+def test_ten_kills_of_groups_under_a_search_resume_to_the_same_weights(tmp_path: Path) -> None:
+    """Groups on a frozen backbone, with evaluation and successive halving."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "tests.train.group_killer", str(tmp_path), "0", "10"]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [at for at, _, _ in found] == list(range(10))
+    ends = {json.dumps(ended) for _, _, ended in found}
+    assert len(ends) == 1  # as every other, and each as a plain loop of so many steps
+    from tests.train.group_killer import trials as lora_trials  # which imports this module
+
+    for one, (name, _, step, weights) in zip(lora_trials(), json.loads(ends.pop()), strict=True):
+        assert (one.name, digest(reference(replace(one, max_steps=step)).state_dict)) == (name, weights)
+    assert len({records[-1] for _, records, _ in found}) > 3  # they died at different points
 
 
 @pytest.mark.slow  # the twenty above are children of this process

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import loadmaster as lm  # noqa: E402
 from loadmaster.core.errors import InputError, PlanError  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
 from loadmaster.core.timeline import SpanKind, TimelineOrigin  # noqa: E402
+from loadmaster.cost.busy_machine import CALM  # noqa: E402
 from loadmaster.cost.database import open_database  # noqa: E402
-from loadmaster.cost.keys import collect_keys  # noqa: E402
+from loadmaster.cost.keys import collect_keys, step_key  # noqa: E402
 from loadmaster.graph.models import CaptureOptions, load_model_parts  # noqa: E402
 from loadmaster.graph.origin import origin_of  # noqa: E402
 from loadmaster.report.trace import chrome_traces  # noqa: E402
+from loadmaster.runtime.run.running import PlanRun  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,6 +140,27 @@ def test_calibration_makes_the_prediction_of_compute_right(tmp_path: Path) -> No
     known_ops = np.flatnonzero([key >= 0 and keys.text[key] in rows for key in keys.of_op])
     wanted = [rows[keys.text[keys.of_op[op]]] for op in known_ops.tolist()]
     assert np.allclose(again.costs.compute_s[known_ops, 0], wanted)
+
+
+def test_the_sum_of_ops_is_the_whole_step_that_was_run(tmp_path: Path) -> None:
+    placement, database = planned(tmp_path), tmp_path / "costs.sqlite"
+    lm.run(placement, steps=8, calibrate=True, database=database)
+    key = step_key(collect_keys(placement.problem.graph))
+    with open_database(database) as known:
+        known.put([replace(row, moment=CALM) for row in known.rows()])  # however busy this machine is
+        (whole,) = (row for row in known.rows() if row.signature == key)
+    again = lm.problem(
+        written(tmp_path), "cpu#0-8MB, cpu#1-8MB", costs="measured", measure_budget=0, database=database
+    )
+    assert again.costs.compute_s[:, 0].sum() == pytest.approx(whole.seconds)
+
+
+def test_a_run_on_a_busy_machine_says_that_it_was(tmp_path: Path) -> None:
+    nobody: Any = None
+    running = PlanRun(nobody, planned(tmp_path), nobody, nobody, busy=True, others_cores=1.75)
+    (note,) = running._note_busy_machine()
+    assert note.startswith("this machine was busy: other work used 1.8 of its")
+    assert not PlanRun(nobody, running.placement, nobody, nobody)._note_busy_machine()
 
 
 @pytest.mark.parametrize("asked", [{"accumulation": 3}, {"precision": "bf16-mixed"}, {"precision": "bf16"}])

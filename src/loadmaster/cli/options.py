@@ -170,6 +170,14 @@ Measure = Annotated[
         help="Time the ops of a captured model on this machine's devices, for at most that long (30s).",
     ),
 ]
+Costs = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="NAME",
+        help="roofline (vendors' peaks), measured, or auto: measured for 2 s where all devices are here.",
+    ),
+]
 Database = Annotated[
     str | None,
     typer.Option("--database", metavar="FILE", help="Measured costs. Default: in your cache folder."),

@@ -23,8 +23,10 @@ def build_question(options: Mapping[str, Any]) -> Question:
     A verb gives its `locals()`, taken before anything else. An option with the name of a field of Question is
     that field; the others are parsed here.
     """
-    measure = options.get("measure")
-    if options.get("database") is not None and measure is None:
+    measure, costs = options.get("measure"), options.get("costs")
+    if measure is not None and costs not in (None, "measured"):
+        raise InputError(f"--measure and --costs {costs} contradict each other; leave one of them out")
+    if options.get("database") is not None and measure is None and costs in (None, "roofline"):
         raise InputError("--database names measured costs, which only --measure uses; add it")
     names = {field.name for field in fields(Question)}
     same = {name: value for name, value in options.items() if name in names}
@@ -34,7 +36,7 @@ def build_question(options: Mapping[str, Any]) -> Question:
         "max_bytes": parse_size("--max-bytes", options["max_bytes"]),
         "ranges": parse_ranges(options.get("range")),
         "capture_path": options.get("capture"),
-        "costs": "roofline" if measure is None else "measured",
+        "costs": costs or options.get("usual_costs", "roofline") if measure is None else "measured",
         "measure_budget": measure or MEASURE,
     }
     return Question(**same | parsed)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from loadmaster.cluster.device_words import DeviceWord, parse_device_word
 from loadmaster.cluster.presets import KINDS, KindPreset, find_kind
 from loadmaster.cluster.probe import LocalDevice, is_chip, local_devices
-from loadmaster.core.errors import ClusterError
+from loadmaster.core.errors import ClusterError, InputError
+from loadmaster.core.units import parse_bytes
 
 _CUDA = re.compile(r"\s*(cuda:[0-9]+)\s*(?:[#-].*)?", re.IGNORECASE | re.DOTALL)
 _HERE = re.compile(r"cpu|cuda(?::[0-9]+)?", re.IGNORECASE)
@@ -45,6 +46,21 @@ def auto_shorthand() -> str:
         size = f"-{int(share * device.memory_bytes)}B" if device.memory_bytes else ""
         words.append(f"{device.torch_name}{size}")
     return ", ".join(words)
+
+
+def is_here(devices: object) -> bool:
+    """Whether a shorthand names nothing but devices of this machine, with no more memory than it has."""
+    if not isinstance(devices, str):
+        return False
+    try:
+        words = parse_local_devices(devices)
+        wanted = {word.kind: parse_bytes(word.size) for word in words if word.size}
+    except InputError:  # kinds of device, a file, links, or a word that is refused elsewhere
+        return False
+    has = {one.torch_name: one.memory_bytes for one in local_devices()}
+    return all(word.kind in has for word in words) and all(
+        size <= has[kind] or not has[kind] for kind, size in wanted.items()
+    )
 
 
 def parse_local_devices(devices: str | Sequence[str]) -> list[DeviceWord[str]]:

@@ -53,7 +53,7 @@ def _convert_dtype(
     if array.size == 0:
         return array.astype(dtype)
     if array.dtype.kind not in "buif":
-        raise error(f"{label}: {array.flat[0]!r} is not a number")
+        raise error(f"{label}: {array.reshape(-1)[0]!r} is not a number")
     if dtype.kind in "iu" and array.dtype.kind == "f":
         if not np.isfinite(array).all():
             raise error(f"{label}: {array[~np.isfinite(array)][0]} is not a finite number")
@@ -105,7 +105,7 @@ def require_range(array: NDArray[Any], low: int, high: int, label: str, error: t
     """Refuse indices outside low..high-1, naming the first."""
     if array.size and (array.min() < low or array.max() >= high):
         where = int(np.flatnonzero((array < low) | (array >= high))[0])
-        raise error(f"{label}: {array.flat[where]} at position {where}; needs {low}..{high - 1}")
+        raise error(f"{label}: {array.reshape(-1)[where]} at position {where}; needs {low}..{high - 1}")
 
 
 def content_digest(noun: Any, *, leave_out: tuple[str, ...] = ()) -> str:

@@ -38,6 +38,10 @@ NOUNS: dict[str, type[Any]] = {
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 2**20
+_MOST_UNPACKED = (
+    200  # times the size of a .gz file, where that is much: columns of names and numbers take a tenth
+)
+_LEAST_BOMB_BYTES = 2**26
 
 
 class _Envelope(msgspec.Struct):
@@ -106,8 +110,14 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
             if size > max_bytes:
                 raise _too_large_error(path, size, max_bytes)
             if str(path).endswith(".gz"):
+                most = min(max_bytes, max(_LEAST_BOMB_BYTES, _MOST_UNPACKED * size))
                 with gzip.GzipFile(fileobj=file) as unzipped:
-                    data = _read_at_most(unzipped, max_bytes + 1, _CHUNK_BYTES)
+                    data = _read_at_most(unzipped, most + 1, _CHUNK_BYTES)
+                if most < len(data) and most < max_bytes:
+                    raise FileError(
+                        f"{path} unpacks to more than {_MOST_UNPACKED} times its size,"
+                        f" {format_bytes(size)}, as no file of ours does; unpack it yourself if you trust it"
+                    )
             else:
                 data = _read_at_most(file, max_bytes + 1, max(size + 1, _CHUNK_BYTES))
     except (OSError, ValueError) as problem:  # ValueError: a name with a NUL in it

@@ -49,6 +49,6 @@ class Question:
     ranges: Mapping[str, tuple[int, int]] | None = None
     recompute: bool = False  # activations; only `fit` asks for it
     # of the times of ops (docs/costs.md)
-    costs: str = "roofline"  # or 'measured'
+    costs: str = "roofline"  # or 'measured', or 'auto': measured where all devices are on this machine
     measure_budget: Budget | float | str = MEASURE_S
     database: str | os.PathLike[str] | None = None

@@ -54,3 +54,6 @@ class Ran:
     num_calibrated: int  # rows written to the cost database
     database: str | None
     notes: tuple[str, ...]
+    step_rel_error: float | None = None  # to expect of the predicted step, where it rests on measured costs
+    busy: bool = False  # other work took processors that the run needed, so that it took longer than usual
+    others_cores: float = 0.0  # processors that other work used meanwhile, on average

@@ -1,19 +1,38 @@
 """Bench: fills the database with what a graph lacks on one local device. [torch]"""
 
 import time
+from collections.abc import Sequence
 
 from loadmaster.cluster.probe import LocalDevice
 from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph
 from loadmaster.core.run import ignore_progress
+from loadmaster.cost.busy_machine import CALM, BusyWatch
 from loadmaster.cost.database import CostDatabase, CostRow
-from loadmaster.cost.gaps import capture_references, measure_gaps
-from loadmaster.cost.keys import GAPS, Keys, collect_keys
-from loadmaster.cost.stopwatch import DeviceLost, Job, Say, measure_jobs, torch_version
+from loadmaster.cost.gaps import (
+    capture_references,
+    capture_trained_reference,
+    measure_gaps,
+    measure_whole_step,
+)
+from loadmaster.cost.keys import COPIES, GAPS, WHOLE_STEP, Keys, all_keys, collect_keys
+from loadmaster.cost.stopwatch import (
+    DeviceLost,
+    Job,
+    Say,
+    measure_jobs,
+    preserve_state,
+    torch_version,
+    watch_machine,
+)
 
 _SAVE_EVERY = 20  # rows: an interrupt loses no more
 _GAPS_BUDGET_S = 5.0
 _GAPS_SHARE = 0.25  # of the budget, at most
+_LEAST_FOR_GAPS_S = 1.0
+_STEP_BUDGET_S = 6.0
+_STEP_SHARE = 0.4
+_LEAST_FOR_STEP_S = 5.0  # of the budget: with less, the ops of the graph itself come first
 
 
 def measure_missing(
@@ -28,16 +47,44 @@ def measure_missing(
 ) -> tuple[dict[str, CostRow], int, float]:
     """Rows of the keys that are known or can be measured in time, how many are new, and the seconds spent."""
     began = time.perf_counter()
-    known = database.get([*keys.text, *GAPS], here.chip, torch_version())
-    jobs = list_jobs(graph, keys, plain_s, known)
-    if not jobs or budget_s <= 0:
+    wanted = all_keys(keys)
+    known = database.get(wanted, here.chip, torch_version())
+    if budget_s <= 0:
         return known, 0, 0.0
-    gaps_s = 0.0 if all(key in known for key in GAPS) else min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s)
-    new = _measure_and_save(jobs, here, database, budget_s - gaps_s, say)
-    if gaps_s:
-        known |= _measure_gaps(here, database, gaps_s, say)
+    watch = watch_machine(here.torch_name)
+    sure = known
+    if may_renew(known, watch):
+        sure = {key: row for key, row in known.items() if row.moment == CALM}
+    jobs = list_jobs(graph, keys, plain_s, sure)
+    extra_s = _extra_seconds(here, sure, budget_s)
+    if not jobs and not sum(extra_s):
+        return known, 0, 0.0
+    watch.wait_to_tell()  # or the first ops, which matter most, pass for calm
+    new = _measure_and_save(jobs, here, database, budget_s - sum(extra_s), say, watch)
+    with preserve_state(here.torch_name):  # models of their own are made for them, with random weights
+        if extra_s[0]:
+            _measure_gaps(here, database, extra_s[0], say, watch)
+        if extra_s[1]:
+            _measure_whole_step(here, database, extra_s[1], say, watch)
     usable = sum(row.seconds is not None for row in new.values())
-    return known | new, usable, time.perf_counter() - began
+    return database.get(wanted, here.chip, torch_version()), usable, time.perf_counter() - began
+
+
+def _extra_seconds(here: LocalDevice, sure: dict[str, CostRow], budget_s: float) -> tuple[float, float]:
+    """How long to measure gaps and a whole step, 0 where they are known or there is no time for them."""
+    between = [*GAPS, *COPIES] if here.on_host else GAPS
+    gaps = budget_s >= _LEAST_FOR_GAPS_S and any(key not in sure for key in between)
+    gaps_s = min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s) if gaps else 0.0
+    whole = here.on_host and budget_s >= _LEAST_FOR_STEP_S and any(key not in sure for key in WHOLE_STEP)
+    return gaps_s, min(_STEP_BUDGET_S, _STEP_SHARE * budget_s) if whole else 0.0
+
+
+def may_renew(known: dict[str, CostRow], watch: BusyWatch) -> bool:
+    """Whether rows of busy or unknown moments can be measured again: some are, and the machine is calm."""
+    if all(row.moment == CALM for row in known.values()):
+        return False
+    watch.wait_to_tell()
+    return not watch.is_busy_now()
 
 
 def list_jobs(graph: Graph, keys: Keys, plain_s: Floats, known: dict[str, CostRow]) -> list[Job]:
@@ -51,13 +98,13 @@ def list_jobs(graph: Graph, keys: Keys, plain_s: Floats, known: dict[str, CostRo
 
 
 def _measure_and_save(
-    jobs: list[Job], here: LocalDevice, database: CostDatabase, budget_s: float, say: Say
+    jobs: list[Job], here: LocalDevice, database: CostDatabase, budget_s: float, say: Say, watch: BusyWatch
 ) -> dict[str, CostRow]:
     """Measured and saved, a few at a time."""
     found: dict[str, CostRow] = {}
     unsaved: list[CostRow] = []
     try:
-        for row in measure_jobs(jobs, here.torch_name, here.chip, budget_s=budget_s, say=say):
+        for row in measure_jobs(jobs, here.torch_name, here.chip, budget_s=budget_s, say=say, watch=watch):
             found[row.signature] = row
             unsaved.append(row)
             if len(unsaved) >= _SAVE_EVERY:
@@ -70,14 +117,38 @@ def _measure_and_save(
     return found
 
 
-def _measure_gaps(here: LocalDevice, database: CostDatabase, budget_s: float, say: Say) -> dict[str, CostRow]:
-    """The gaps between ops, from a small model, whose ops are measured for it."""
+def _measure_gaps(
+    here: LocalDevice, database: CostDatabase, budget_s: float, say: Say, watch: BusyWatch
+) -> None:
+    """The gaps between ops, from a small model whose ops are measured for it."""
     graphs = capture_references()
-    texts = dict.fromkeys(text for graph in graphs for text in collect_keys(graph).text)
-    known = database.get(list(texts), here.chip, torch_version())
-    jobs = [Job(text, 1, 1e-6, 0) for text in texts if text not in known]
-    known |= _measure_and_save(jobs, here, database, budget_s, ignore_progress)
+    known = _measure_reference_ops(graphs, here, database, budget_s, watch)
     say(f"measuring what lies between ops on {here.chip}", 0.0)
-    rows = measure_gaps(graphs, known, here.torch_name, here.chip)
-    database.put(rows)
-    return {row.signature: row for row in rows}
+    database.put(measure_gaps(graphs, known, here.torch_name, here.chip, watch))
+
+
+def _measure_whole_step(
+    here: LocalDevice, database: CostDatabase, budget_s: float, say: Say, watch: BusyWatch
+) -> None:
+    """A step of a reference as a whole, and by its ops."""
+    say(f"measuring a whole step on {here.chip}", 0.0)
+    graph = capture_trained_reference()
+    known = _measure_reference_ops([graph], here, database, budget_s, watch)
+    known |= database.get(GAPS, here.chip, torch_version())
+    database.put(measure_whole_step(graph, known, here.chip, watch))
+
+
+def _measure_reference_ops(
+    graphs: Sequence[Graph], here: LocalDevice, database: CostDatabase, budget_s: float, watch: BusyWatch
+) -> dict[str, CostRow]:
+    work: dict[str, int] = {}  # key -> bytes that it moves
+    for graph in graphs:
+        keys = collect_keys(graph)
+        work |= dict(zip(keys.text, graph.bytes_moved[keys.first].tolist(), strict=True))
+    known = database.get(work, here.chip, torch_version())
+    jobs = [
+        Job(text, 1, 1e-6, num_bytes)
+        for text, num_bytes in work.items()
+        if text not in known or known[text].moment != CALM
+    ]
+    return known | _measure_and_save(jobs, here, database, budget_s, ignore_progress, watch)

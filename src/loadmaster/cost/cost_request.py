@@ -1,18 +1,48 @@
-"""Asked: what a question says of costs, made Costs and optimizer state: words of users, checked."""
+"""Asked: what a question says of costs, made Costs and optimizer state: words of users, checked.
+
+roofline   vendors' peak rates, nothing is run
+measured   measured on this machine for as long as is asked, and from the database
+auto       measured for a few seconds where all devices are on this machine, else the roofline
+"""
 
 import os
 from collections.abc import Callable
 
 from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
+from loadmaster.core.errors import CostError, InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Costs
 from loadmaster.core.run import Budget, parse_budget
 from loadmaster.cost.database import open_database
+from loadmaster.cost.keys import collect_keys
 from loadmaster.cost.measure import measure_costs
 from loadmaster.cost.memory import PRECISIONS, with_optimizer
 
-COSTS = ("roofline", "measured")
+ROOFLINE, MEASURED, AUTO = "roofline", "measured", "auto"
+COSTS = (ROOFLINE, MEASURED, AUTO)
+UNASKED_S = 2.0  # to measure for where nobody asked: the ops that take most of a step
+UNASKED_ENVIRONMENT = "LOADMASTER_MEASURE"  # other seconds for that; 0: vendors' peaks, as for other machines
+
+
+def measure_unasked(
+    graph: Graph,
+    cluster: Cluster,
+    path: str | os.PathLike[str] | None,
+    tell: Callable[[str], None] | None,
+    progress: Callable[[str, float], None],
+) -> Costs | None:
+    """Costs of devices that are here, from the database and a short measurement; None where it cannot be."""
+    budget_s = measure_seconds(os.environ.get(UNASKED_ENVIRONMENT) or UNASKED_S)
+    if budget_s <= 0 or not collect_keys(graph).text:
+        return None
+    try:
+        return load_or_measure_costs(graph, cluster, budget_s, path, tell or _tell_nobody, progress)
+    except CostError:  # no torch here, and nothing known
+        return None
+
+
+def _tell_nobody(text: str) -> None:
+    """Nobody asked."""
 
 
 def measure_seconds(budget: Budget | float | str) -> float:

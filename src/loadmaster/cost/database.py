@@ -1,9 +1,12 @@
 """CostDatabase: measured seconds of ops, kept between runs in one SQLite file.
 
 A row is keyed by what was measured: signature (op + shapes + dtypes), device (the chip's own name, for a CPU
-with its threads) and torch version. It holds the median and spread of `count` timings, the host's time to
-launch the op, and the day; or the reason why the op could not be run on its own, so that it is not tried
-again. Several processes may read and write at once: SQLite's write-ahead log and its locks see to that.
+with its threads) and torch version. It holds the seconds and spread of `count` timings, the host's time to
+launch the op, the day, and whether the machine was calm or busy with other work then; or the reason why the
+op could not be run on its own, so that it is not tried again. A row of a busy moment never replaces one of a
+calm moment; of two busy ones the quicker stays, since other work only ever adds. Rows of databases that did
+not watch the machine say nothing of their moment; they count as less than calm ones and more than busy ones.
+Several processes may read and write at once: SQLite's write-ahead log and its locks see to that.
 
 What cannot be read is never deleted: a broken file, or one of a newer Loadmaster, is renamed and said so; one
 that stays locked is left alone and this run goes on without it. A file that was never ours is refused.
@@ -21,8 +24,9 @@ from types import TracebackType
 from typing import Any
 
 from loadmaster.core.errors import FileError, FormatError
+from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: `moment`
 FILE_NAME = "costs.sqlite"
 ENVIRONMENT = "LOADMASTER_COSTS"  # names another file than the default one
 IN_MEMORY = ":memory:"
@@ -33,7 +37,11 @@ _FILES = ("", "-wal", "-shm")
 _CREATE = """CREATE TABLE IF NOT EXISTS cost (
     signature TEXT NOT NULL, device TEXT NOT NULL, torch TEXT NOT NULL, date TEXT NOT NULL,
     seconds REAL, spread REAL NOT NULL, count INTEGER NOT NULL, issue_s REAL NOT NULL, reason TEXT NOT NULL,
-    PRIMARY KEY (signature, device, torch)) WITHOUT ROWID"""
+    moment TEXT NOT NULL DEFAULT '', PRIMARY KEY (signature, device, torch)) WITHOUT ROWID"""
+_RANK = f"CASE {{row}}.moment WHEN '{CALM}' THEN 2 WHEN '{UNKNOWN}' THEN 1 ELSE 0 END"
+_REPLACES = f"""{_RANK.format(row="excluded")} > {_RANK.format(row="cost")}
+    OR {_RANK.format(row="excluded")} = {_RANK.format(row="cost")} AND excluded.date >= cost.date
+    AND (excluded.moment != '{BUSY}' OR cost.seconds IS NULL OR excluded.seconds <= cost.seconds)"""
 Tell = Callable[[str], None]
 
 
@@ -45,11 +53,12 @@ class CostRow:
     device: str  # 'NVIDIA H200', 'AMD EPYC 7313, 16 threads'
     torch: str  # version
     date: str  # '2026-11-15T12:30:00Z'
-    seconds: float | None  # median; None: it could not be run on its own
-    spread: float = 0.0  # half the distance between the quartiles, relative to the median
-    count: int = 0  # timings behind the median
+    seconds: float | None  # lower quartile; None: it could not be run on its own
+    spread: float = 0.0  # half the distance between the quartiles (or repeats), relative to the seconds
+    count: int = 0  # timings behind them
     issue_s: float = 0.0  # host time to launch it, 0 where the host runs it
     reason: str = ""  # why seconds is None
+    moment: str = CALM  # or BUSY: other work disturbed it; UNKNOWN: nobody watched
 
 
 COLUMNS = tuple(field.name for field in fields(CostRow))
@@ -118,12 +127,15 @@ class CostDatabase:
         return int(self._execute(f"SELECT count(*) FROM cost{where}", given)[0][0])
 
     def put(self, rows: Iterable[CostRow]) -> int:
-        """Add or renew rows, all or none; of two with one key the later one stays. Gives how many changed."""
+        """Add or renew rows, all or none; gives how many changed.
+
+        Of two with one key that of the calmer moment stays, else the later one.
+        """
         names, marks = ", ".join(COLUMNS), ", ".join("?" * len(COLUMNS))
         renewed = ", ".join(f"{name} = excluded.{name}" for name in COLUMNS[3:])
         query = (
             f"INSERT INTO cost ({names}) VALUES ({marks}) ON CONFLICT (signature, device, torch)"
-            f" DO UPDATE SET {renewed} WHERE excluded.date >= cost.date"
+            f" DO UPDATE SET {renewed} WHERE {_REPLACES}"
         )
         before = self._connection.total_changes
         try:
@@ -242,8 +254,21 @@ def _create_table(connection: sqlite3.Connection) -> sqlite3.Connection:
             connection.execute(_CREATE)
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    connection.execute("SELECT signature FROM cost LIMIT 1")
+    _add_moment(connection)
+    connection.execute("SELECT signature, moment FROM cost LIMIT 1")
     return connection
+
+
+def _add_moment(connection: sqlite3.Connection) -> None:
+    """What version 1 lacks; another process may be doing the same."""
+    if int(connection.execute("PRAGMA user_version").fetchone()[0]) >= SCHEMA_VERSION:
+        return
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        if "moment" not in [name for _, name, *_ in connection.execute("PRAGMA table_info(cost)")]:
+            connection.execute("ALTER TABLE cost ADD COLUMN moment TEXT NOT NULL DEFAULT ''")
+            connection.execute(f"UPDATE cost SET moment = '{CALM}' WHERE seconds IS NULL")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _raise_if_not_broken(place: Path, problem: sqlite3.DatabaseError, *, busy_s: float) -> None:

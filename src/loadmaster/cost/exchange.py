@@ -2,14 +2,17 @@
 
 import math
 import os
+from dataclasses import replace
 
 import msgspec
 
 from loadmaster.core.errors import CostError, FormatError, SchemaError
 from loadmaster.core.io import MAX_BYTES, read_bytes, write_bytes
+from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN
 from loadmaster.cost.database import SCHEMA_VERSION, CostDatabase, CostRow
 
 _LONGEST = 4096
+_WATCHED_SINCE = 2  # version from which rows tell their moment
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,7 +32,7 @@ def export_costs(database: CostDatabase, path: str | os.PathLike[str], *, device
 def import_costs(
     database: CostDatabase, path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
 ) -> tuple[int, int]:
-    """Add the rows of a document; of two with one key the later stays. Gives rows read and rows changed."""
+    """Add the rows of a document as `CostDatabase.put` does; gives rows read and rows changed."""
     data = read_bytes(path, max_bytes=max_bytes)
     try:
         document = msgspec.json.decode(data, type=_Document)
@@ -43,7 +46,10 @@ def import_costs(
         )
     for number, row in enumerate(document.rows):
         _check_row(row, f"{path}: row {number}")
-    return len(document.rows), database.put(document.rows)
+    rows = document.rows
+    if document.schema < _WATCHED_SINCE:  # nobody knows how busy that machine was
+        rows = [replace(row, moment=UNKNOWN) for row in rows]
+    return len(rows), database.put(rows)
 
 
 def _check_row(row: CostRow, where: str) -> None:
@@ -61,5 +67,7 @@ def _check_row(row: CostRow, where: str) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise CostError(f"{where}: {name} is not valid text") from None
+    if row.moment not in (CALM, BUSY, UNKNOWN):
+        raise CostError(f"{where}: moment is {row.moment!r}; it is {CALM!r}, {BUSY!r} or empty")
     if not row.signature or not row.device:
         raise CostError(f"{where}: signature and device are needed")

@@ -5,11 +5,16 @@ its ops, is shared out over its ops: forward and backward, both again in mixed p
 decides what to cast), and the updates with the clearing of gradients. On a GPU it is the host's time to
 issue that is compared. What calling an optimizer takes, however few its weights, is shared out over the
 updates of a step. Kept like any other measurement, under keys of their own.
+
+What it takes to copy a tensor to another part of the same CPU is timed along with them (`copies`).
+
+A larger model of the same modules is trained for a few steps to see what a whole step takes beside the sum of
+its ops and gaps (`whole_step`).
 """
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,15 +23,17 @@ import torch
 from torch import nn
 
 from loadmaster.core.graph import Graph, Phase
+from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
-from loadmaster.cost.keys import GAPS, collect_keys
+from loadmaster.cost.keys import COPIES, GAPS, WHOLE_STEP, collect_keys
 from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
-from loadmaster.cost.timing import lower_quartile, read_clocks, work_seconds_since
+from loadmaster.cost.timing import lower_quartile, read_clocks, time_call, work_seconds_since
 from loadmaster.graph.capture import capture
 
 FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE, MIXED_BACKWARD = GAPS
 _MIXED = torch.bfloat16
 _WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 8, (2, 8), 20
+_LARGE, _LARGE_DEPTH, _LARGE_ROWS = 768, 3, (1, 64)
 _WARM_UP_STEPS = 4
 _MOST_S = 3.0
 _WAIT_CYCLES = 100_000_000  # some 50 ms, while the host issues
@@ -35,11 +42,11 @@ _WAIT_CYCLES = 100_000_000  # some 50 ms, while the host issues
 class _Block(nn.Module):
     """A layer as people write them: modules, views, a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.mix = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.act = nn.GELU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,16 +60,26 @@ class _Block(nn.Module):
         return made
 
 
+def _make_model(width: int, depth: int) -> nn.Module:
+    return nn.Sequential(*(_Block(width) for _ in range(depth)))
+
+
 def capture_references() -> tuple[Graph, Graph]:
     """The small model's step, and its step in mixed precision."""
-    model = nn.Sequential(*(_Block() for _ in range(_DEPTH)))
-    given = (torch.zeros(*_ROWS, _WIDTH),)
+    model, given = _make_model(_WIDTH, _DEPTH), (torch.zeros(*_ROWS, _WIDTH),)
     mixed = capture(model, given, optimizer=None, autocast=_MIXED, name="gaps in mixed precision")
     return capture(model, given, name="gaps"), mixed
 
 
+def capture_trained_reference() -> Graph:
+    """The larger model's training step."""
+    with torch.device("meta"):
+        model, given = _make_model(_LARGE, _LARGE_DEPTH), torch.zeros(*_LARGE_ROWS, _LARGE)
+    return capture(model, (given,), optimizer="adamw", name="whole step")
+
+
 def measure_gaps(
-    graphs: tuple[Graph, Graph], rows: Mapping[str, CostRow], torch_name: str, chip: str
+    graphs: tuple[Graph, Graph], rows: Mapping[str, CostRow], torch_name: str, chip: str, watch: BusyWatch
 ) -> list[CostRow]:
     """What is lost per op, given the measured rows of the references' keys, and per step."""
     device = torch.device(torch_name)
@@ -77,8 +94,72 @@ def measure_gaps(
         MIXED_BACKWARD: _gap_per_op(mixed_passes.backward_s, Phase.BACKWARD, mixed, rows),
         UPDATE: _gap_per_op(passes.update_s - call_s, Phase.UPDATE, plain, rows),
     }
-    version, date = torch_version(), today()
-    return [CostRow(key, chip, version, date, seconds, 0.0, _STEPS) for key, seconds in found.items()]
+    if device.type == "cpu":
+        found |= {key: time_call(_make_copy(size), device).seconds for key, size in COPIES.items()}
+    moment, date = _moment_of(watch, rows.values()), today()
+    return [
+        CostRow(key, chip, torch_version(), date, seconds, 0.0, _STEPS, moment=moment)
+        for key, seconds in found.items()
+    ]
+
+
+def measure_whole_step(
+    graph: Graph, rows: Mapping[str, CostRow], chip: str, watch: BusyWatch
+) -> list[CostRow]:
+    """The larger model's step on the CPU as a whole, and by its ops; no rows where one is missing."""
+    keys, by_ops_s, spread = collect_keys(graph), 0.0, 0.0
+    between = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}
+    for op in np.flatnonzero(keys.measurable).tolist():
+        row, gap = rows.get(keys.text[keys.of_op[op]]), rows.get(between.get(Phase(graph.phase[op]), ""))
+        if row is None:
+            return []
+        by_ops_s += (row.seconds or 0.0) + ((gap.seconds or 0.0) if gap is not None else 0.0)
+        spread += (row.seconds or 0.0) * row.spread
+    by_ops_s += (rows[CALL].seconds or 0.0) if CALL in rows else 0.0
+    low, _, high = statistics.quantiles(_time_steps(), n=4, method="inclusive")
+    moment, version, date = _moment_of(watch, rows.values()), torch_version(), today()
+    whole, by_ops = WHOLE_STEP
+    return [
+        CostRow(whole, chip, version, date, low, (high - low) / 2 / low, _STEPS, moment=moment),
+        CostRow(by_ops, chip, version, date, by_ops_s, spread / by_ops_s, _STEPS, moment=moment),
+    ]
+
+
+def _time_steps() -> list[float]:
+    """Seconds of training steps of the larger model on the CPU, the first ones left out."""
+    with torch.enable_grad():
+        model = _make_model(_LARGE, _LARGE_DEPTH)
+        optimizer = torch.optim.AdamW(model.parameters())
+        given, seconds = torch.zeros(*_LARGE_ROWS, _LARGE), []
+        end = time.perf_counter() + _MOST_S
+        for step in range(_WARM_UP_STEPS + _STEPS):
+            if step > _WARM_UP_STEPS + 4 and time.perf_counter() > end:
+                break
+            started = read_clocks()
+            loss: Any = model(given).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seconds.append(work_seconds_since(started))
+    return seconds[_WARM_UP_STEPS:]
+
+
+def _moment_of(watch: BusyWatch, rows: Iterable[CostRow]) -> str:
+    """Calm where it is now and was for all rows that this rests on."""
+    watch.wait_to_tell()
+    return BUSY if watch.is_busy_now() or any(row.moment != CALM for row in rows) else CALM
+
+
+def _make_copy(num_bytes: int) -> Callable[[], Any]:
+    """A copy in new memory, with as many calls as a placed model makes for one."""
+    tensor = torch.zeros(num_bytes // 4)
+
+    def copy() -> torch.Tensor:
+        with torch.no_grad():
+            source = tensor.detach()
+            return torch.empty(tuple(source.shape), dtype=source.dtype, device=source.device).copy_(source)
+
+    return copy
 
 
 def _gap_per_op(total_s: float, phase: Phase, graph: Graph, rows: Mapping[str, CostRow]) -> float:
@@ -102,7 +183,7 @@ class _HostSeconds(NamedTuple):
 
 def _time_host(device: torch.device, mixed: torch.dtype | None) -> _HostSeconds:
     """The host's seconds for a step of the small model."""
-    model = nn.Sequential(*(_Block() for _ in range(_DEPTH))).to(device)
+    model = _make_model(_WIDTH, _DEPTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     given = torch.zeros(*_ROWS, _WIDTH, device=device)
     seen = []
@@ -122,8 +203,7 @@ def _time_host(device: torch.device, mixed: torch.dtype | None) -> _HostSeconds:
         optimizer.step()
         if step >= _WARM_UP_STEPS:
             seen.append(_HostSeconds(forward_s, backward_s, clear_s + work_seconds_since(started)))
-    usual = lower_quartile if device.type == "cuda" else statistics.median
-    return _HostSeconds(*(usual(list(each)) for each in zip(*seen, strict=True)))
+    return _HostSeconds(*(lower_quartile(list(each)) for each in zip(*seen, strict=True)))
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -9,6 +9,7 @@ but the time depends on:
     'update adamw_fused float32[768,768]'                     ... by its one kernel for all (fused=True)
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ GAPS = (
     "gap each update",
     "gap mixed backward",
 )
+WHOLE_STEP = ("whole step", "whole step by ops")  # see `whole_step`
+COPIES = {f"copy of {size} bytes": size for size in (2**12, 2**18, 2**24)}  # see `copies`
 NO_KEY = -1
 _STATES = ((0, "sgd"), (1, "momentum"), (2, "adamw"))  # bytes kept beside a weight, in weights
 _STEP_BYTES = 16  # a step count beside them
@@ -71,6 +74,18 @@ def collect_keys(graph: Graph) -> Keys:
     first = np.full(len(known), graph.num_ops, dtype=np.int32)
     np.minimum.at(first, used, np.flatnonzero(of_op != NO_KEY).astype(np.int32))
     return Keys(tuple(known), of_op, first, np.bincount(used, minlength=len(known)).astype(np.int64))
+
+
+def all_keys(keys: Keys) -> list[str]:
+    """What the database is asked for: the keys of a graph, and what is measured once for all graphs."""
+    return [*keys.text, *GAPS, *COPIES, *WHOLE_STEP, step_key(keys)]
+
+
+def step_key(keys: Keys) -> str:
+    """Under which the whole step of a graph is kept (`whole_step`): all its work, however often each."""
+    pairs = sorted(zip(keys.text, keys.count.tolist(), strict=True))
+    text = "\n".join(f"{count} {key}" for key, count in pairs)
+    return f"step {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 def split_key(text: str) -> tuple[Signature | None, bool]:

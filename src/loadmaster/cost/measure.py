@@ -26,13 +26,16 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Costs, Origin, Problem
 from loadmaster.core.question import MEASURE_S
 from loadmaster.core.run import ignore_progress
+from loadmaster.cost.busy_machine import BUSY, CALM
+from loadmaster.cost.copies import copy_seconds, is_one_cpu
 from loadmaster.cost.database import CostDatabase, CostRow
+from loadmaster.cost.error_bar import op_errors
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
-from loadmaster.cost.keys import GAPS, Keys, collect_keys
+from loadmaster.cost.keys import GAPS, Keys, all_keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 from loadmaster.cost.signature import AUTOCAST
+from loadmaster.cost.whole_step import find_anchor
 
-MEASURED_ERROR = 0.05  # of a repeated measurement, at least
 _PRESET_CPUS = ("cpu16", "cpu64")
 Say = Callable[[str, float], None]
 
@@ -48,13 +51,20 @@ class KindReport:
     num_new: int  # of which in this run
     measured_share: float  # of the time of one step on this kind alone
     fitted: RooflineFit | None
+    num_busy: int = 0  # of the known ones, measured while other work took the processors
 
     def __str__(self) -> str:
         """One line for people."""
         if not self.chip:
             return f"{self.kind}: nothing measured, times are the roofline's"
         share = f"{100 * self.measured_share:.1f} % of the step's time"
-        return f"{self.kind}: {self.num_known} of {self.num_keys} ops measured ({share}; {self.num_new} new)"
+        text = f"{self.kind}: {self.num_known} of {self.num_keys} ops measured ({share}; {self.num_new} new)"
+        if self.num_busy:
+            text += (
+                f"; {self.num_busy} while this machine was busy with other work, so times may be far off:"
+                " they are measured again when it is calm"
+            )
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +105,13 @@ def measure_costs(
                 graph, keys, plain.compute_s[:, k], here, database, share, say
             )
         elif chip:
-            known = database.get([*keys.text, *GAPS], chip, None)
+            known = database.get(all_keys(keys), chip, None)
         left_s = max(0.0, left_s - spent_s)
         column = _make_column(graph, cluster, k, keys, plain.compute_s[:, k], known)
         columns.append(column)
+        copies_s = copy_seconds(graph.tensor_bytes, known) if is_one_cpu(cluster) else None
+        if copies_s is not None:
+            plain = dataclasses.replace(plain, transfer_s=copies_s)
         reports.append(_make_report(kind, chip if column.measured.any() else "", graph, keys, column, new))
     return MeasuredCosts(_join_columns(plain, cluster, columns), tuple(reports))
 
@@ -145,7 +158,7 @@ def _load_or_measure_rows(
     try:
         from loadmaster.cost import bench
     except ImportError:
-        known = database.get([*keys.text, *GAPS], here.chip, None)
+        known = database.get(all_keys(keys), here.chip, None)
         if not known:
             raise CostError(
                 "measuring needs PyTorch; install it with: pip install 'loadmaster[torch]'"
@@ -164,6 +177,7 @@ class _Column:
     failed: Bools  # [N] tried, and cannot run on its own there
     rel_error: Floats  # [N]
     fitted: RooflineFit | None
+    num_busy: int  # keys measured while the machine was busy
 
 
 def _make_column(
@@ -175,6 +189,7 @@ def _make_column(
     seconds = np.array([np.nan if row is None or row.seconds is None else row.seconds for row in rows])
     issue = np.array([np.nan if row is None or row.seconds is None else row.issue_s for row in rows])
     spread = np.array([0.0 if row is None else row.spread for row in rows])
+    moment = [CALM if row is None else row.moment for row in rows]
     has = np.isfinite(seconds)
     failed = np.array([row is not None and row.seconds is None for row in rows])
     fitted = _fit_measured(graph, cluster, k, keys, seconds)
@@ -188,13 +203,16 @@ def _make_column(
     lost: Bools = keys.measurable & failed[of]
     use = measured & (on_host | ~idle)  # a view launches nothing on a GPU
     compute_s = np.where(use, seconds[of], np.where(measured, 0.0, compute_s))
-    rel_error = np.where(measured, np.maximum(spread[of], MEASURED_ERROR), rel_error)
+    num_busy = sum(bool(has[at]) and moment[at] == BUSY for at in range(num))
     gap_s = np.where(keys.measurable, _gap_s(graph, known), 0.0)
+    factor, anchor_spread = find_anchor(compute_s + gap_s, keys, known) if on_host else (1.0, 0.0)
+    rel_error = np.where(measured, op_errors(spread, moment, anchor_spread)[of], rel_error)
     if on_host:
-        return _Column(compute_s + gap_s, np.zeros(graph.num_ops), measured, lost, rel_error, fitted)
+        compute_s = factor * (compute_s + gap_s)
+        return _Column(compute_s, np.zeros(graph.num_ops), measured, lost, rel_error, fitted, num_busy)
     issue_s = np.where(measured, issue[of], _typical_issue_s(graph, measured, issue[of], idle))
     issue_s = np.where(keys.measurable, issue_s + gap_s, 0.0)
-    return _Column(compute_s, issue_s, measured, lost, rel_error, fitted)
+    return _Column(compute_s, issue_s, measured, lost, rel_error, fitted, num_busy)
 
 
 def _fit_measured(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: Floats) -> RooflineFit | None:
@@ -252,4 +270,4 @@ def _make_report(kind: str, chip: str, graph: Graph, keys: Keys, column: _Column
     total = float(column.compute_s.sum())
     share = float(column.compute_s[column.measured].sum()) / total if total > 0 else 0.0
     known = len(np.unique(keys.of_op[column.measured]))
-    return KindReport(kind, chip, len(keys.text), known, new, share, column.fitted)
+    return KindReport(kind, chip, len(keys.text), known, new, share, column.fitted, column.num_busy)

@@ -1,11 +1,12 @@
-"""Timing: the median seconds of a call on a device, after a warm-up; on a GPU also the host's to launch it.
+"""Timing: the seconds of a call on a device, after a warm-up; on a GPU also the host's to launch it.
+
+The lower quartile of several rounds: what disturbs a machine only ever adds.
 
 CPU    calls are timed in rounds that each last long enough for the clock, by the wall or by the processor's
        clock, whichever is less: a busy machine is not taken for a slow one
 CUDA   device time: a round of calls is issued while the GPU is kept busy by a wait, between two events, so
        that it runs without gaps and a slow host is not taken for a slow kernel.
-       issue time: the same calls by the host's clock, before anything is waited for; the lower quartile, as
-       what disturbs the host only ever adds
+       issue time: the same calls by the host's clock, before anything is waited for
 
 wait ▒▒▒▒▒▒▒▒▒▒▒▒|event|k k k k k k|event|         GPU
 |issue issue issue issue issue issue|                 host
@@ -23,7 +24,7 @@ import torch
 ROUND_S = 3e-4  # a round is at least that long
 MOST_ROUNDS = 15
 LEAST_ROUNDS = 3
-ENOUGH_S = 0.06  # of rounds, once there are LEAST_ROUNDS
+ENOUGH_S = 0.025  # of rounds, once there are LEAST_ROUNDS; an op has its turn several times
 _MOST_CALLS = 100  # in a round
 _MOST_QUEUED = 30  # in a round on a GPU: its queue holds about a thousand launches, an op makes a few dozen
 _WAIT_CYCLES_PER_S = 2e9  # at least the clock of any GPU
@@ -34,8 +35,8 @@ _WARM_UPS = 3
 class Timing:
     """What a call takes."""
 
-    seconds: float  # median
-    spread: float  # half the distance between the quartiles, relative to the median
+    seconds: float  # lower quartile
+    spread: float  # half the distance between the quartiles, relative to the seconds
     count: int  # calls timed
     issue_s: float = 0.0
 
@@ -43,7 +44,7 @@ class Timing:
 def time_call(
     call: Callable[[], Any], device: torch.device, *, warm_ups: int = _WARM_UPS, limit_s: float = math.inf
 ) -> Timing:
-    """The median time of a call; after `limit_s` no more rounds are begun once there is one."""
+    """The time of a call; after `limit_s` no more rounds are begun once there is one."""
     end = time.perf_counter() + limit_s
     if device.type == "cuda":
         return _time_on_cuda(call, device, max(warm_ups, _WARM_UPS), end)
@@ -137,6 +138,7 @@ def _num_calls_for(round_s: float, call_s: float) -> int:
 
 
 def _summarise_rounds(rounds: list[float], num_calls: int) -> Timing:
-    middle = statistics.median(rounds)
-    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive") if len(rounds) > 1 else [middle] * 3
-    return Timing(middle, (high - low) / 2 / middle if middle > 0 else 0.0, len(rounds) * num_calls)
+    if len(rounds) == 1:
+        return Timing(rounds[0], 0.0, num_calls)
+    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return Timing(low, (high - low) / 2 / low if low > 0 else 0.0, len(rounds) * num_calls)

@@ -3,16 +3,22 @@
 One tensor is read at a time, so that no more than the largest is in memory twice.
 """
 
-import json
 import os
 from pathlib import Path
 
+import msgspec
 import torch
 
 from loadmaster.core.errors import FileError, FormatError
 from loadmaster.modules.tensor_files import TensorEntry, read_entries, read_tensor
 
 _INDEX = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    """What a checkpoint's index says: the file of every tensor."""
+
+    weight_map: dict[str, str]
 
 
 class Checkpoint:
@@ -49,16 +55,34 @@ def _find_files(source: Path) -> list[Path]:
         )
     index = source / _INDEX
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as problem:
-            raise FormatError(f"{index}: not an index of shards: {problem!r}") from None
-        missing = sorted(name for name in names if not (source / str(name)).is_file())
+        names = _read_index(index)
+        missing = sorted(name for name in names if not _is_file(source / name))
         if missing:
             more = f" and {len(missing) - 1} more shards" if len(missing) > 1 else ", a shard"
             raise FileError(f"{source} lacks {missing[0]}{more} of its index")
-        return sorted(source / str(name) for name in names)
+        return sorted(source / name for name in names)
     found = sorted(source.glob("*.safetensors"))
     if not found:
         raise FileError(f"{source} holds no .safetensors file (files that unpickle code are not read)")
     return found
+
+
+def _read_index(index: Path) -> set[str]:
+    """The names of the shards, which lie beside their index."""
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except OSError as problem:
+        raise FileError(f"cannot read {index}: {problem.strerror or problem}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise FormatError(f"{index}: not an index of shards: {problem!r}") from None
+    outside = sorted(name for name in names if os.path.isabs(name) or ".." in Path(name).parts)
+    if outside:
+        raise FormatError(f"{index}: shard {outside[0]!r} lies outside of the checkpoint's folder")
+    return names
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than any file's
+        return False

@@ -38,6 +38,8 @@ _TYPES = {code: dtype for dtype, code in _CODES.items()}
 _METADATA = "__metadata__"  # a key of the header that is no tensor
 _PIECE_BYTES = 2**24
 _MOST_HEADER_BYTES = 10**8  # as in the library
+_MOST_DIMENSIONS = 64  # as many as a tensor may have
+_MOST_ELEMENTS = 2**63  # of an axis, too: one of nothing may be followed by any number
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # in a zip, and bare
 
 
@@ -198,7 +200,27 @@ def _parse_header(path: Path, text: bytes, size: int) -> dict[str, TensorEntry]:
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
         raise FormatError(f"{path}: not a safetensors file: {problem!r}") from None
     start = 8 + len(text)
-    return {name: _parse_entry(path, name, each, start, size) for name, each in header.items()}
+    entries = {name: _parse_entry(path, name, each, start, size) for name, each in header.items()}
+    _require_one_after_another(path, entries, start, size)
+    return entries
+
+
+def _require_one_after_another(path: Path, entries: dict[str, TensorEntry], start: int, size: int) -> None:
+    """Refuse tensors that share bytes, and bytes that are of no tensor: then the header lies."""
+    at = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != at:
+            what = "overlaps another tensor" if entry.begin < at else "follows bytes that are of no tensor"
+            raise FormatError(
+                f"{path}: tensor {name!r} {what}: it begins at byte {entry.begin - start} of the data instead"
+                f" of {at - start}; write the file again"
+            )
+        at = entry.end
+    if at != size:
+        raise FormatError(
+            f"{path}: {size - at} bytes after the last tensor are of no tensor, or the file is not whole;"
+            " write it again"
+        )
 
 
 def _parse_entry(path: Path, name: str, given: _HeaderEntry, start: int, size: int) -> TensorEntry:
@@ -206,6 +228,8 @@ def _parse_entry(path: Path, name: str, given: _HeaderEntry, start: int, size: i
     if dtype is None:
         raise FormatError(f"{path}: tensor {name!r} is of {given.dtype!r}; known: {', '.join(_TYPES)}")
     shape, (begin, end) = given.shape, given.data_offsets
+    if len(shape) > _MOST_DIMENSIONS or max((0, *shape)) >= _MOST_ELEMENTS:
+        raise FormatError(f"{path}: tensor {name!r} has a shape that no tensor has, {str(shape)[:80]}")
     num_bytes = math.prod(shape) * dtype.itemsize
     if min((0, *shape)) < 0 or not 0 <= begin <= end <= size - start or num_bytes != end - begin:
         raise FormatError(f"{path}: tensor {name!r} of {shape} does not lie in bytes {begin} to {end}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from loadmaster.cluster.local import auto_shorthand, is_here
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.choices import parse_choice
 from loadmaster.core.cluster import Cluster
@@ -12,7 +13,15 @@ from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Work
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
 from loadmaster.core.units import parse_bytes
-from loadmaster.cost.cost_request import COSTS, apply_optimizer, load_or_measure_costs, measure_seconds
+from loadmaster.cost.cost_request import (
+    AUTO,
+    COSTS,
+    MEASURED,
+    apply_optimizer,
+    load_or_measure_costs,
+    measure_seconds,
+    measure_unasked,
+)
 from loadmaster.cost.roofline import roofline_costs
 from loadmaster.graph.models import CaptureOptions
 from loadmaster.graph.source import is_model, read_source
@@ -28,6 +37,8 @@ def build_problem(
     if question.costs not in COSTS:
         raise UnknownNameError("costs", str(question.costs), COSTS)
     budget_s = measure_seconds(question.measure_budget)
+    if isinstance(question.devices, str) and question.devices.strip().lower() == AUTO:
+        question = replace(question, devices=auto_shorthand())
     devices, max_bytes = question.devices, question.max_bytes
     named = parse_cluster(devices, max_bytes=max_bytes) if devices is not None else None
     if named is None and is_model(question.source):  # said before it is captured, which takes long
@@ -42,10 +53,12 @@ def build_problem(
         raise ProblemError(_name_devices(graph.name))
     if question.reserve_bytes:
         cluster = with_reserve(cluster, parse_bytes(question.reserve_bytes))
-    if question.costs == "measured":
+    if question.costs == MEASURED:
         if given is not None:
             raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
         given = load_or_measure_costs(graph, cluster, budget_s, question.database, tell, progress)
+    elif question.costs == AUTO and given is None and is_here(devices):
+        given = measure_unasked(graph, cluster, question.database, tell, progress)
     pipeline = question.pipeline
     asked = choose_objective(question.objective, pipeline, workload.objective)
     own = named is None  # links and pins speak of the source's own devices

@@ -13,6 +13,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import SpanKind, Timeline
+from loadmaster.cost.error_bar import step_error
 from loadmaster.cost.measure import measured_share
 from loadmaster.report.trace import chrome_trace
 
@@ -36,6 +37,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         **findings_document(problem.graph),
         "objective": problem.objective.value,
         "step_s": placement.score_s,
+        "step_rel_error": predicted_error(placement),
         "bound_s": placement.bound_s,
         "bound_name": placement.bound_name,
         "gap": placement.gap,
@@ -101,6 +103,12 @@ def _samples_per_s(placement: Placement) -> float | None:
     if placement.problem.objective != Objective.THROUGHPUT or not placement.score_s:
         return None
     return 1.0 / placement.score_s
+
+
+def predicted_error(placement: Placement) -> float | None:
+    """The relative error to expect of the predicted time, where it rests on measured costs."""
+    plan = placement.plan or placement.least_overflow_plan
+    return None if plan is None else step_error(placement.problem, plan)
 
 
 def measured_part(placement: Placement) -> float | None:

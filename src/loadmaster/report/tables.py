@@ -19,7 +19,8 @@ from loadmaster.core.problem import Objective
 from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.report.documents import measured_part, recomputed_stages
+from loadmaster.cost.error_bar import format_error
+from loadmaster.report.documents import measured_part, predicted_error, recomputed_stages
 from loadmaster.report.plain_text import escape_control_characters
 
 _MOST_PEAKS = 6
@@ -94,7 +95,9 @@ def summary(placement: Placement) -> Table:
         "status": Text(status_text(placement), style="green" if placement.fits else "red"),
     }
     if placement.score_s is not None:
-        rows[time_word(placement.problem.objective)] = format_seconds(placement.score_s)
+        rows[time_word(placement.problem.objective)] = format_error(
+            placement.score_s, predicted_error(placement)
+        )
     if placement.plan is not None and placement.plan.pipeline is not None:
         rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline)
     rows["lower bound"] = bound_text(placement)
@@ -259,7 +262,9 @@ def comparison(rows: Sequence[tuple[str, Placement | str]]) -> Table:
             continue
         table.add_row(
             one_line(name),
-            format_seconds(result.score_s) if result.score_s is not None else "does not fit",
+            "does not fit"
+            if result.score_s is None
+            else format_error(result.score_s, predicted_error(result)),
             gap_text(result.gap),
             peaks(result, 2**30 if unit == "GiB" else 2**20),
             format_seconds(result.wall_s),

@@ -1,6 +1,9 @@
 """Explain: where the ops and weights of a placed model are, in a few lines."""
 
+from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective
 from loadmaster.core.units import format_apart, format_bytes
+from loadmaster.cost.error_bar import format_error, step_error
 from loadmaster.modules.live_storages import count_storage_bytes
 from loadmaster.runtime.graph_engine.engine import GraphEngine
 from loadmaster.runtime.hook_engine.engine import HookEngine
@@ -25,6 +28,15 @@ def explain_engine(engine: GraphEngine, hooks: HookEngine | None, why_hooks: str
             what += f", the outputs of {len(engine.spill.stashing)} ops wait elsewhere for their backward"
         lines.append(f"{what}; at most {window} of copies at a time")
     return "\n".join([*lines, *(f"note: {note}" for note in engine.notes)])
+
+
+def describe_prediction(placement: Placement | None) -> str:
+    """A line for a predicted time that rests on measured costs; '' where it does not."""
+    if placement is None or placement.plan is None or placement.score_s is None:
+        return ""
+    error = step_error(placement.problem, placement.plan)
+    what = "a step" if placement.problem.objective == Objective.STEP else "a sample"
+    return "" if error is None else f"predicted: {what} takes {format_error(placement.score_s, error)}"
 
 
 def _describe_device(engine: GraphEngine, at: int) -> str:

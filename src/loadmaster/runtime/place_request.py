@@ -44,6 +44,7 @@ class PlaceOptions(TypedDict, total=False):
     loss: Loss | None  # one number of what the model gives, where that is not its own loss
     budget: Budget | float | str  # for the search of a plan
     accumulate: int  # forward and backward passes before an optimizer step, to plan for
+    costs: str  # 'auto' (measured for 2 s where devices are here), 'measured' or 'roofline'
     spill: str | None  # 'host': weights may stay in host memory while their ops run on a GPU
     engine: str  # 'graph', 'hooks' (module by module) or 'auto': the graph where there is one
     presum: bool  # add gradients where they are made, and send one: fewer copies, other rounding
@@ -118,6 +119,7 @@ def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
         "spill": (wishes.get("spill") is not None, "says what is spilled"),
         "budget": (wishes.get("budget") is not None, "has been searched for"),
         "assume": (wishes.get("assume") is not None, "has its branches already"),
+        "costs": (wishes.get("costs") is not None, "has its costs already"),
         "kwargs": (bool(wishes.get("kwargs")), "has its inputs already"),
         "accumulate": (wishes.get("accumulate") is not None, "says how many passes a step has"),
         "optimizer": (

@@ -19,7 +19,7 @@ from loadmaster.graph.origin import reason_of
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.materialise import is_meta, materialise
 from loadmaster.runtime.adoption import Move, Residents
-from loadmaster.runtime.explain import explain_engine
+from loadmaster.runtime.explain import describe_prediction, explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
 from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph, refuse_python
@@ -210,7 +210,9 @@ class Placed(nn.Module):
 
     def explain(self) -> str:
         """Which engine runs and why, and where everything is, in a few lines."""
-        return explain_engine(self._engine, self._hooks if self._why_hooks else None, self._why_hooks)
+        where = explain_engine(self._engine, self._hooks if self._why_hooks else None, self._why_hooks)
+        predicted = describe_prediction(self._placement)
+        return f"{where}\n{predicted}" if predicted else where
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """It is where its plan has it."""
@@ -453,7 +455,7 @@ def _count_gradient(made: Placed, name: str, weight: torch.Tensor, home: int, ac
 
     def count(weight: Any) -> None:
         if current():
-            accounts.add(weight.grad, home, f"the gradient of {name}")
+            accounts.add_gradient(weight, home, f"the gradient of {name}")
 
     handle = weight.register_post_accumulate_grad_hook(count)
     weakref.finalize(made, handle.remove)

@@ -184,13 +184,14 @@ class Study:
             ended: dict[str, str] = {}
             for record in read_journal(self.dir / "journal").records:
                 name = record.get("trial", "")
-                if record["kind"] == "trial":
+                kind = record.get("kind")
+                if kind == "trial":
                     steps[name] = record["num_steps"]
-                elif record["kind"] == "done":
+                elif kind == "done":
                     ended[name] = record["status"]
-                elif record["kind"] == "fail" and not self._retries:
+                elif kind == "fail" and not self._retries:
                     ended[name] = str(TrialStatus.FAILED)
-                elif record["kind"] == "retry":
+                elif kind == "retry":
                     ended.pop(name, None)
             self._ended = {
                 name: TrialPlan(
@@ -203,6 +204,7 @@ class Study:
                     ended=how,
                 )
                 for name, how in ended.items()
+                if name in steps
             }
         return self._ended
 

@@ -40,6 +40,7 @@ def command(
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     measure: o.Measure = None,
+    costs: o.Costs = None,
     database: o.Database = None,
     out: o.Out = None,
     trace: o.Trace = None,
@@ -63,7 +64,7 @@ def command(
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    problem = read_problem(build_question(options))
+    problem = read_problem(build_question({"usual_costs": "auto", **options}))
     asked: dict[str, str | None] = {}
     served = objectives_of(chosen)
     if objective is None and pipeline is None and problem.objective not in served:

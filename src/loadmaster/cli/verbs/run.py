@@ -228,7 +228,7 @@ def comparison_table(ran: "Ran") -> Any:
     from loadmaster.report.tables import columns
 
     table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
-    _add_row(table, "step time", ran.step_s, format_seconds)
+    _add_row(table, "step time", ran.step_s, format_seconds, error=ran.step_rel_error)
     for device in ran.devices:
         _add_row(table, f"{device.device} busy", device.busy_s, format_seconds)
     _add_row(table, "transfers", ran.num_transfers, lambda number: f"{number:.0f}")
@@ -238,10 +238,14 @@ def comparison_table(ran: "Ran") -> Any:
     return table
 
 
-def _add_row(table: Any, name: str, pair: "Pair", words: Callable[[Any], str]) -> None:
+def _add_row(
+    table: Any, name: str, pair: "Pair", words: Callable[[Any], str], *, error: float | None = None
+) -> None:
     from loadmaster.core.units import format_percent
+    from loadmaster.cost.error_bar import format_error
     from loadmaster.report.tables import one_line
 
     measured = "-" if pair.measured is None else words(pair.measured)
-    error = "-" if pair.error is None else format_percent(pair.error)
-    table.add_row(one_line(name), words(pair.predicted), measured, error)
+    off = "-" if pair.error is None else format_percent(pair.error)
+    predicted = words(pair.predicted) if error is None else format_error(pair.predicted, error)
+    table.add_row(one_line(name), predicted, measured, off)

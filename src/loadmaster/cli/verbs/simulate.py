@@ -100,13 +100,15 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     from loadmaster.cli.console import stdout
     from loadmaster.core.problem import Objective
     from loadmaster.core.units import format_seconds
+    from loadmaster.cost.error_bar import format_error
     from loadmaster.report import tables
+    from loadmaster.report.documents import predicted_error
     from loadmaster.report.plain_text import escape_control_characters
 
-    objective = placement.problem.objective
-    rows: dict[str, object] = {tables.time_word(objective): format_seconds(document["step_s"])}
+    objective, error = placement.problem.objective, predicted_error(placement)
+    rows: dict[str, object] = {tables.time_word(objective): format_error(document["step_s"], error)}
     if placement.score_s is not None:
-        rows["as planned"] = format_seconds(placement.score_s)
+        rows["as planned"] = format_error(placement.score_s, error)
     rows["links"] = document["links"]
     if objective == Objective.THROUGHPUT:
         rows["one sample alone"] = format_seconds(document["pass_s"])

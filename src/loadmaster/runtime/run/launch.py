@@ -22,6 +22,7 @@ from loadmaster.core.run_report import Ran
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database
+from loadmaster.cost.error_bar import BUSY_ERROR, step_error
 from loadmaster.graph.differences import list_differences
 from loadmaster.graph.models import CaptureOptions, capture_model, load_model_parts
 from loadmaster.graph.origin import origin_of
@@ -30,6 +31,8 @@ from loadmaster.runtime.placed import Placed
 from loadmaster.runtime.run.running import PlanRun, Tell, silent_tell
 from loadmaster.runtime.run.training import Training, TrainingTask, make_task
 from loadmaster.runtime.verify.unplaced import Loss
+
+_WIDE = 0.5 * BUSY_ERROR  # half of the time, or more, was measured on a busy machine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +136,12 @@ def _collect_notes(placement: Placement, predicted: Timeline) -> list[str]:
         notes.append(
             "times were predicted from vendors' peak rates, not measured, and may be far too small; plan with"
             " --measure to predict from times of this machine"
+        )
+    error = step_error(placement.problem, require_plan(placement))
+    if error is not None and error >= _WIDE:
+        notes.append(
+            "costs behind the prediction were measured while this machine was busy with other work, so the"
+            " predicted times may be far off; plan again when it is idle, and they are measured again"
         )
     return notes
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from loadmaster.cluster.probe import local_devices
 from loadmaster.core.placement import Placement
 from loadmaster.core.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.cost.database import CostRow
+from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch, count_cores
+from loadmaster.cost.database import CostRow, today
+from loadmaster.cost.error_bar import step_error
+from loadmaster.cost.keys import collect_keys, step_key
 from loadmaster.runtime.graph_engine.op_clock import Clock
 from loadmaster.runtime.placed import HOOKS, Placed
 from loadmaster.runtime.run.measured import Spans, build_timeline, make_cost_rows, match_spans
@@ -21,6 +24,7 @@ from loadmaster.runtime.run.training import Training, TrainingTask
 from loadmaster.simulator.compare import compare
 
 CLOCKED_STEPS = 3
+_STEPS_FOR_ANCHOR = 4
 DONE, INTERRUPTED = "done", "interrupted"
 Tell = Callable[[int, float, float, dict[str, int]], None]  # step, seconds, loss, bytes now on each device
 
@@ -38,10 +42,20 @@ class PlanRun:
     losses: list[float] = field(default_factory=list)
     clocked: list[Spans] = field(default_factory=list)
     ended: str = DONE
+    busy: bool = False  # with other work than this run
+    others_cores: float = 0.0
     _uncounted_s: list[float] = field(default_factory=list)
 
     def run(self, steps: int, tell: Tell) -> None:
         """Train; what was measured so far stays, however it ends."""
+        on_host = any(device.where.type == "cpu" for device in self.model._engine.devices)
+        watch = BusyWatch(threads=torch.get_num_threads() if on_host else 1)
+        try:
+            self._train(steps, tell)
+        finally:
+            self.busy, self.others_cores = watch.is_busy, watch.others_cores
+
+    def _train(self, steps: int, tell: Tell) -> None:
         try:
             training = Training(
                 self.model, self.task, self.seed, find_input_device(self.placement, self.model)
@@ -92,12 +106,33 @@ class PlanRun:
         """What the clock says of every op, for the cost database."""
         chips = {device.torch_name: device.chip for device in local_devices()}
         of_device = [chips.get(str(device.where), "") for device in self.model._engine.devices]
-        rows = make_cost_rows(self.clocked, self.placement.problem.graph, of_device, str(torch.__version__))
-        return [row for row in rows if row.device]
+        graph, moment = self.placement.problem.graph, BUSY if self.busy else CALM
+        rows = make_cost_rows(self.clocked, graph, of_device, str(torch.__version__))
+        if len(set(of_device)) == 1 and self._is_whole_step_of_a_cpu():
+            rows += self._make_step_row(of_device[0])
+        return [replace(row, moment=moment) for row in rows if row.device]
+
+    def _is_whole_step_of_a_cpu(self) -> bool:
+        """Whether a step is the sum of its ops: one after the other on one CPU, none of them twice."""
+        plan, devices = self.placement.plan, self.model._engine.devices
+        assert plan is not None, "it runs"
+        return all(device.where.type == "cpu" for device in devices) and not plan.recompute.any()
+
+    def _make_step_row(self, chip: str) -> list[CostRow]:
+        """The usual whole step, to which the sum of its ops is anchored (`cost/whole_step`)."""
+        usual = self.seconds[2:]
+        if len(usual) < _STEPS_FOR_ANCHOR:
+            return []
+        low, middle, high = quantiles(usual, n=4, method="inclusive")
+        key = step_key(collect_keys(self.placement.problem.graph))
+        spread = (high - low) / 2 / middle
+        return [CostRow(key, chip, str(torch.__version__), today(), middle, spread, len(usual))]
 
     def report(self, source: str, asked: int, *, num_calibrated: int = 0, database: str | None = None) -> Ran:
         """Predicted beside measured."""
         measured, graph = self.timeline, self.placement.problem.graph
+        plan = self.placement.plan
+        assert plan is not None, "it runs"
         found = compare(self.predicted, measured) if measured is not None else None
         usual = self.seconds[1:] or self.seconds
         counted = self.model._engine.accounts is not None and bool(self._uncounted_s)
@@ -124,8 +159,21 @@ class PlanRun:
             num_ops_measured=len(found.common_ops) if found is not None else 0,
             num_calibrated=num_calibrated,
             database=database,
-            notes=self.model.notes,
+            notes=(*self.model.notes, *self._note_busy_machine()),
+            step_rel_error=step_error(self.placement.problem, plan),
+            busy=self.busy,
+            others_cores=self.others_cores,
         )
+
+    def _note_busy_machine(self) -> list[str]:
+        """What other work did to the run."""
+        if not self.busy:
+            return []
+        return [
+            f"this machine was busy: other work used {self.others_cores:.1f} of its {count_cores()}"
+            " processors while this ran, so the measured times are longer than on an idle machine;"
+            " run again when it is idle"
+        ]
 
     def _devices(self, measured: Timeline | None) -> tuple[DeviceRan, ...]:
         cluster, rows = self.placement.problem.cluster, []

@@ -3,6 +3,11 @@
 A storage is counted on the device whose op made it, from then until torch lets go of it, whoever holds it:
 your variables, the graph that runs, or autograd. In the forward pass one counter (a dispatch mode) stands
 around each op; in the backward pass hooks put it around each of autograd's nodes.
+
+Between its nodes autograd adds up the gradients of a tensor that several ops read (a tied weight, a
+residual). While it does, both terms and mostly a new sum stand there; the terms are gone when the next hook
+sees the sum. So the hook after a node that brings a second gradient notes what stands there, and whoever
+finds a sum in new memory counts it on top of that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +25,10 @@ from loadmaster.runtime.transport.devices import RunDevice
 
 NO_DEVICE = -1
 _FEW = 3
+
+
+_SUMS = "loadmaster_sums"
+_Sums = dict[int, list[int]]  # input of a node that has a gradient -> what stood on each device at a second
 
 
 class _Stored(NamedTuple):
@@ -41,6 +50,7 @@ class Accounts:
         self.predicted_bytes: list[int] = []  # [D] peaks of the simulated plan, or empty
         self._storages = LiveStorages[_Stored](self._subtract)
         self._counters = [_Counter(self, at) for at in range(len(devices))]
+        self._weight_sums: _Sums = {}  # by the id of a weight
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The device that a tensor's storage is counted on, or NO_DEVICE."""
@@ -91,17 +101,45 @@ class Accounts:
     def _hook(self, node: Any, device: int, what: str) -> None:
         counter = self._counters[device]
 
+        behind = [(_sums_of(one), one, at) for one, at in node.next_functions if one is not None]
+        places = [at for at, (one, _) in enumerate(node.next_functions) if one is not None]
+        sums = _sums_of(node)
+
         def before(grads: Any) -> None:
-            self.add(grads, device, what)  # a sum that autograd made
+            for at, grad in enumerate(grads):
+                self._add_sum(grad, sums.pop(at, None), device, what)
             counter.what = what
             _push_mode(counter)  # if the node raises, autograd restores the modes of its thread
 
         def after(made: Any, given: Any) -> None:
             _pop_mode()
             self.add(made, device, what)
+            for (later, target, at), place in zip(behind, places, strict=True):
+                if made[place] is not None:
+                    self._note_gradient(later, target, at)
 
         node.register_prehook(before)
         node.register_hook(after)
+
+    def add_gradient(self, weight: torch.Tensor, device: int, what: str) -> None:
+        """The gradient of a weight, which may be a sum."""
+        self._add_sum(weight.grad, self._weight_sums.pop(id(weight), None), device, what)
+
+    def _add_sum(self, grad: Any, stood: list[int] | None, device: int, what: str) -> None:
+        """A gradient that arrives; in new memory it is a sum, made while what `stood` there still did."""
+        if not isinstance(grad, torch.Tensor):
+            return
+        is_new = grad.layout == torch.strided and grad.untyped_storage() not in self._storages
+        self.add(grad, device, what)
+        if stood and is_new and self.owner(grad) == device:
+            most = stood[device] + grad.untyped_storage().nbytes()
+            self.peak_bytes[device] = max(self.peak_bytes[device], most)
+
+    def _note_gradient(self, sums: _Sums, target: Any, at: int) -> None:
+        """An input of a later node has a gradient; what stands there now, where it is not the first."""
+        if hasattr(target, "variable"):  # a weight: its gradient is counted when it has it
+            sums, at = self._weight_sums, id(target.variable)
+        sums[at] = list(self.live_bytes) if at in sums else []
 
     def _add(self, tensor: torch.Tensor, device: int, what: str) -> None:
         if tensor.layout != torch.strided or tensor.device.type != self.devices[device].where.type:
@@ -159,6 +197,12 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._accounts.add(out, self._device, self.what)
         return out
+
+
+def _sums_of(node: Any) -> _Sums:
+    """What is noted of a node's inputs; it lives as long as the node, and no hook holds the node itself."""
+    found: _Sums = node.metadata.setdefault(_SUMS, {})
+    return found
 
 
 def _list_tensors(tree: Any) -> Sequence[torch.Tensor]:

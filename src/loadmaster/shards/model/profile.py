@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
 from loadmaster.modules.op_work import ATTENTION_FLOPS
+from loadmaster.modules.saved_tensors import without_history
 from loadmaster.shards.model.block_peaks import (
     BlockPeaks,
     block_signature,
@@ -174,7 +175,7 @@ def _profile_blocks(
             storage = tensor.untyped_storage()
             if storage._cdata not in storages:
                 kept[storage._cdata] = storage.nbytes()
-            return tensor
+            return without_history(tensor)
 
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
         with (

@@ -67,6 +67,8 @@ class Coordinator:
     halt_asked: bool = False
     _running: dict[str, RunningTurn] = field(default_factory=dict)
     _moving: dict[str, tuple[int, Turn]] = field(default_factory=dict)  # to which device, to do what
+    # Stopped by the searcher, but the checkpoint at this step, which was due before, is not on disk yet.
+    _stopping: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _ending: dict[str, TurnEnded] = field(
         default_factory=dict
     )  # no step left, the last state is being written
@@ -142,6 +144,8 @@ class Coordinator:
             entry = self.state.entries[name]
             limit = self.decisions.limit(entry)
             if entry.status in ENDED or limit is None or name in self._ending:
+                continue
+            if name in self._stopping and entry.step >= self._stopping[name]:
                 continue
             running = name in self._running or name in self._moving
             if not running and not self.locations.admits(name):
@@ -256,6 +260,7 @@ class Coordinator:
             self.state.note("turn", trial=name, step=event.step, loss=loss, **facts)
         if event.saved is not None:
             self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
+            self._end_if_saved(name)
         elif event.saving or event.snapshot is not None:
             self._saves.register_pending(event, running.device)
             if event.finished:
@@ -286,10 +291,28 @@ class Coordinator:
             del self._ending[event.trial]
             if event.saved is not None:
                 self._finish_trial(ending)
+        self._end_if_saved(event.trial)
 
-    def _apply(self, ended: Sequence[str]) -> None:
-        """Let go of the trials that the searcher stopped."""
-        for name in ended:
+    def _apply(self, stopped: Sequence[str]) -> None:
+        """Let go of the trials that the searcher stopped, once what was due before is on disk.
+
+        Else the weights that are left of a stopped trial would depend on when the study was killed. One that
+        was killed before its checkpoint counted trains up to it again.
+        """
+        for name in stopped:
+            entry = self.state.entries[name]
+            self._stopping[name] = self.pace.last_save(max([entry.step, *entry.reports]))
+            self._end_if_saved(name)
+
+    def _end_if_saved(self, name: str) -> None:
+        """End a trial that is stopping and has its last checkpoint."""
+        entry = self.state.entries[name]
+        if (
+            name in self._stopping
+            and entry.status not in ENDED
+            and entry.durable_step >= self._stopping[name]
+        ):
+            del self._stopping[name]
             self._end(name, TrialStatus.STOPPED)
 
     def _end(self, name: str, status: TrialStatus) -> None:

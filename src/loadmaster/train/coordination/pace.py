@@ -41,6 +41,10 @@ class Pace:
         """The step at which a checkpoint by count is due."""
         return None if self._steps is None else (step // self._steps + 1) * self._steps
 
+    def last_save(self, step: int) -> int:
+        """The step of the last checkpoint by count up to this one; 0 = none is due by count."""
+        return 0 if self._steps is None else step // self._steps * self._steps
+
     @property
     def by_count(self) -> bool:
         """Whether checkpoints come at given steps, whatever they cost."""

@@ -10,12 +10,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from loadmaster.core.errors import InputError
 from loadmaster.train.coordination.result import TrialStatus
 from loadmaster.train.coordination.searchers import Decision
 from loadmaster.train.disk.checkpoints import FENCES_OF_A_RUN, SavedCheckpoint
-from loadmaster.train.disk.journal import Journal, Record
+from loadmaster.train.disk.journal import Journal, JournalError, Record
 
+# What a record of each kind holds; one that may be None may also be absent. Others are passed over.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "study": {"run": int},
+    "trial": {"trial": str, "facts": dict[str, Any], "num_steps": int},
+    "turn": {
+        "trial": str,
+        "step": int,
+        "loss": float | None,
+        "seconds": float,
+        "num_tokens": int,
+        "verified": str | None,
+    },
+    "commit": {
+        "trial": str,
+        "generation": int,
+        "fence": int,
+        "step": int,
+        "crc": int,
+        "seconds": float | None,
+        "num_tokens": int | None,
+    },
+    "uncommit": {"trial": str, "generation": int},
+    "report": {
+        "trial": str,
+        "step": int,
+        "metrics": dict[str, float | bool | None],
+        "decision": Decision,
+        "asked": bool,
+    },
+    "release": {"trial": str, "decision": Decision},
+    "fail": {"trial": str, "error": str, "error_kind": str},
+    "retry": {"trial": str},
+    "done": {"trial": str, "status": TrialStatus, "step": int},
+}
 ENDED = (TrialStatus.DONE, TrialStatus.STOPPED, TrialStatus.FAILED)
 
 
@@ -56,9 +92,28 @@ class StudyState:
         self.num_runs = 0
         self._at_commit: dict[str, tuple[float, int]] = {}
         for record in journal.replay.records:
+            self._require_whole(record)
             self.apply(record)
         for entry in self.entries.values():
             self.rewind(entry.name)
+
+    def _require_whole(self, record: Record) -> None:
+        """Refuse a record that was not damaged, since its check sum is right, but that we do not write."""
+        kind = record.get("kind")
+        fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+        where = f"{self._journal.path}: record {record['seq']}"
+        remedy = "it was written by another version or changed by hand; use another folder"
+        if fields is None:
+            if isinstance(kind, str) and "trial" not in record:
+                return  # of the study as a whole: nothing is made of it
+            raise JournalError(f"{where} is of kind {str(kind)[:40]!r}, which is not known; {remedy}")
+        for name, wanted in fields.items():
+            try:
+                msgspec.convert(record.get(name), wanted)
+            except msgspec.ValidationError as problem:
+                raise JournalError(f"{where}, a {kind}, has a wrong {name!r}: {problem}; {remedy}") from None
+        if kind not in ("study", "trial") and record["trial"] not in self.entries:
+            raise JournalError(f"{where} is of trial {record['trial'][:80]!r}, which was not begun; {remedy}")
 
     def note(self, kind: str, **facts: Any) -> None:
         """Write a record, then let it count."""
@@ -86,17 +141,19 @@ class StudyState:
     def apply(self, record: Record) -> None:
         """Let a record count."""
         kind = record["kind"]
+        if kind not in _FIELDS:
+            return
         if kind == "trial":
             name = record["trial"]
             self.entries[name] = TrialEntry(name, record["facts"], record["num_steps"])
         elif kind == "study":
             self.num_runs = record["run"]
-        elif "trial" in record:
+        else:
             entry = self.entries[record["trial"]]
             getattr(self, f"_{kind}")(entry, record)
 
     def _turn(self, entry: TrialEntry, record: Record) -> None:
-        entry.status, entry.step, entry.loss = TrialStatus.RUNNING, record["step"], record["loss"]
+        entry.status, entry.step, entry.loss = TrialStatus.RUNNING, record["step"], record.get("loss")
         entry.seconds += record["seconds"]
         entry.num_tokens += record["num_tokens"]
         entry.verified = record.get("verified") or entry.verified
@@ -106,8 +163,11 @@ class StudyState:
             entry.name, record["generation"], record["fence"], record["step"], record["crc"]
         )
         entry.committed.append(saved)
-        seconds, num_tokens = record.get("seconds", entry.seconds), record.get("num_tokens", entry.num_tokens)
-        self._at_commit[entry.name] = seconds, num_tokens
+        seconds, num_tokens = record.get("seconds"), record.get("num_tokens")
+        self._at_commit[entry.name] = (
+            entry.seconds if seconds is None else seconds,
+            entry.num_tokens if num_tokens is None else num_tokens,
+        )
 
     def _uncommit(self, entry: TrialEntry, record: Record) -> None:
         entry.committed = [each for each in entry.committed if each.generation != record["generation"]]

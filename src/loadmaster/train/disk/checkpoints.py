@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -40,6 +40,7 @@ from loadmaster.train.disk.backbone_files import (
 from loadmaster.train.disk.journal import make_write_error, sync_folder
 
 MODEL, STATE, FACTS = "model.safetensors", "state.safetensors", "facts.json"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 KEPT = 2  # the last committed generations: the newest, and one to fall back on
 FENCES_OF_A_RUN = 10**9  # fencing numbers of the n-th run of a study begin at n times this
 _GENERATION = re.compile(r"(\d{8,})-(\d+)")
@@ -61,6 +62,36 @@ class Snapshot:
         """What the tensors hold, those of the model counted once."""
         rest, _ = _without_shared(self.tensors, self.model)
         return sum(each.nbytes for each in (*self.model.values(), *rest.values()))
+
+
+class _StoredFile(msgspec.Struct):
+    """Size and CRC-32 of a file of tensors."""
+
+    bytes: _Count
+    crc: _Count
+
+
+class _StoredBackbone(msgspec.Struct):
+    """Which file of frozen weights a generation refers to; it is named by its hash."""
+
+    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]+$")]
+    size_bytes: _Count
+    crc: _Count
+
+
+class _StoredFacts(msgspec.Struct):
+    """What facts.json holds."""
+
+    step: _Count
+    files: dict[str, _StoredFile]
+    shared: dict[str, str]
+    facts: dict[str, Any]
+    backbone: _StoredBackbone | None = None
+
+    def find_backbone(self) -> Backbone | None:
+        """The frozen weights that the generation refers to."""
+        kept = self.backbone
+        return None if kept is None else Backbone(kept.key, kept.size_bytes, kept.crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,49 +198,50 @@ def load(root: Path, saved: SavedCheckpoint) -> Snapshot:
 
 def read_snapshot(folder: Path, *, crc: int | None = None) -> Snapshot:
     """A snapshot from its three files, each checked."""
-    facts_path = folder / FACTS
-    try:
-        data = facts_path.read_bytes()
-    except OSError as problem:
-        raise FileError(f"cannot read {facts_path}: {problem.strerror or problem}") from None
-    if crc is not None and zlib.crc32(data) != crc:
-        raise FormatError(
-            f"{facts_path} is damaged: its check sum is {zlib.crc32(data):08x} instead of {crc:08x}"
-        )
-    try:
-        document = msgspec.json.decode(data)
-        files, shared = document["files"], document["shared"]
-        found = {
-            name: read_tensors(folder / name, size=files[name]["bytes"], crc=files[name]["crc"])
-            for name in (MODEL, STATE)
-        }
-        if "backbone" in document:
-            found[MODEL] |= read_backbone(folder, Backbone(**document["backbone"]))
-        tensors = found[STATE] | {name: found[MODEL][other] for name, other in shared.items()}
-        return Snapshot(document["step"], found[MODEL], tensors, document["facts"])
-    except (msgspec.DecodeError, KeyError, TypeError) as problem:
-        raise FormatError(f"{facts_path} is not what was written: {problem!r}") from None
+    stored = _read_facts(folder, crc=crc)
+    found = {name: _read_stored(folder, name, stored) for name in (MODEL, STATE)}
+    backbone = stored.find_backbone()
+    if backbone is not None:
+        found[MODEL] |= read_backbone(folder, backbone)
+    lost = sorted(other for other in stored.shared.values() if other not in found[MODEL])
+    if lost:
+        raise FormatError(f"{folder / FACTS} refers to tensor {lost[0]!r}, which {MODEL} does not hold")
+    tensors = found[STATE] | {name: found[MODEL][other] for name, other in stored.shared.items()}
+    return Snapshot(stored.step, found[MODEL], tensors, stored.facts)
 
 
 def read_model(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a generation, frozen ones among them, for the plain model; damage is an error."""
+    stored = _read_facts(folder)
+    found, backbone = _read_stored(folder, MODEL, stored), stored.find_backbone()
+    return found if backbone is None else found | read_backbone(folder, backbone)
+
+
+def _read_facts(folder: Path, *, crc: int | None = None) -> _StoredFacts:
+    path = folder / FACTS
     try:
-        document = msgspec.json.decode((folder / FACTS).read_bytes())
-        size, crc = (document["files"][MODEL][key] for key in ("bytes", "crc"))
+        data = path.read_bytes()
     except OSError as problem:
-        raise FileError(f"cannot read {folder / FACTS}: {problem.strerror or problem}") from None
-    except (msgspec.DecodeError, KeyError, TypeError) as problem:
-        raise FormatError(f"{folder / FACTS} is not what was written: {problem!r}") from None
-    found = read_tensors(folder / MODEL, size=size, crc=crc)
-    key = _find_backbone(folder)
-    return found if key is None else found | read_backbone(folder, key)
+        raise FileError(f"cannot read {path}: {problem.strerror or problem}") from None
+    if crc is not None and zlib.crc32(data) != crc:
+        raise FormatError(f"{path} is damaged: its check sum is {zlib.crc32(data):08x} instead of {crc:08x}")
+    try:
+        return msgspec.json.decode(data, type=_StoredFacts)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise FormatError(f"{path} is not what was written: {problem}") from None
+
+
+def _read_stored(folder: Path, name: str, stored: _StoredFacts) -> dict[str, torch.Tensor]:
+    kept = stored.files.get(name)
+    if kept is None:
+        raise FormatError(f"{folder / FACTS} is not what was written: it says nothing of {name}")
+    return read_tensors(folder / name, size=kept.bytes, crc=kept.crc)
 
 
 def _find_backbone(folder: Path) -> Backbone | None:
     try:
-        document = msgspec.json.decode((folder / FACTS).read_bytes())
-        return Backbone(**document["backbone"]) if "backbone" in document else None
-    except (OSError, msgspec.DecodeError, TypeError):
+        return _read_facts(folder).find_backbone()
+    except FileError:
         return None  # whoever reads the generation says what is wrong
 
 

@@ -74,9 +74,9 @@ def _parse_record(line: bytes) -> Record | None:
         return None
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("seq"), int) else None
+    return found if isinstance(found, dict) and type(found.get("seq")) is int else None
 
 
 def _crc(body: bytes) -> bytes:
