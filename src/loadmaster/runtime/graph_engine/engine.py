@@ -105,7 +105,7 @@ class GraphEngine:
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
     _adopted: bool = False  # modules came that the plan does not know
-    _names: list[str] | None = None
+    _names: tuple[Any, list[str]] = (None, [])  # forward, and the names of what it takes
     _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
@@ -131,10 +131,11 @@ class GraphEngine:
         return found, leaves
 
     def _parameters(self) -> list[str]:
-        """What the model's forward takes, asked once."""
-        if self._names is None:
-            self._names = list_parameters(self.model)
-        return self._names
+        """What the model's forward takes; asked once of each forward that it has."""
+        forward = getattr(self.model.forward, "__func__", self.model.forward)
+        if self._names[0] is not forward:
+            self._names = forward, list_parameters(self.model)
+        return self._names[1]
 
     def _known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
         """A graph that was made for such arguments, or for any sizes of them."""

@@ -89,7 +89,7 @@ def _require_own(found: Sequence[Any] | Any, model: nn.Module) -> None:
             raise Unexported(f"the model gives out a {name} that it keeps")
         for one in _iterate_objects(leaf):
             if any(isinstance(value, torch.SymInt) for value in tree_leaves(dict(vars(one)))):
-                raise Unexported(f"a number in the {name} that the model gives depends on the batch")
+                raise Unexported(f"a number in the {name} that the model gives depends on a free size")
 
 
 def _correct_devices(old: Any, new: Any) -> None:
