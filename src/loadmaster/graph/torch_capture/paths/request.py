@@ -149,8 +149,9 @@ class CaptureRequest:
             assume=self.assume,
             reads=record_reads(self._model_in_mode(), self.args, self.kwargs, train=self.train),
         )
-        # plain Python runs the model, by hooks: frozen parts peak where it holds what autograd does not
-        step = self._step(fake, answers, holds=True)
+        # plain Python runs the model, by hooks: frozen parts peak where it holds what autograd does not; an
+        # estimated step peaks where autograd holds them all
+        step = self._step(fake, answers, holds=path == "traced" or not self.train)
         with track_modules(fake.model, step.recorder):
             return group_by_module(self._written(step, lambda: run_traced(fake), path))
 
