@@ -116,6 +116,23 @@ def test_a_plan_for_hooks_holds_at_the_second_step(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("grad_scaler", [False, True])
+def test_a_frozen_weight_beside_a_trained_one_has_no_state_where_hooks_run_the_model(
+    grad_scaler: bool,
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    net[0].weight.requires_grad_(False)
+    autocast = torch.float16 if grad_scaler else None
+    graph = lm.capture(
+        net, (torch.ones(3, 8),), path="traced", target="cuda", autocast=autocast, grad_scaler=grad_scaler
+    )
+    sized = lm.problem(graph, "1xA100-80GB", optimizer="adam").graph
+    held = dict(zip(sized.op_name, sized.resident_bytes.tolist(), strict=True))
+    assert {name: held[name] for name, _ in net.named_parameters()} == {
+        name: weight.nbytes * (3 if weight.requires_grad else 1) for name, weight in net.named_parameters()
+    }
+
+
 def test_a_model_that_hooks_will_run_is_planned_in_whole_modules() -> None:
     family = FAMILIES["bloom"]
     placed = lm.place(family.build(), family.call(), devices=devices(2), budget="20x")
