@@ -27,6 +27,7 @@ from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
+from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
 from loadmaster.questions.problem import build_problem, revise_problem, target_of
@@ -210,6 +211,8 @@ def place(
         devices = auto_shorthand() if devices == "auto" else devices
         cluster = parse_cluster(devices)
         graph = place_request.capture_step(model, plan_or_inputs, wishes, target=target_of(cluster))
+        if place_request.is_run_by_hooks(model, plan_or_inputs, wishes):
+            graph = group_by_module(graph)
         order = "captured" if model.training else "free"  # autograd has an order of its own
         budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
         costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")

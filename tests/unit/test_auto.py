@@ -199,7 +199,7 @@ def test_pins_are_kept_by_everyone() -> None:
     assert (placement.plan.device[::5] == 3).all()
 
 
-WARM = "import loadmaster as lm; lm.plan('gen:chain:5', budget='1x', algorithm='single_device'); print(0)"
+WARM = "from loadmaster.placers.warm import warm_up; warm_up(); print(0)"
 REPORT = """
 import json, sys
 import loadmaster as lm

@@ -142,6 +142,15 @@ def test_a_branch_on_a_constant_or_on_whole_numbers_is_the_real_one_without_weig
     assert (graph.assumptions, graph.notes) == ((), ())
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("last", [2, 5])
+def test_expanded_positions_are_known_as_others_are(rows: int, last: int) -> None:
+    positions = torch.arange(last + 1).expand(rows, -1)
+    graph = capture(Reads(lambda m, x, i: i[-1].max() == 5), (torch.zeros(2, 4), positions))
+    assert ("relu" in graph.op_kind, "tanh" in graph.op_kind) == (last == 5, last != 5)
+    assert graph.assumptions == ()
+
+
 def test_a_value_that_weights_were_written_into_is_assumed_and_said_with_its_line() -> None:
     def mixed(model: Any, x: Any, ids: Any) -> bool:
         flag = torch.zeros(2)

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
+from loadmaster.runtime.place_request import is_run_by_hooks  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, first_difference, placed, random_plan, trained  # noqa: E402
 
@@ -329,6 +330,18 @@ def test_hooks_of_all_modules_are_called() -> None:
     finally:
         handle.remove()
     assert same(plain, model, x)
+
+
+def test_a_model_under_hooks_of_all_modules_is_planned_for_the_hook_engine() -> None:
+    plain, _, x = both()
+    assert not is_run_by_hooks(plain, x, {})
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5)
+    try:
+        assert is_run_by_hooks(plain, x, {})
+    finally:
+        handle.remove()
+    with Doubling():
+        assert is_run_by_hooks(plain, x, {})
 
 
 class Doubling(torch.overrides.TorchFunctionMode):

@@ -25,9 +25,8 @@ LENGTH = 384  # where a mask that is written out rounds otherwise
 def llama(**more: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=64, num_hidden_layers=2, max_position_embeddings=512, use_cache=False, **sizes, **more
-    )
+    rest = {"num_hidden_layers": 2, "max_position_embeddings": 512, "use_cache": False}
+    config = transformers.LlamaConfig(vocab_size=64, **sizes, **rest | more)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -102,6 +101,50 @@ def test_positions_and_masks_that_are_given_are_kept(kind: str) -> None:
     found = gradients(model, False, input_ids=ids, labels=ids, **given)
     assert torch.allclose(wanted[0], found[0], rtol=1e-6)
     assert all(torch.allclose(wanted[1][name], found[1][name], atol=1e-7) for name in wanted[1])
+
+
+def test_a_model_that_gives_its_cache_has_graphs_for_any_size_and_for_full_masks_of_their_own() -> None:
+    wanted, model = (llama(num_hidden_layers=1, use_cache=True) for _ in range(2))
+    full = {name: torch.ones(2, 16).long() for name in ("input_ids", "labels", "attention_mask")}
+    model = placed(model, 2, **full)
+    for rows, length, masked in ((2, 16, 0), (4, 24, 0), (4, 24, 3), (3, 31, 0)):
+        ids = torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(length))
+        mask = (torch.arange(length) >= masked).long().repeat(rows, 1)
+        call = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+        one, other = wanted(**call), model(**call)
+        assert torch.equal(one.logits, other.logits)
+        assert other.past_key_values.get_seq_length() == length
+        for here, there in zip(one.past_key_values.layers, other.past_key_values.layers, strict=True):
+            assert torch.equal(here.keys, there.keys)
+            assert torch.equal(here.values, there.values)
+    assert "graph engine" in model.explain()
+    assert (
+        "a graph for any batch and sequence was made when a batch of 4 and a sequence of 24 came"
+        in model.notes
+    )
+
+
+def test_a_forward_whose_arguments_have_changed_places_still_has_graphs_for_full_masks(
+    monkeypatch: Any,
+) -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama(num_hidden_layers=1)
+
+        def forward(self, ids: Any, mask: Any) -> Any:
+            return self.inner(input_ids=ids, attention_mask=mask).logits
+
+    def turned(self: Any, mask: Any, ids: Any) -> Any:
+        return self.inner(input_ids=ids, attention_mask=mask).logits
+
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    padded = torch.tensor([[0] * 5 + [1] * 11, [1] * 16])
+    plain, model = Outer(), placed(Outer(), 2, ids, torch.ones_like(ids))
+    assert torch.equal(plain(ids, torch.ones_like(ids)), model(ids, torch.ones_like(ids)))
+    monkeypatch.setattr(Outer, "forward", turned)
+    for mask in (torch.ones_like(ids), padded):
+        assert torch.allclose(plain(mask, ids), model(mask, ids), rtol=1e-6)
 
 
 def test_what_is_counted_off_is_known_until_something_is_written() -> None:

@@ -25,6 +25,7 @@ from loadmaster.capacity.clusters import (
     with_preset,
 )
 from loadmaster.capacity.fit_search import FitSearch
+from loadmaster.capacity.host_kernels import judge_mixed_cluster
 from loadmaster.capacity.step_setting import StepSetting, is_training
 from loadmaster.capacity.verdict import Verdict, judge_cluster, judge_single_device, needed_bytes
 from loadmaster.cluster.presets import KINDS, KindPreset
@@ -80,7 +81,8 @@ def propose_changes(
 def _check_idea(search: FitSearch, idea: _Idea) -> Change:
     search.say(f"trying: {idea.text}", 0.0)
     try:
-        found = judge_cluster(search, search.problem(idea.setting, idea.cluster))
+        asked = search.problem(idea.setting, idea.cluster)
+        found = judge_mixed_cluster(search, idea.setting, asked)
     except LoadmasterError as problem:  # such a step cannot be captured
         return Change(idea.name, idea.text, idea.price, False, str(problem), None)
     return _make_change(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
@@ -219,7 +221,8 @@ def _try_more_devices(
     num, verdict = first, None
     for num in range(first, min(first + _TRIES, _MOST_MORE + 1)):
         search.say(f"trying: {num} more {kind}", 0.0)
-        verdict = judge_cluster(search, search.problem(setting, with_more(devices, like, num)))
+        asked = search.problem(setting, with_more(devices, like, num))
+        verdict = judge_mixed_cluster(search, setting, asked)
         if verdict.fits:
             break
     if verdict is None:

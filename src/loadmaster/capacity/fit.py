@@ -9,6 +9,7 @@ from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.changes import NOT_A_DEVICE, propose_changes
 from loadmaster.capacity.clusters import limit_of, preset_cluster, single_device_cluster
 from loadmaster.capacity.fit_search import FitSearch
+from loadmaster.capacity.host_kernels import is_mixed, judge_mixed_cluster
 from loadmaster.capacity.largest import find_largest_batch, guess_largest_batch
 from loadmaster.capacity.peak_moment import held_at_peaks
 from loadmaster.capacity.step_setting import StepSetting, setting_of
@@ -153,11 +154,14 @@ def _assess_cluster(
 ) -> tuple[Verdict, ClusterFit]:
     """All devices, by a plan, with what each of them holds."""
     search.say("looking for a plan on all devices", 0.0)
-    verdict = judge_cluster(search, search.problem(setting, cluster))
+    verdict = judge_mixed_cluster(search, setting, search.problem(setting, cluster))
     simulator = prepare(verdict.problem)
     outcome, held = held_at_peaks(simulator, verdict.plan)
+    counted = setting
+    if is_mixed(cluster) and "kernels of cuda" not in verdict.problem.graph.capture:
+        counted = replace(setting, target="cpu")  # the kernels that the answer above is counted with
     largest = _find_largest_batch(
-        search, setting, cluster, lambda p: judge_cluster(search, p).fits, quick=quick
+        search, counted, cluster, lambda p: judge_cluster(search, p).fits, quick=quick
     )
     return verdict, ClusterFit(
         devices=cluster.device_name,

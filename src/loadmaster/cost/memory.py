@@ -66,7 +66,7 @@ def with_optimizer(graph: Graph, optimizer: str, *, precision: str = "fp32") -> 
     weight_bytes = _weight_bytes(graph)
     weight, update = pair_weights_with_updates(graph)
     state = np.zeros(graph.num_ops, dtype=np.int64)
-    for op in np.flatnonzero(_find_stateful_params(graph, weight)).tolist():
+    for op in np.flatnonzero(_find_stateful_params(graph, weight, update)).tolist():
         shape, dtype = _shape_of(graph, op, int(weight_bytes[op]))
         num_bytes = state_bytes(shape, optimizer, precision=precision, dtype=dtype)
         state[op] = _check_size(num_bytes, graph.op_name[op])
@@ -128,12 +128,16 @@ def pair_weights_with_updates(graph: Graph) -> tuple[Ints, Ints]:
     return pairs[0], pairs[1]
 
 
-def _find_stateful_params(graph: Graph, updated: Ints) -> Bools:
-    """[N] param ops with state: those with an update op, or all where the graph has no update op."""
+def _find_stateful_params(graph: Graph, updated: Ints, update: Ints) -> Bools:
+    """[N] param ops with state: those with an update op, or all where the graph has no update op.
+
+    Where no update op of a group is known to be of one weight, all weights of the group are updated.
+    """
     param: Bools = graph.phase == Phase.PARAM
     if not (graph.phase == Phase.UPDATE).any():
         return param
-    trained: Bools = param & np.isin(graph.group, graph.group[_find_grouped_ops(graph, Phase.UPDATE)])
+    groups = np.setdiff1d(graph.group[_find_grouped_ops(graph, Phase.UPDATE)], graph.group[update])
+    trained: Bools = param & np.isin(graph.group, groups)
     trained[updated] = True
     return trained
 

@@ -2,16 +2,21 @@
 
     joint; 100.0 % of backward attributed; from hf:gpt2 --batch 4 --seq 64
 
-They are the last part, as one would type them.
+They are the last part, as one would type them. Before them a graph that was traced says why it was not
+exported.
 """
 
+import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph
 
 _FROM = "; from "
+_REASON = "; not exported: "
+_ADVICE = re.compile(r" (While executing|consider using|Caused by:) .*")  # what torch adds to an error
 _WORDS = {  # field of `Asked` -> option
     "batch": "--batch",
     "seq": "--seq",
@@ -34,6 +39,18 @@ def add_origin(capture: str, source: str, asked: Any) -> str:
         if value is not None and value != _DEFAULT.get(name):
             words += [option, str(value)]
     return f"{capture}{_FROM}{shlex.join(words)}"
+
+
+def add_reason(graph: Graph, reason: str) -> Graph:
+    """A graph that was traced says why `torch.export` did not make it."""
+    words = _ADVICE.sub("", " ".join(reason.replace(";", ",").split()))
+    return replace(graph, capture=f"{graph.capture}{_REASON}{words}")
+
+
+def reason_of(graph: Graph) -> str:
+    """Why a graph was not exported; '' where nobody wrote it down."""
+    _, _, rest = graph.capture.partition(_REASON)
+    return rest.split(";")[0]
 
 
 def origin_of(graph: Graph) -> tuple[str, dict[str, Any]] | None:

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map, tree_map_only
 
+from loadmaster.modules.full_masks import find_full_masks, name_arguments
 from loadmaster.modules.tensor_trees import find_tensors, list_tensors
 
 
@@ -23,6 +24,7 @@ class FakeModel:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     values: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # fake and real: buffers, whole-number inputs
+    full_masks: frozenset[str] = frozenset()  # arguments that mask nothing
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every distinct parameter by its first name."""
@@ -34,10 +36,7 @@ class FakeModel:
 
     def inputs(self) -> list[tuple[str, torch.Tensor]]:
         """Every input tensor, named as the model's forward names its argument."""
-        try:
-            names = list(inspect.signature(self.model.forward).parameters)
-        except (TypeError, ValueError):
-            names = []
+        names = list_parameters(self.model)
         given = [
             (names[at] if at < len(names) else f"input_{at}", value) for at, value in enumerate(self.args)
         ]
@@ -56,8 +55,24 @@ class FakeModel:
         return tensors | dict(self.model.named_buffers(remove_duplicate=False))
 
 
-def make_fake_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeModel:
-    """A copy of the model on fake CPU tensors, with fake inputs."""
+def list_parameters(model: nn.Module) -> list[str]:
+    """The names of what a model's forward takes, in order; none where Python does not know them."""
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def make_fake_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    full_masks: frozenset[str] | None = None,
+) -> FakeModel:
+    """A copy of the model on fake CPU tensors, with fake inputs; `full_masks` None: those that are full."""
+    if full_masks is None:
+        full_masks = find_full_masks(name_arguments(list_parameters(model), args, kwargs))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers(), *_attribute_tensors(model)]:
@@ -72,7 +87,7 @@ def make_fake_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     values += [
         (fake, tensor) for fake, tensor in given if not (tensor.is_floating_point() or tensor.is_complex())
     ]
-    return FakeModel(mode, copied, args, kwargs, tuple(values))
+    return FakeModel(mode, copied, args, kwargs, tuple(values), full_masks)
 
 
 def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:

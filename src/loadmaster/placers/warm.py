@@ -29,9 +29,11 @@ def warm_up_for(
     problem: Problem, algorithm: object, progress: Callable[[str, float], None] = ignore_progress
 ) -> None:
     """Have the algorithm that is asked answer tiny problems like this one."""
+    if is_warm("placers"):
+        return  # before any algorithm is imported to be told apart
     name = next((one for one in own_algorithms() if type(placer(one)) is type(algorithm)), None)
     part = f"placers-{problem.objective}-{problem.split}-{problem.pipeline != ''}-{name}"
-    if name is None or is_warm("placers") or is_warm(part):
+    if name is None or is_warm(part):
         return
     questions = [one for one in _tiny_problems() if _is_alike(one, problem)]
     _answer(questions, [name], progress)

@@ -8,14 +8,18 @@ from loadmaster.modules.live_storages import count_storage_bytes
 from loadmaster.runtime.graph_engine.engine import GraphEngine
 from loadmaster.runtime.hook_engine.engine import HookEngine
 
+_WHY_GRAPH = "torch.export made a graph of the model, so each op runs where the plan has it"
 
-def explain_engine(engine: GraphEngine, hooks: HookEngine | None) -> str:
-    """One line for the engine, one for each device, one for each note."""
+
+def explain_engine(engine: GraphEngine, hooks: HookEngine | None, why_hooks: str = "") -> str:
+    """One line for the engine, one for why it runs, one for each device, one for each note."""
     graphs = engine.graphs
     copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
     if hooks is not None:
         copies = f"{len(hooks.places)} modules"
     lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]
+    why = f"it runs module by module, since {why_hooks}" if hooks is not None else _WHY_GRAPH
+    lines.append(f"why: {why}")
     lines += [_describe_device(engine, at) for at in range(len(engine.devices))]
     if engine.spill is not None:
         window = format_bytes(engine.spill.window_bytes)

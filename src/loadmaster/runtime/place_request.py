@@ -26,7 +26,8 @@ from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.fake_model import rebuild_modules
 from loadmaster.runtime.finite_loss import HOWS, WARN
-from loadmaster.runtime.placed import AUTO, ENGINES, Options, Placed, build_placed_model
+from loadmaster.runtime.graph_engine.engine import CannotExportError, require_graph
+from loadmaster.runtime.placed import AUTO, ENGINES, HOOKS, Options, Placed, build_placed_model
 from loadmaster.runtime.shortage import Replan
 from loadmaster.runtime.verify.unplaced import Loss
 from loadmaster.runtime.verify.verification import Verification, parse_batch
@@ -214,6 +215,19 @@ def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: 
         told = describe_findings(graph.assumptions, graph.warnings, graph.notes)
         warnings.warn("\n".join(told), RuntimeWarning, stacklevel=3)
     return graph
+
+
+def is_run_by_hooks(model: nn.Module, given: Any, wishes: PlaceOptions) -> bool:
+    """Whether hooks will run a model on these inputs, module by module, so that it is planned for them."""
+    asked = wishes.get("engine", AUTO)
+    if asked != AUTO:
+        return asked == HOOKS
+    args, kwargs = parse_batch(given)
+    try:
+        require_graph(model, tuple(args), {**kwargs, **(wishes.get("kwargs") or {})})
+    except CannotExportError:
+        return True
+    return False
 
 
 def require_plan(placement: Placement) -> Plan:

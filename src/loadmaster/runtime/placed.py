@@ -15,14 +15,14 @@ from loadmaster.core.errors import DeviceMemoryError, InputError, PlanError, Run
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
+from loadmaster.graph.origin import reason_of
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.materialise import is_meta, materialise
 from loadmaster.runtime.adoption import Move, Residents
 from loadmaster.runtime.explain import describe_prediction, explain_engine
 from loadmaster.runtime.finite_loss import WARN, FiniteCheck
 from loadmaster.runtime.graph_engine.assignment import PlanIndex, index_plan
-from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph
-from loadmaster.runtime.graph_engine.python_attributes import find_hooked_module, find_outer_python
+from loadmaster.runtime.graph_engine.engine import CannotExportError, GraphEngine, ReadyGraph, refuse_python
 from loadmaster.runtime.hook_engine.engine import HookEngine
 from loadmaster.runtime.optimizers import Optimizers
 from loadmaster.runtime.outputs import mark_outputs
@@ -43,10 +43,6 @@ from loadmaster.runtime.verify.verification import Verification, compare_batch
 AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed
 ENGINES = (AUTO, GRAPH, HOOKS)
-_TRACED = (
-    "when it was planned, torch.export could not make a graph of the model (torch.export.export(model, args)"
-    " says why; a model of transformers often has one with config.use_cache = False)"
-)
 _COMPILE = (
     "torch.compile cannot compile a placed model: it would look into the engine that runs the plan; compile"
     " the parts of the plan instead, lm.place(..., compile=True)"
@@ -74,7 +70,9 @@ class Options:
         if not graph.capture.startswith("traced"):
             return self
         if self.engine == GRAPH:
-            raise PlanError(f"there is no graph to run: {_TRACED}; leave engine out, or choose 'hooks'")
+            raise PlanError(
+                f"there is no graph to run: {_explain_trace(graph)}; leave engine out, or choose 'hooks'"
+            )
         return replace(self, engine=HOOKS)
 
 
@@ -91,6 +89,7 @@ class Placed(nn.Module):
     hf_device_map: dict[str, torch.device]
     _placement: Placement | None = None
     _replan: Replan | None = None
+    _why_hooks: str = ""  # why hooks run the model, or ran its last call; '' = the graph engine does
     _needed: list[int] | None = None  # [D] after a whole device was full: what stood there and was asked for
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,19 +130,18 @@ class Placed(nn.Module):
         if self._options.engine == HOOKS:
             return None
         try:
-            around = find_outer_python()
-            if around:
-                raise CannotExportError(around)
-            hooked = find_hooked_module(self)
-            if hooked:
-                raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
-            return self._engine.ready(args, kwargs)
+            refuse_python(self)
+            found = self._engine.ready(args, kwargs)
+            self._why_hooks = ""
+            return found
         except CannotExportError as problem:
             if self._options.engine == GRAPH:
                 raise
+            self._why_hooks = str(problem)
             self._engine.say(f"run by hooks on modules, not as a graph: {problem}")
         if self._hooks.settle():
             self._engine.forget()
+        self._say_what_hooks_move()
         return None
 
     def _adopt_new(self) -> None:
@@ -155,6 +153,15 @@ class Placed(nn.Module):
         self._optimizers.name_weights(self)
         devices = self._engine.devices
         self.hf_device_map = {name: devices[home].where for name, home in self._engine.homes.items()}
+
+    def _say_what_hooks_move(self) -> None:
+        """A plan of single ops is not what hooks run: its predictions are not theirs."""
+        num_moved = self._hooks.count_moved_ops()
+        if num_moved:
+            self._engine.say(
+                f"hooks run {num_moved} ops on other devices than the plan, with their modules: its predicted"
+                " time and peaks are not those of this run (lm.place(model, inputs) plans for hooks)"
+            )
 
     def adopt(self, optimizer: Any) -> None:
         """Move the state of an optimizer that was made before to where its weights are now."""
@@ -202,8 +209,8 @@ class Placed(nn.Module):
         return {d.name: peak for d, peak in zip(accounts.devices, accounts.peak_bytes, strict=True)}
 
     def explain(self) -> str:
-        """Where everything is, in a few lines."""
-        where = explain_engine(self._engine, self._hooks if self._options.engine == HOOKS else None)
+        """Which engine runs and why, and where everything is, in a few lines."""
+        where = explain_engine(self._engine, self._hooks if self._why_hooks else None, self._why_hooks)
         predicted = describe_prediction(self._placement)
         return f"{where}\n{predicted}" if predicted else where
 
@@ -293,7 +300,12 @@ def build_placed_model(
     made._residents = Residents(made, homes, made._hooks.places, _make_mover(made, accounts))
     made._optimizers, made._options, made._to_verify = optimizers, chosen, chosen.verify
     if chosen.engine == HOOKS and (options is None or options.engine != HOOKS):
-        made._engine.say(f"run by hooks on modules, not as a graph: {_TRACED}")
+        made._why_hooks = _explain_trace(graph)
+        made._engine.say(f"run by hooks on modules, not as a graph: {made._why_hooks}")
+    elif chosen.engine == HOOKS:
+        made._why_hooks = "engine='hooks' was asked for"
+    if chosen.engine == HOOKS:
+        made._say_what_hooks_move()
     made._finite = FiniteCheck(chosen.on_nan) if chosen.on_nan is not None else None
     if made._finite is not None:
         made._finite.watch(model)
@@ -301,11 +313,21 @@ def build_placed_model(
     made.hf_device_map = {name: devices[home].where for name, home in homes.items()}
     # what accelerate puts around the placed model's forward (mixed precision) is not the model's own
     wrapped = {"forward", "_original_forward"}
-    made._engine.ours = frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed"} | wrapped
+    made._engine.ours = (
+        frozenset(vars(made)) - frozenset(vars(model)) | {_TURN, "_needed", "_why_hooks"} | wrapped
+    )
     optimizers.watch(together=spill is None)  # the host's part of many weights at once takes much memory
     if accounts is not None:
         _count_gradients(made, model, homes, accounts)
     return made
+
+
+def _explain_trace(graph: Graph) -> str:
+    """Why a traced graph cannot be run op by op."""
+    reason = reason_of(graph)
+    if not reason:
+        return "the model was captured with path='traced', which gives no graph to run"
+    return f"when it was planned, torch.export could not make a graph of the model ({reason})"
 
 
 def _make_placed_instance(model: nn.Module) -> Placed:

@@ -21,11 +21,11 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.graph.spill import LANDED, LOAD, RESTORE, max_window_bytes
+from loadmaster.graph.whole_modules import LOSS
 from loadmaster.runtime.graph_engine.op_facts import Facts
 from loadmaster.runtime.graph_engine.program import Program, op_kind
 
 _FEW = 3
-LOSS = "loss"  # the module of ops that are not the model's own
 
 
 @dataclass(frozen=True, slots=True)

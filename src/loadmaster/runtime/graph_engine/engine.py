@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.core.raised import shorten_error
+from loadmaster.modules.fake_model import list_parameters
+from loadmaster.modules.full_masks import find_full_masks, name_arguments
 from loadmaster.modules.saved_tensors import without_history
 from loadmaster.modules.torch_state import leave_transforms
 from loadmaster.runtime.graph_engine.assignment import (
@@ -36,6 +38,8 @@ from loadmaster.runtime.graph_engine.program import Program, export_program
 from loadmaster.runtime.graph_engine.python_attributes import (
     child_identity,
     find_changed_names,
+    find_hooked_module,
+    find_outer_python,
     is_call_replaced,
     list_modules,
     snapshot_named_state,
@@ -101,6 +105,7 @@ class GraphEngine:
     ours: frozenset[str] = frozenset()  # attributes of the placed model that are not the model's
     _matched: bool = False
     _adopted: bool = False  # modules came that the plan does not know
+    _names: tuple[Any, list[str]] = (None, [])  # forward, and the names of what it takes
     _making: NonReentrantLock = field(default_factory=NonReentrantLock)
     _modules: tuple[Any, ...] = ()
     _known_state: dict[str, Any] = field(default_factory=dict)  # attributes that the last graph was made with
@@ -115,7 +120,7 @@ class GraphEngine:
         """The graph for these arguments, and their leaves."""
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
-        mode = self._mode()
+        mode = (find_full_masks(name_arguments(self._parameters(), args, kwargs)), *self._mode())
         found = self._find((spec, make_input_pattern(leaves), mode))
         if found is None:
             sizes = find_free_sizes((args, ordered))
@@ -124,6 +129,13 @@ class GraphEngine:
                 if found is None:
                     found = self._new(args, ordered, (spec, leaves, mode), sizes)
         return found, leaves
+
+    def _parameters(self) -> list[str]:
+        """What the model's forward takes; asked once of each forward that it has."""
+        forward = getattr(self.model.forward, "__func__", self.model.forward)
+        if self._names[0] is not forward:
+            self._names = forward, list_parameters(self.model)
+        return self._names[1]
 
     def _known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
         """A graph that was made for such arguments, or for any sizes of them."""
@@ -153,8 +165,7 @@ class GraphEngine:
         """A graph for these arguments; where it is not the first of its kind, for any sizes if that works."""
         spec, leaves, mode = call
         exact = (spec, make_input_pattern(leaves), mode)
-        if is_call_replaced():
-            raise CannotExportError("the call of all modules was replaced, which torch.export does not see")
+        _refuse_replaced_call()
         if exact in self._refused:
             raise CannotExportError(self._refused[exact])
         kinds = {(spec, make_input_pattern(leaves, free), mode): free for free in sizes}
@@ -324,12 +335,15 @@ class GraphEngine:
         return {node: known[name] for node, name in names.items() if name in known}
 
     def _is_as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> bool:
-        """Whether the plan is for what runs with gradients, as most plans are, or without autocast."""
-        for casts in [True] * (not grad) + [False] * is_casting():
+        """Whether the plan is for what runs with gradients, as most plans are, without autocast, or with
+        other masks: with full ones, or with some that mask something.
+        """
+        masks = frozenset(name for name in name_arguments(self._parameters(), args, kwargs) if "mask" in name)
+        ways: list[dict[str, Any]] = [{"casts": True}] * (not grad) + [{"casts": False}] * is_casting()
+        ways += [{"full_masks": full} for full in (frozenset(), masks) if masks]
+        for way in ways:
             try:
-                if not find_unplanned_ops(
-                    *self._export_program(args, kwargs, grad=True, casts=casts), self.known
-                ):
+                if not find_unplanned_ops(*self._export_program(args, kwargs, grad=True, **way), self.known):
                     return True
             except CannotExportError:  # a model may be one that runs under autocast alone
                 continue
@@ -343,6 +357,7 @@ class GraphEngine:
         grad: bool,
         free: Sizes = FIXED,
         casts: bool = True,
+        full_masks: frozenset[str] | None = None,
     ) -> tuple[Program, Facts]:
         training = self.root.training
         for_gpu = any(device.where.type == "cuda" for device in self.devices)
@@ -362,6 +377,7 @@ class GraphEngine:
                     free=free,
                     root=self.root,
                     ours=self.ours,
+                    full_masks=full_masks,
                 )
                 return program, collect_facts(program)
         except Exception as problem:  # torch and the user's model may raise anything
@@ -412,6 +428,34 @@ class GraphEngine:
             if self.accounts is not None:
                 self.accounts.move(tensors[name], device[node])
             self.forget()
+
+
+def require_graph(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise CannotExportError where a model has no graph on these arguments, so that hooks will run it."""
+    refuse_python(model)
+    _refuse_replaced_call()
+    try:
+        program = export_program(model, args, dict(sorted(kwargs.items())), training=model.training)
+        facts = collect_facts(program)
+    except Exception as problem:  # torch and the user's model may raise anything
+        leave_transforms()
+        raise CannotExportError(shorten_error(problem)) from problem
+    _refuse_input_writes(program, facts)
+
+
+def refuse_python(model: nn.Module) -> None:
+    """Refuse a call during which Python must run: around all modules or functions, or hooks of a module."""
+    around = find_outer_python()
+    if around:
+        raise CannotExportError(around)
+    hooked = find_hooked_module(model)
+    if hooked:
+        raise CannotExportError(f"module {hooked!r} has hooks, which a graph does not call")
+
+
+def _refuse_replaced_call() -> None:
+    if is_call_replaced():
+        raise CannotExportError("the call of all modules was replaced, which torch.export does not see")
 
 
 def _refuse_input_writes(program: Program, facts: Facts) -> None:

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import GraphError
-from loadmaster.graph.export import UNNAMED, export, make_unique, module_of
+from loadmaster.graph.export import UNNAMED, Exported, export, make_unique, module_of
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
 from loadmaster.modules.randomness import preserve_rng
@@ -61,8 +61,7 @@ class Program:
     graph: fx.Graph
     root: nn.Module  # what its get_attr nodes name
     fake: FakeModel
-    num_hidden: int  # outputs that are not the model's
-    out_spec: TreeSpec | None
+    exported: Exported  # knows how outputs are put together
     fits: Fits | None = None  # of a graph with free axes: the sizes that it holds for
     reads: Reads = field(default_factory=Reads)  # what the Python of the model could read
 
@@ -78,8 +77,7 @@ class Program:
 
     def unflatten_outputs(self, flat: Any) -> Any:
         """What the model would give, of what the graph gives."""
-        found = list(flat)[self.num_hidden :]
-        return tree_unflatten(found, self.out_spec) if self.out_spec is not None else tuple(found)
+        return self.exported.unflatten_outputs(flat)
 
 
 def export_program(
@@ -92,13 +90,15 @@ def export_program(
     free: Sizes = FIXED,
     root: nn.Module | None = None,
     ours: frozenset[str] = frozenset(),
+    full_masks: frozenset[str] | None = None,
 ) -> Program:
     """The forward pass in the present mode of the model's modules; raises what torch.export raises.
 
     `grad` is whether gradients are taken when it runs: a forward may ask. `root` has the attributes that the
-    user sets, but for `ours`; without it the model has.
+    user sets, but for `ours`; without it the model has. `full_masks` are the arguments that mask
+    nothing, where it is not seen of the arguments themselves.
     """
-    fake = make_fake_model(model, args, kwargs)
+    fake = make_fake_model(model, args, kwargs, full_masks=full_masks)
     fake.model.training = training
     remove_hooks(fake.model)
     with (
@@ -109,7 +109,8 @@ def export_program(
     ):
         if free:
             spell_out_arguments(fake.model.__dict__["forward"], fake)
-        exported = export(fake, dynamic_shapes=make_dynamic_shapes(fake, free) if free else None)
+        made = export(fake, dynamic_shapes=make_dynamic_shapes(fake, free) if free else None)
+    exported = made.program
     fits = make_size_check(exported, fake, free) if free else None
     if free and fits is None:
         raise GraphError("the model depends on the sizes of its inputs")
@@ -118,15 +119,13 @@ def export_program(
     reads = collect_reads(list_modules(model if root is None else root), code, ours)
     if reads.sources:
         raise GraphError(f"its forward reads {reads.sources[0]!r}, which gives another value each time")
-    spec = exported.graph_signature
     flat = _Flattener(exported.graph_module)
     slots = _make_slots(exported, fake, model)
     _refuse_frozen_weights(slots, model, reads)
     flat.inputs(slots)
     flat.nodes(exported.graph_module, "", ())
     _rename_clashing_ops(flat.graph, [*fake.weights(), *fake.buffers(), *(name for name, _ in fake.inputs())])
-    num_hidden = len(spec.output_specs) - len(spec.user_outputs)
-    return Program(flat.graph, flat.root, fake, num_hidden, exported.call_spec.out_spec, fits, reads)
+    return Program(flat.graph, flat.root, fake, made, fits, reads)
 
 
 def _refuse_hidden_changes(fake: FakeModel, code: Code) -> None:

@@ -32,7 +32,9 @@ _NOT_THE_USERS = ("torch.", "transformers.", "builtins", "loadmaster.runtime.")
 _SETTINGS = ("Config", "Configuration", "Settings")  # what classes of them are called
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _CALLED = (symbolic._orig_module_call, symbolic._orig_module_getattr)
-_PURE = "torch.nn.utils"  # hooks of weight norms: they are ops as any others
+# hooks of weight norms: they are ops as any others; and those by which transformers collects hidden states
+_PURE = ("torch.nn.utils", "transformers.utils.output_capturing")
+_COLLECTS = "._output_capturing_hooks_installed"  # set when the latter are put there: by the first call
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:
@@ -187,7 +189,13 @@ def find_outer_python() -> str:
 
 def _has_own_hooks(module: nn.Module) -> bool:
     hooks = [hook for name in _HOOKS for hook in module.__dict__[name].values()]
-    return any(not (getattr(type(hook), "__module__", "") or "").startswith(_PURE) for hook in hooks)
+    return any(not _home_module(hook).startswith(_PURE) for hook in hooks)
+
+
+def _home_module(hook: Any) -> str:
+    """Where the function, or the class of an object that is called, comes from."""
+    home = hook if isinstance(hook, types.FunctionType) else type(hook)
+    return getattr(home, "__module__", "") or ""
 
 
 def remove_hooks(root: nn.Module) -> None:
@@ -220,7 +228,7 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[Code]:
         seen.extend(
             name
             for name in find_changed_names(before, snapshot_named_state(model, ours))
-            if name not in unset
+            if name not in unset and not f".{name}".endswith(_COLLECTS)
         )
         return out
 

@@ -55,6 +55,14 @@ class HookEngine:
             parent = self.places.get(path.rpartition(".")[0], 0)
             self.places[path] = self.known.by_module.get(path, parent)
 
+    def count_moved_ops(self) -> int:
+        """Ops of the forward pass that the plan has elsewhere than their module."""
+        return sum(
+            self.known.device[name] != self.places[module]
+            for name, module in self.known.forward
+            if module in self.places
+        )
+
     def settle(self) -> bool:
         """Buffers go to their modules, which may write them; gives whether any moved."""
         moved = False
@@ -118,7 +126,8 @@ class _FollowMode(TorchFunctionMode):
         super().__init__()
         self._engine = engine
         self._stack = [engine.places[""]]
-        self._copies: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
+        # a copy lives while autograd or a function that runs needs it: as the plan counts it, and no longer
+        self._copies: dict[int, dict[tuple[int, int], weakref.ref[torch.Tensor]]] = {}
         self._alive: dict[int, Any] = {}
         self._known: set[Any] = set()  # autograd's nodes whose bytes are counted
 
@@ -131,8 +140,10 @@ class _FollowMode(TorchFunctionMode):
         return hook
 
     def end(self, module: Any, args: Any, out: Any) -> None:
-        """A hook: a module ends."""
-        self._stack.pop()
+        """A hook: a module ends; what autograd keeps of functions that no mode sees is counted with it."""
+        at, accounts = self._stack.pop(), self._engine.accounts
+        if accounts is not None and torch.is_grad_enabled():
+            accounts.watch_backward(out, at, type(module).__name__, self._known)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function where it belongs."""
@@ -140,12 +151,13 @@ class _FollowMode(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         at = self._stack[-1]
+        if tensors and self._only_looks(func, leaves[tensors[0]]):
+            return func(*args, **kwargs)
         if tensors and _stays_on_device(func, kwargs):
             at = self._engine.locate_tensor(leaves[tensors[0]], at)
         far = [place for place in tensors if self._engine.locate_tensor(leaves[place], at) != at]
-        for place in far:
-            if not leaves[place].is_inference():
-                self._copy(leaves[place], at)
+        # in the order of the arguments, and held until the function has read them
+        held = [self._copy(leaves[place], at) for place in far if not leaves[place].is_inference()]
         original, made = {}, {}
         for place in reversed(far):
             source = leaves[place]
@@ -156,7 +168,15 @@ class _FollowMode(TorchFunctionMode):
             original[id(leaves[place])] = source
         args, kwargs = tree_unflatten(leaves, spec)
         out = self._run(func, args, kwargs, at)
+        del held
         return original.get(id(out), out)  # `to` may have nothing to do: then nothing was read
+
+    def _only_looks(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Whether a function looks at an input that nobody has read: it is no device's yet."""
+        accounts = self._engine.accounts
+        if accounts is None or getattr(func, "__name__", "") not in _LOOKS:
+            return False
+        return accounts.owner(tensor) == NO_DEVICE
 
     def _run(self, func: Any, args: Any, kwargs: Any, at: int) -> Any:
         accounts = self._engine.accounts
@@ -177,9 +197,11 @@ class _FollowMode(TorchFunctionMode):
             self._alive[key] = weakref.ref(tensor, lambda _: self._forget(key))
         version = (tensor._version, at)
         made = self._copies.setdefault(key, {})
-        if version not in made:
-            made[version] = self._copy_tensor(tensor, at)
-        return made[version]
+        known = made[version]() if version in made else None
+        if known is None:
+            known = self._copy_tensor(tensor, at)
+            made[version] = weakref.ref(known)
+        return known
 
     def _copy_tensor(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         where, accounts = self._engine.devices[at].where, self._engine.accounts

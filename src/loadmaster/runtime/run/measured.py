@@ -17,7 +17,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import collect_keys
-from loadmaster.runtime.graph_engine.assignment import LOSS
+from loadmaster.graph.whole_modules import LOSS
 from loadmaster.runtime.graph_engine.op_clock import MeasuredSpan
 
 _WHOLE = 0.999  # an update that was timed on its own

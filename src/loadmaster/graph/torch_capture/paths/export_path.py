@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from loadmaster.core.graph import Phase
 from loadmaster.graph.torch_capture.paths import export_gaps
+from loadmaster.graph.torch_capture.paths.output_objects import OutputObjects, pack_outputs
 from loadmaster.graph.torch_capture.record.call_site import parse_call_site
 from loadmaster.graph.torch_capture.record.ledger import Op
 from loadmaster.graph.torch_capture.record.recorder import Recorder
@@ -28,24 +30,44 @@ _ONE_BY_ONE = threading.RLock()  # torch.export, and what is put in place meanwh
 UNNAMED = frozenset({torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_async.msg})
 
 
-def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model's forward pass as a graph, and what its outputs are made of."""
+
+    program: torch.export.ExportedProgram
+    objects: OutputObjects
+
+    @property
+    def num_hidden(self) -> int:
+        """Outputs of the graph that are not the model's; they come first."""
+        signature = self.program.graph_signature
+        return len(signature.output_specs) - len(signature.user_outputs)
+
+    def unflatten_outputs(self, flat: Any) -> Any:
+        """What the model would give, of what the graph gives."""
+        found, spec = list(flat)[self.num_hidden :], self.program.call_spec.out_spec
+        return self.objects.unpack(tree_unflatten(found, spec) if spec is not None else tuple(found))
+
+
+def export(fake: FakeModel, *, dynamic_shapes: Any = None) -> Exported:
     """The model as a graph; raises what torch.export raises, and Unexported."""
     prints = io.StringIO()  # a failed export prints the graph so far
     quiet = contextlib.redirect_stdout(prints), contextlib.redirect_stderr(prints)
     refused = export_gaps.refuse_unexportable(train=fake.model.training)
-    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, export_gaps.hide_export_from_masks():
-        return torch.export.export(
+    masks = export_gaps.hide_export_from_masks(fake.model, fake.full_masks)
+    with _ONE_BY_ONE, fake.mode, quiet[0], quiet[1], refused, masks, pack_outputs(fake.model) as objects:
+        program = torch.export.export(
             fake.model, fake.args, fake.kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )
+    return Exported(program, objects)
 
 
-def run_exported(program: torch.export.ExportedProgram, fake: FakeModel, recorder: Recorder) -> Any:
+def run_exported(exported: Exported, fake: FakeModel, recorder: Recorder) -> Any:
     """Run the graph on the fake model's tensors; gives what the model's forward gives."""
-    flat = _bind_inputs(program, fake)
-    out = _RecordingInterpreter(program.graph_module, recorder).run(*flat, enable_io_processing=False)
-    num_others = len(program.graph_signature.output_specs) - len(program.graph_signature.user_outputs)
-    spec = program.call_spec.out_spec
-    return tree_unflatten(list(out)[num_others:], spec) if spec is not None else out
+    flat = _bind_inputs(exported.program, fake)
+    graph = exported.program.graph_module
+    out = _RecordingInterpreter(graph, recorder).run(*flat, enable_io_processing=False)
+    return exported.unflatten_outputs(out)
 
 
 def _bind_inputs(program: torch.export.ExportedProgram, fake: FakeModel) -> list[Any]:

@@ -2,7 +2,7 @@
 
 `torch.arange(length) + 0` says the same in every step. What asks for such numbers while a model is exported
 gets the answer of a step that is not. Followed are a few ways to count and to look; whatever else comes of
-them, or of the model's inputs, is not known.
+them, or of the model's inputs, is not known; but for masks that are given and mask nothing.
 """
 
 from typing import Any
@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _FOLLOWED = {
     "arange", "add", "sub", "__add__", "__radd__", "__sub__", "unsqueeze", "squeeze", "expand", "view",
-    "reshape", "to", "long", "int", "__getitem__", "detach", "contiguous", "clone",
+    "reshape", "to", "long", "int", "__getitem__", "detach", "contiguous", "clone", "all",
 }  # fmt: skip
+_LESS = {"lt", "__lt__"}
 _IN_PLACE = {"__setitem__", "__set__"}
 _IN_PLACE |= {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")}
 _IN_PLACE |= {f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift")}
@@ -28,6 +29,13 @@ class PositionTracker(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the tensor is kept: ids stay its own
+        self._fractions: dict[int, torch.Tensor] = {}  # random numbers from 0 to 1
+
+    def learn_ones(self, tensor: torch.Tensor) -> None:
+        """A tensor that is known to hold ones, whatever its batch."""
+        sizes = [int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self._known[id(tensor)] = tensor, torch.ones(sizes, dtype=tensor.dtype)
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers, where they are known."""
@@ -37,13 +45,27 @@ class PositionTracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and where all it was given is known, know what it gave."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name == "__bool__" and id(args[0]) in self._known:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return bool(self._known[id(args[0])][1])
+        out = func(*args, **kwargs)
         if _writes(func, name, kwargs):
             self._known.clear()  # perhaps one of these, by another name
+            self._fractions.clear()
         elif name in _FOLLOWED and isinstance(out, torch.Tensor):
             self._note(func, args, kwargs, out)
+        elif name == "rand" and isinstance(out, torch.Tensor):
+            self._fractions[id(out)] = out
+        elif name in _LESS and id(args[0]) in self._fractions and isinstance(args[1], int | float):
+            self._note_comparison(out, args[1])
         return out
+
+    def _note_comparison(self, out: torch.Tensor, limit: float) -> None:
+        """No random fraction is below 0, and all are below 1: a layer that is skipped never, or always."""
+        if limit <= 0 or limit >= 1:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self._known[id(out)] = out, torch.full(tuple(out.shape), limit >= 1)
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> None:
         given = tree_leaves((args, kwargs))
@@ -71,6 +93,12 @@ def is_one_sequence(positions: torch.Tensor) -> bool:
     """Whether each row counts up by one: nothing is packed into it."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return bool((positions.diff(dim=-1) == 1).all())
+
+
+def is_full(mask: torch.Tensor) -> bool:
+    """Whether a mask masks nothing."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return bool(mask.bool().all())
 
 
 def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:

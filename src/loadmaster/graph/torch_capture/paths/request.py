@@ -11,6 +11,7 @@ from torch import nn
 from loadmaster.core.errors import GraphError, InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.raised import shorten_error
+from loadmaster.graph.origin import add_reason
 from loadmaster.graph.torch_capture.paths import export_gaps
 from loadmaster.graph.torch_capture.paths.export_path import export, run_exported
 from loadmaster.graph.torch_capture.paths.optimizer_update import rebind_optimizer
@@ -35,6 +36,7 @@ from loadmaster.graph.torch_capture.record.data_dependent_reads import (
 from loadmaster.graph.torch_capture.record.ledger import Ledger
 from loadmaster.graph.torch_capture.record.recorder import Recorder
 from loadmaster.graph.torch_capture.record.target_kernels import Kernels, require_target
+from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.gpu_casts import Casts
 from loadmaster.modules.torch_state import leave_transforms
@@ -83,13 +85,16 @@ class CaptureRequest:
 
     def _first(self, path: str | None) -> Graph:
         attempts = [path] if path is not None else ["joint", "traced", "estimated"]
+        reasons: list[str] = []  # why there is no graph to run
         for attempt in attempts:
             try:
-                return self._capture_by(attempt, strict=path is None)
+                graph = self._capture_by(attempt, strict=path is None)
+                return add_reason(graph, reasons[0]) if reasons else graph
             except InputError:
                 raise
             except Exception as problem:  # torch and the user's model may raise anything
                 leave_transforms()
+                reasons.append(shorten_error(problem))
                 if attempt == attempts[-1]:
                     raise self._explain_failure(problem) from problem
         raise AssertionError("there is a last attempt")
@@ -118,14 +123,14 @@ class CaptureRequest:
         answers = Answers(assume=self.assume)
         try:
             with self._enter_autocast(), watch_others(answers):
-                program = export(fake)
+                exported = export(fake)
         except Exception:
             if path == "joint":
                 raise
             return self._traced(self._make_fake(), path)
         step = self._step(fake, answers)
         try:
-            graph = self._written(step, lambda: run_exported(program, fake, step.recorder), path)
+            graph = self._written(step, lambda: run_exported(exported, fake, step.recorder), path)
         except InputError:
             raise
         except Exception:
@@ -144,9 +149,11 @@ class CaptureRequest:
             assume=self.assume,
             reads=record_reads(self._model_in_mode(), self.args, self.kwargs, train=self.train),
         )
-        step = self._step(fake, answers, holds=not self.train)  # a step peaks where autograd holds them all
+        # plain Python runs the model, by hooks: frozen parts peak where it holds what autograd does not; an
+        # estimated step peaks where autograd holds them all
+        step = self._step(fake, answers, holds=path == "traced" or not self.train)
         with track_modules(fake.model, step.recorder):
-            return self._written(step, lambda: run_traced(fake), path)
+            return group_by_module(self._written(step, lambda: run_traced(fake), path))
 
     def _make_fake(self) -> FakeModel:
         fake = make_fake_model(self.model, self.args, self.kwargs)

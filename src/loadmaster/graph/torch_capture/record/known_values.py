@@ -232,6 +232,9 @@ class KnownValues:
             )
             if mine.numel() * mine.itemsize < storage.nbytes():
                 storage.fill_(0)
+            for axis, stride in enumerate(mine.stride()):
+                if stride == 0 and mine.shape[axis] > 1:  # expanded: the same memory all along
+                    mine, value = mine.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
             mine.copy_(value)
         self._known.add(fake.untyped_storage(), _Known(storage, drawn, span))
 

@@ -1,0 +1,146 @@
+"""Models of `transformers` as the library builds them: which engine runs them, and with which numbers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="placing needs the extra [torch]")
+pytest.importorskip("transformers", minversion="5", reason="the models are of transformers 5")
+from benchmarks.families import FAMILIES  # noqa: E402
+from benchmarks.family_runs import EQUAL, compare_family  # noqa: E402
+
+import loadmaster as lm  # noqa: E402
+from loadmaster.core.graph import units  # noqa: E402
+from loadmaster.core.plan import plan_of  # noqa: E402
+from loadmaster.graph.whole_modules import group_by_module  # noqa: E402
+from loadmaster.runtime.placed import build_placed_model  # noqa: E402
+from tests.placing import devices, random_plan  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+BY_HOOKS = {"mixtral", "qwen2_moe", "bloom", "detr", "wav2vec2"}
+OFTEN = ("gpt2", "whisper", "bloom")
+SELDOM = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_a_family_as_built_by_default_trains_with_the_numbers_of_the_plain_model(name: str) -> None:
+    run = compare_family(name, plans=((2, 0),), steps=2)
+    assert (run.result, run.by_hooks) == (EQUAL, EQUAL)
+    assert run.engine == ("hooks" if name in BY_HOOKS else "graph"), run.why
+    assert bool(run.why) == (name in BY_HOOKS)
+
+
+def place(name: str, call: dict[str, Any]) -> Any:
+    model = FAMILIES[name].build()
+    graph = lm.capture(model, (), call)
+    return build_placed_model(model, graph, random_plan(graph, 2, 3), devices(2))
+
+
+def test_a_placed_model_gives_its_cache_of_keys_and_values() -> None:
+    call = FAMILIES["llama"].call()
+    wanted, found = FAMILIES["llama"].build()(**call), place("llama", call)(**call)
+    assert type(found) is type(wanted)
+    assert type(found.past_key_values) is type(wanted.past_key_values)
+    for ours, theirs in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+        assert ours.keys.device == ours.device
+    assert found.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length() == 8
+
+
+def test_two_calls_do_not_share_a_cache() -> None:
+    call = FAMILIES["llama"].call()
+    placed = place("llama", call)
+    first, second = placed(**call).past_key_values, placed(**call).past_key_values
+    assert first is not second
+    assert first.layers[0].keys.data_ptr() != second.layers[0].keys.data_ptr()
+
+
+@pytest.mark.parametrize("order", [("ones", "padded", "ones"), ("padded", "ones")])
+def test_a_mask_of_ones_takes_the_kernel_of_the_plain_model(order: tuple[str, ...]) -> None:
+    call = FAMILIES["mistral"].call()
+    padded = call["attention_mask"].clone()
+    padded[0, :3] = 0
+    masks = {"ones": call["attention_mask"], "padded": padded}
+    plain, placed = FAMILIES["mistral"].build(), place("mistral", call)
+    for which in order:
+        given = call | {"attention_mask": masks[which]}
+        wanted, found = plain(**given).loss, placed(**given).loss
+        assert torch.equal(wanted, found), which
+    assert "graph engine" in placed.explain()
+
+
+def test_explain_says_why_hooks_run_a_model() -> None:
+    call = FAMILIES["bloom"].call()
+    placed = place("bloom", call)
+    placed(**call)
+    assert "hook engine" in placed.explain()
+    assert "torch.autograd.Function" in placed.explain()
+
+
+def test_explain_says_why_the_graph_engine_runs_a_model() -> None:
+    call = FAMILIES["gpt2"].call()
+    placed = place("gpt2", call)
+    placed(**call)
+    assert placed.explain().startswith("graph engine")
+    assert "\nwhy: torch.export made a graph" in placed.explain()
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2", "bloom", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES)]
+)
+def test_a_plan_for_hooks_holds_at_the_second_step(name: str) -> None:
+    family = FAMILIES[name]
+    call = family.call()
+    graph = group_by_module(lm.capture(family.build(), (), call))
+    unit, num_units = units(graph)
+    for seed in range(2):
+        where = np.random.default_rng(seed).integers(0, 2, num_units).astype(np.int32)[unit]
+        placement = lm.plan(lm.problem(graph, devices(2)), algorithm=plan_of(where), order="captured")
+        model = family.build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        placed = lm.place(model, placement, engine="hooks", optimizer=optimizer)
+        for _ in range(3):
+            loss = placed(**call)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+        predicted = dict(
+            zip(placement.problem.cluster.device_name, placement.peak_bytes.tolist(), strict=True)
+        )
+        assert all(peak <= predicted[device] for device, peak in placed.peak_bytes.items()), (
+            placed.peak_bytes,
+            predicted,
+        )
+
+
+@pytest.mark.parametrize("grad_scaler", [False, True])
+def test_a_frozen_weight_beside_a_trained_one_has_no_state_where_hooks_run_the_model(
+    grad_scaler: bool,
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    net[0].weight.requires_grad_(False)
+    autocast = torch.float16 if grad_scaler else None
+    graph = lm.capture(
+        net, (torch.ones(3, 8),), path="traced", target="cuda", autocast=autocast, grad_scaler=grad_scaler
+    )
+    sized = lm.problem(graph, "1xA100-80GB", optimizer="adam").graph
+    held = dict(zip(sized.op_name, sized.resident_bytes.tolist(), strict=True))
+    assert {name: held[name] for name, _ in net.named_parameters()} == {
+        name: weight.nbytes * (3 if weight.requires_grad else 1) for name, weight in net.named_parameters()
+    }
+
+
+def test_a_model_that_hooks_will_run_is_planned_in_whole_modules() -> None:
+    family = FAMILIES["bloom"]
+    placed = lm.place(family.build(), family.call(), devices=devices(2), budget="20x")
+    plan, graph = placed.placement.plan, placed.placement.problem.graph
+    assert plan is not None
+    found: dict[str, set[int]] = {}
+    for module, device, phase in zip(graph.module, plan.device.tolist(), graph.phase.tolist(), strict=True):
+        if phase == 0:
+            found.setdefault(module, set()).add(device)
+    assert placed._hooks.count_moved_ops() == 0
+    assert max(map(len, found.values())) <= 2  # views are where their memory is
