@@ -23,7 +23,7 @@ from loadmaster.runtime.transport.copies import copy_to_device  # noqa: E402
 from loadmaster.runtime.transport.cuda_copies import CopyStreams  # noqa: E402
 from tests.allocations import plain_loss  # noqa: E402
 from tests.placing import plan_by, random_plan  # noqa: E402
-from tests.spilling import spilled_model, spilling  # noqa: E402
+from tests.spilling import nothing, spilled_model, spilling  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 from tests.unit.test_runtime_casting import Asks, Hard  # noqa: E402
 from tests.unit.test_runtime_spill import DEEP, WEIGHT, all_of, deep  # noqa: E402
@@ -345,19 +345,22 @@ def test_weights_of_a_gpu_are_updated_together_where_others_are_on_the_host() ->
 
 @pytest.mark.parametrize("late", ["up", "down", "reader", "none"])
 @pytest.mark.parametrize("window", [1, 3])
-def test_spilled_weights_are_right_under_delays(late: str, window: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("stashed", [nothing, all_of], ids=["weights", "activations too"])
+def test_spilled_weights_are_right_under_delays(
+    late: str, window: int, stashed: Any, monkeypatch: Any
+) -> None:
     built, plain = deep(), deep()
     plain.model.to(GPU)
     inputs = (plain.args[0].to(GPU),)
-    model = spilled_model(built, all_of, window_bytes=window * WEIGHT, devices=SPILL)
+    model = spilled_model(built, all_of, window_bytes=window * WEIGHT, stashed=stashed, devices=SPILL)
     streams = weight_carriers.StreamCarrier
     right_up, right_down, right_use = streams.up, streams.down, streams.use
 
-    def up(self: Any, weight: Any) -> Any:
+    def up(self: Any, weight: Any, after: Any = None) -> Any:
         if late == "up":
             with torch.cuda.stream(self._up):
                 torch.cuda._sleep(LONG // 20)
-        return right_up(self, weight)
+        return right_up(self, weight, after)
 
     def down(self: Any, grad: Any) -> Any:
         if late == "down":
@@ -392,10 +395,10 @@ def test_an_edit_right_after_a_forward_is_not_seen_by_it(monkeypatch: Any) -> No
     model = spilled_model(built, all_of, window_bytes=2 * WEIGHT, devices=SPILL)
     right = weight_carriers.StreamCarrier.up
 
-    def up(self: Any, weight: Any) -> Any:
+    def up(self: Any, weight: Any, after: Any = None) -> Any:
         with torch.cuda.stream(self._up):
             torch.cuda._sleep(LONG // 10)
-        return right(self, weight)
+        return right(self, weight, after)
 
     monkeypatch.setattr(weight_carriers.StreamCarrier, "up", up)
     x = built.args[0].to(GPU)
