@@ -12,16 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import loadmaster as lm
+from loadmaster.core.plan import plan_of
+from loadmaster.core.problem import Origin
 from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN, BusyWatch, ProcessorTimes, count_cores
 from loadmaster.cost.copies import copy_seconds
 from loadmaster.cost.database import COLUMNS, CostDatabase, CostRow, open_database
 from loadmaster.cost.error_bar import (
     BUSY_ERROR,
+    ISSUE_ERROR,
     MEASURED_ERROR,
     NO_ANCHOR_ERROR,
     UNKNOWN_ERROR,
     format_error,
     op_errors,
+    step_error,
 )
 from loadmaster.cost.exchange import export_costs, import_costs
 from loadmaster.cost.keys import COPIES, WHOLE_STEP, Keys, step_key
@@ -181,6 +186,20 @@ def test_the_error_bar_grows_with_spread_busy_moments_and_a_missing_whole_step()
     assert anchored == pytest.approx(0.5)
     (loose,) = op_errors(np.array([0.0]), [CALM], None)
     assert loose == pytest.approx(math.hypot(MEASURED_ERROR, NO_ANCHOR_ERROR))
+
+
+def test_a_step_that_the_host_issues_slowly_has_a_wide_error_bar() -> None:
+    problem = lm.problem("gen:chain:4", "H200")
+    num = problem.graph.num_ops
+    plan = plan_of(np.zeros(num, dtype=np.int32), np.arange(num, dtype=np.int32))
+    for issue_s, wanted in ((1e-9, 0.1), (1.0, ISSUE_ERROR)):
+        costs = replace(
+            problem.costs,
+            issue_s=np.full(num, issue_s),
+            rel_error=np.full(num, 0.1),
+            origin=np.full(num, Origin.MEASURED, dtype=np.int8),
+        )
+        assert step_error(replace(problem, costs=costs), plan) == pytest.approx(wanted)
 
 
 def test_an_error_bar_is_printed_beside_the_seconds() -> None:
