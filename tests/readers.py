@@ -30,8 +30,8 @@ from tests.mutations import (
     change_xml,
     change_zip,
 )
-from tests.unit.format_samples import MSR, PIPEDREAM, PIPER
-from tests.unit.noun_samples import NOUNS
+from tests.unit.core.noun_samples import NOUNS
+from tests.unit.formats.format_samples import MSR, PIPEDREAM, PIPER
 
 MOST_S = 5.0
 MOST_BYTES = 2**30
@@ -188,13 +188,13 @@ def _text_readers() -> Iterator[Reader]:
 
 
 def _onnx_reader() -> Reader:
-    from tests.unit.test_format_onnx import net
+    from tests.unit.formats.test_onnx import net
 
     return Reader("onnx", _named(onnx), (change_message(net()),), share=0.1)
 
 
 def _pt2_reader() -> Reader:
-    from tests.unit.test_format_pt2 import MODEL_JSON, members
+    from tests.unit.formats.test_pt2 import MODEL_JSON, members
 
     change = change_zip(members(), MODEL_JSON)
     return Reader("pt2", _named(pt2), (change,), share=0.05)

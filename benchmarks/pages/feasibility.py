@@ -20,7 +20,7 @@ devices share so many times the need, workspaces and copies come on top. `auto` 
 
 {_auto(result)}
 
-"None exists": no plan fits (`tests/unit/test_memory_first.py`, `tests/properties/test_feasibility.py` say why). At 1.0x, fork_join of 300
+"None exists": no plan fits (`tests/unit/placers/test_memory_first.py`, `tests/properties/test_feasibility.py` say why). At 1.0x, fork_join of 300
 ops: {_proof(result)}
 
 At {max(suite.FACTORS):g}x every algorithm that repairs its plans: time of its call.

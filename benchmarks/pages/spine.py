@@ -91,7 +91,7 @@ Gap to the best proven lower bound, and plan time, of GPT-2-like training steps 
 {body}
 
 On the msr throughput graphs `chain_balance` is optimal on 4 of 12 and at most 1.056x the published chain optimum
-(`tests/unit/test_placers.py`).
+(`tests/unit/placers/test_placers.py`).
 """
 
 

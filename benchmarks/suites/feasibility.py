@@ -18,7 +18,8 @@ GENERATORS = ("chain", "fork_join", "rnn_grid", "layered", "many_source")
 SIZES = (300, 1_000, 10_000)
 FACTORS = (1.02, 1.05, 1.1, 1.2)
 REPAIRED = ("m_topo", "m_etf", "m_sct", "heft", "cpop", "chain_balance", "memory_first")
-# No plan fits these: tests/unit/test_memory_first.py and tests/properties/test_feasibility.py say why.
+# No plan fits these; tests/unit/placers/test_memory_first.py and tests/properties/test_feasibility.py say
+# why.
 IMPOSSIBLE = {("rnn_grid", 300, 1.02), ("layered", 300, 1.02)}
 
 

@@ -11,7 +11,7 @@ import pytest
 import loadmaster as lm
 from loadmaster.core.errors import InputError, ProblemError
 from loadmaster.placers.heuristic.round_robin import RoundRobin
-from tests.unit.format_samples import MSR
+from tests.unit.formats.format_samples import MSR
 
 
 def test_the_functions_have_the_promised_parameters() -> None:

@@ -19,7 +19,7 @@ from loadmaster.core import io
 from loadmaster.graph.source import read_source
 from tests.builders import plan_on, star_cluster
 from tests.integration.command_line import Say, finish, loadmaster, start
-from tests.unit.format_samples import MSR, PIPEDREAM, changed
+from tests.unit.formats.format_samples import MSR, PIPEDREAM, changed
 
 EVIL = "[bold]x[/bold]\n<script>"
 

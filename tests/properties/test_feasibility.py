@@ -24,8 +24,8 @@ from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from tests.builders import graph_of, problem_of, star_cluster
 from tests.oracle import assignments, best_of_all
 from tests.strategies import graphs, problems
-from tests.unit.test_memory_first import tight
-from tests.unit.test_repair import by_hand
+from tests.unit.placers.test_memory_first import tight
+from tests.unit.placers.test_repair import by_hand
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SPREAD = "kept tensors, and need"  # words of the certificate that counts copies

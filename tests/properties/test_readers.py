@@ -12,7 +12,7 @@ from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.graph.formats import openvino
 from tests.mutations import BILLION_LAUGHS
 from tests.readers import all_readers, run_inputs
-from tests.unit.noun_samples import PLAN
+from tests.unit.core.noun_samples import PLAN
 
 _NAMES = (
     "nouns", "own", "msr", "piper", "nodelink", "pipedream", "openvino", "toml", "onnx", "pt2", "safetensors",

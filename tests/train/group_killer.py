@@ -25,9 +25,9 @@ import loadmaster.train.shard_engine  # noqa: F401
 from loadmaster.train.coordination.searchers import SuccessiveHalving
 from loadmaster.train.disk.journal import read_journal
 from loadmaster.train.study import Study
+from tests.train.disk.test_kill import Slowly, in_child
 from tests.train.lora_trials import lora, loss, tokens
 from tests.train.small_trials import digest
-from tests.train.test_kill import Slowly, in_child
 
 _CAP_BYTES = 1 << 20
 _MOST_BYTES = 8300  # of the journal of a whole study, about

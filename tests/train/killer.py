@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from loadmaster.train.disk.journal import read_journal
-from tests.train.test_kill import Slowly, hashes, in_child
-from tests.train.test_shard_study import TRIALS, study
+from tests.train.disk.test_kill import Slowly, hashes, in_child
+from tests.train.study.test_shard_study import TRIALS, study
 
 
 def _wait_for(journal: Path) -> None:

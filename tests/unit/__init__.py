@@ -1,1 +1,1 @@
-"""One module of tests for each module of the program."""
+"""One folder of tests for each room of the program."""

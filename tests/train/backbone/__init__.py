@@ -1,0 +1,1 @@
+"""Many trials on one frozen model."""

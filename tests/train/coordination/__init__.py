@@ -1,0 +1,1 @@
+"""Who runs when: scheduler, workers, searchers, callbacks, signals, and what they say."""

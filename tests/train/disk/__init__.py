@@ -1,0 +1,1 @@
+"""What survives a kill: the journal, checkpoints, frozen weights, and what is deleted."""

@@ -1,0 +1,1 @@
+"""Captured training steps against PyTorch itself."""

@@ -1,0 +1,1 @@
+"""Devices and links: words, TOML, presets, and what this machine has."""

@@ -1,0 +1,1 @@
+"""The nouns, their files, checks and units."""

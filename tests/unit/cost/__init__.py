@@ -1,0 +1,1 @@
+"""Seconds of ops: by the roofline, measured, and kept in a database."""

@@ -1,0 +1,1 @@
+"""Graphs read, generated, coarsened and rewritten."""

@@ -1,0 +1,1 @@
+"""Each algorithm on examples worked out by hand, and the published ones."""

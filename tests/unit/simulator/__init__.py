@@ -1,0 +1,1 @@
+"""The simulator by hand: timelines, memory, lower bounds, steady states."""
