@@ -15,6 +15,7 @@ from loadmaster.capacity.verdict import judge_cluster
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement, Status
+from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split
 from loadmaster.core.question import Question
 from loadmaster.core.run import parse_budget
@@ -25,6 +26,7 @@ from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.bounds.skeleton import build_skeleton
 from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
 from loadmaster.simulator.bounds.travel import compute_travel
+from loadmaster.simulator.events.engine import prepare
 from tests.builders import cluster_of, graph_of, problem_of
 
 SLACK = 1 + 1e-9
@@ -204,3 +206,33 @@ def _find_false_verdict(problem: Problem, best: float | None) -> list[str]:
     if found.proven and not found.fits and best is not None:
         return [f"fit: proves that nothing fits: {found.reason}"]
     return []
+
+
+def tight_problem(seed: int, objective: Objective = Objective.STEP) -> Problem:
+    """Five to eight ops whose memory is, to the byte, what one plan drawn at random needs: so one fits."""
+    rng = np.random.default_rng(seed)
+    num, devices = int(rng.integers(5, 9)), int(rng.integers(2, 4))
+    kinds = int(rng.integers(1, devices + 1))
+    graph = _graph(rng, num)
+    seconds = rng.integers(1, 40, (num, kinds)) / 4.0
+    pinned = np.where(rng.random(num) < 0.1, rng.integers(0, devices, num), FREE).astype(np.int32)
+    for label in np.unique(graph.group[graph.group >= 0]):
+        mates = graph.group == label
+        pinned[mates] = pinned[mates].max()
+    pairs = [(i, j) for i in range(devices) for j in range(devices) if i != j]
+    num_links = int(rng.integers(1, 4))
+    routes = {pair: [int(rng.integers(0, num_links))] for pair in pairs}
+    parts: dict[str, Any] = {
+        "kind": [*range(kinds), *rng.integers(0, kinds, devices - kinds).tolist()],
+        "on_host": [False] * kinds,
+        "rate": [1.0, 2.0, 4.0][:num_links],
+        "latency": [0.0, 0.5, 1.0][:num_links],
+    }
+    fields: dict[str, Any] = {"pinned": pinned, "objective": objective}
+    roomy = problem_of(graph, cluster_of(routes, **parts), seconds, **fields)
+    label = np.where(graph.group >= 0, graph.group + num, np.arange(num))
+    drawn = rng.integers(0, devices, 3 * num)[label]
+    device = np.where(pinned != FREE, pinned, drawn).astype(np.int32)
+    peak = prepare(roomy).score(plan_of(device)).peak_bytes
+    memory = [max(need, 1) for need in peak]
+    return problem_of(graph, cluster_of(routes, memory=memory, **parts), seconds, **fields)

@@ -75,7 +75,7 @@ class TestAnswers:
 
     def test_a_proof_that_the_best_plan_is_optimal_is_passed_on(self) -> None:
         placement = planned(instance_b(), "100000x")
-        assert members(placement)["brute_force"].status == Status.OPTIMAL
+        assert members(placement)["branch_and_bound"].status == Status.OPTIMAL
         assert placement.status == Status.OPTIMAL
 
 

@@ -10,12 +10,14 @@ early when the best plan is within `good_enough` of the lower bound. It reports 
 the others lost.
 """
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from loadmaster.core.graph import units
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem, Split
@@ -38,6 +40,7 @@ _NOT_CONSTRUCTORS = (
     "auto",
     "refine",
     "segments",
+    "branch_and_bound",
     "brute_force",
     "memory_first",
     "cpsat_latency",
@@ -45,19 +48,23 @@ _NOT_CONSTRUCTORS = (
 )
 _QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
 _FOR_SEGMENTS = 0.4  # of the budget, for training steps
+_FOR_TREE = 0.4  # of the budget, for every plan of a tiny problem
+_FOR_ROOM = 0.5  # of what is left, for each member that may find a plan where nothing fits yet
 _FOR_PROOF = 0.4  # of the budget, where local search still has much to do
 _UNMENDED = ("single_device", "memory_first")  # the first stays what it is, the second has done its best
+_EQUAL = 1e-9  # times this near differ by rounding
+_FEW_DEVICES, _FEW_OPS = 3, 60  # of a problem that is tiny
 _HOPELESS = 1.5  # a start this much slower than the best plan is not refined
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """`good_enough`: a gap at which the search stops; `tiny_ops`: the largest problem for brute force;
-    `small_ops`: where local search is soon done, and CP-SAT has the rest of the budget.
+    """`good_enough`: a gap at which the search stops; `tiny_units`: up to which every plan is tried
+    or ruled out; `small_ops`: where local search is soon done, and CP-SAT has the rest of the budget.
     """
 
     good_enough: float = 0.01
-    tiny_ops: int = 6
+    tiny_units: int = 12
     small_ops: int = 250
     pipelines: ClassVar[bool] = True
 
@@ -72,9 +79,11 @@ class Auto:
             portfolio.search("linear_dp", share=_QUICK, to_the_end=True)
         if problem.split == Split.CHAIN and not portfolio.fits:
             _search_chain(portfolio, share=_MOST_OF_IT)  # before repairs: it may prove that they are in vain
+        if _is_tiny(problem, self.tiny_units):
+            portfolio.search("branch_and_bound", share=_FOR_TREE, to_the_end=True, start=portfolio.plan)
         portfolio.make_fit()
-        if problem.graph.num_ops <= self.tiny_ops and problem.cluster.num_devices <= 3:
-            portfolio.search("brute_force")
+        if not portfolio.fits:
+            portfolio.insist()
         if problem.objective == Objective.THROUGHPUT:
             _search_throughput(portfolio)
         self._refine(portfolio)
@@ -108,6 +117,12 @@ def _refine_list_plan(portfolio: "_Portfolio") -> None:
         return
     if (listed.score_s or np.inf) <= _HOPELESS * best.score_s:
         portfolio.search("refine", label="refine(m_etf)", share=_QUARTER, start="m_etf")
+
+
+def _is_tiny(problem: Problem, most_units: int) -> bool:
+    """Whether every plan can be tried or ruled out."""
+    few = problem.cluster.num_devices <= _FEW_DEVICES and problem.graph.num_ops <= _FEW_OPS
+    return few and units(problem.graph)[1] <= most_units
 
 
 def _has_backward(problem: Problem) -> bool:
@@ -185,6 +200,26 @@ class _Portfolio:
                 break
             self._run(name, "", self.meter.member(), label=f"{name}, repaired")
 
+    def insist(self) -> None:
+        """Where nothing fits yet, whatever else may find a plan that does, until one does."""
+        nearest = self.nearest
+        self.search("segments", share=_FOR_ROOM)
+        for name, parameters in (
+            ("cpsat_latency", {}),
+            ("local_search", {"start": nearest}),
+            ("cpsat_throughput", {"start": nearest}),
+            ("refine", {"start": nearest}),
+        ):
+            if not self.fits:
+                self.search(name, share=_FOR_ROOM, **parameters)
+
+    @property
+    def nearest(self) -> Plan | None:
+        """The best plan, or the one that comes nearest to fitting."""
+        if self.best is None:
+            return None
+        return self.best.plan or self.best.least_overflow_plan
+
     @property
     def fits(self) -> bool:
         """Whether some plan fits."""
@@ -241,12 +276,8 @@ class _Portfolio:
 
     def _find_proven(self) -> Placement | None:
         """An answer that is proven and as good as the best."""
-        known = (Status.OPTIMAL, Status.INFEASIBLE)
-        alike = (
-            r
-            for _, r in self.results
-            if self.best is not None and _rank_key(r)[:2] == _rank_key(self.best)[:2]
-        )
+        known, best = (Status.OPTIMAL, Status.INFEASIBLE), self.best
+        alike = (r for _, r in self.results if best is not None and _is_as_good(r, best))
         return next((r for r in alike if r.status in known), None)
 
     def _why_proven(self) -> str:
@@ -299,6 +330,13 @@ def _rank_key(result: Placement) -> tuple[bool, float, float]:
     """Fitting first, then fast, then least overflow."""
     seconds = result.score_s if result.score_s is not None else 0.0
     return (not result.fits, seconds, float(result.shortfall_bytes.sum()))
+
+
+def _is_as_good(result: Placement, best: Placement) -> bool:
+    """Whether two answers differ by rounding alone: the same plan may be timed in another order of adding."""
+    if result.score_s is None or best.score_s is None:
+        return result.fits == best.fits
+    return result.fits == best.fits and math.isclose(result.score_s, best.score_s, rel_tol=_EQUAL)
 
 
 def _describe_member(name: str, result: Placement, best: Placement) -> Member:

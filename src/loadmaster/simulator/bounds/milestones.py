@@ -32,7 +32,7 @@ def find_milestones(graph: Graph, frame: Skeleton, num: int) -> list[Milestone]:
     """The best of each of `num` parts of the longest path, in its order."""
     source, target = edges(graph)
     seconds = np.where(np.isfinite(frame.op_s), frame.op_s, np.inf).min(axis=1)
-    path = _find_longest_path(frame, source, target, seconds)
+    path = _find_longest_path(source, target, seconds)
     ahead, behind = (
         _find_reachable(graph.num_ops, source, target),
         _find_reachable(graph.num_ops, target, source),
@@ -48,19 +48,17 @@ def find_milestones(graph: Graph, frame: Skeleton, num: int) -> list[Milestone]:
     return chosen
 
 
-def _find_longest_path(frame: Skeleton, source: Ints, target: Ints, seconds: Floats) -> list[int]:
-    """Timed ops of a path on which heads and tails are largest."""
-    through = (frame.head_s + frame.op_s + frame.tail_s).min(axis=1)
-    start = frame.head_s.min(axis=1)
-    before: dict[int, list[int]] = {}
-    for u, v in zip(source.tolist(), target.tolist(), strict=True):
-        before.setdefault(v, []).append(u)
-    op = int(np.flatnonzero(through >= through.max() * (1 - 1e-9)).max())
-    path = [op]
-    while op in before:
-        op = max(before[op], key=lambda u: (through[u], start[u] + seconds[u], u))
-        path.append(op)
-    return [op for op in reversed(path) if seconds[op] > 0]
+def _find_longest_path(source: Ints, target: Ints, seconds: Floats) -> list[int]:
+    """Timed ops of the path with most time of its own, each op at its least: transfers would favour stubs."""
+    rest, after = seconds.copy(), np.full(len(seconds), -1, dtype=np.int64)
+    order = np.argsort(source, kind="stable")[::-1]  # ops are in topological order
+    for u, v in zip(source[order].tolist(), target[order].tolist(), strict=True):
+        if seconds[u] + rest[v] > rest[u] or after[u] < 0:
+            rest[u], after[u] = seconds[u] + rest[v], v
+    path = [int(rest.argmax())]
+    while after[path[-1]] >= 0:
+        path.append(int(after[path[-1]]))
+    return [op for op in path if seconds[op] > 0]
 
 
 def _find_reachable(num: int, source: Ints, target: Ints) -> list[int]:

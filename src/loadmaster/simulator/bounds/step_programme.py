@@ -26,7 +26,7 @@ from loadmaster.simulator.bounds.milestones import Milestone, find_milestones
 from loadmaster.simulator.bounds.skeleton import Skeleton, build_skeleton
 
 MOST_COLUMNS = 60_000
-_COLUMNS_PER_S = 2_500  # on a slow processor: what cannot be solved in time is not begun
+_COLUMNS_PER_S = 4_500  # on a slow processor: what cannot be solved in time is not begun
 _UNITS = 1000.0  # the bound so far in the solver's units: its tolerances are absolute
 _MILESTONES = 12
 _DECIDED = 0.999
