@@ -204,14 +204,11 @@ class _Portfolio:
         """Where nothing fits yet, whatever else may find a plan that does, until one does."""
         nearest = self.nearest
         self.search("segments", share=_FOR_ROOM)
-        for name, parameters in (
-            ("cpsat_latency", {}),
-            ("local_search", {"start": nearest}),
-            ("cpsat_throughput", {"start": nearest}),
-            ("refine", {"start": nearest}),
-        ):
+        if not self.fits:
+            self.search("cpsat_latency", share=_FOR_ROOM)
+        for name in ("local_search", "cpsat_throughput", "refine"):
             if not self.fits:
-                self.search(name, share=_FOR_ROOM, **parameters)
+                self.search(name, share=_FOR_ROOM, start=nearest)
 
     @property
     def nearest(self) -> Plan | None:
