@@ -27,6 +27,7 @@ from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
+from loadmaster.graph.framework import is_tensorflow_model
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
@@ -203,6 +204,8 @@ def place(
     `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
     plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
     """
+    if is_tensorflow_model(model):
+        return _place_tensorflow(model, plan_or_inputs, devices, wishes)
     from loadmaster.runtime import place_request
 
     place_request.check_place_request(model, wishes)
@@ -223,6 +226,25 @@ def place(
     # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was
     # full, needs a planner, and planners stand above the runtime.
     return place_request.place_on_plan(model, placement, wishes, replan=_repair_plan)
+
+
+def _place_tensorflow(model: Any, plan_or_inputs: Any, devices: Devices, wishes: Any) -> Any:
+    """The same story in TensorFlow's own room: the step is traced, planned, and imported op by op."""
+    from loadmaster.runtime.tensorflow import place_request
+
+    place_request.check_place_request(model, wishes)
+    placement = place_request.resolve_placement(plan_or_inputs)
+    if placement is not None:
+        place_request.refuse_planning_options(devices, wishes)
+        return place_request.place_on_plan(model, placement, wishes)
+    devices = auto_shorthand() if devices == "auto" else devices
+    cluster = parse_cluster(devices)
+    place_request.start_devices(cluster)
+    captured = place_request.capture_example(model, plan_or_inputs)
+    costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")
+    asked = problem(captured.graph, devices if isinstance(devices, str) else cluster, costs=costs)
+    placement = plan(asked, budget=wishes.get("budget", 10.0))
+    return place_request.place_captured(captured, placement)
 
 
 def verify(

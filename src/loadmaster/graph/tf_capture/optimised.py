@@ -36,6 +36,7 @@ class OptimisedStep:
     captured: tuple[Captured, ...]
     outputs: tuple[str, ...]
     traced: Traced
+    order: dict[str, int]  # where nodes stood when they were traced: the optimiser shuffles them
 
 
 def optimise_step(traced: Traced) -> OptimisedStep:
@@ -53,7 +54,8 @@ def optimise_step(traced: Traced) -> OptimisedStep:
     _drop_control_edges(graph_def, {*args, *(names[held.node] for held in traced.captured)})
     captured = tuple(Captured(names[held.node], held.tensor, held.variable) for held in traced.captured)
     outputs = tuple(_renamed(name, names) for name in traced.outputs)
-    return OptimisedStep(graph_def, args, captured, outputs, traced)
+    order = {name: at for at, name in enumerate(names.values())}
+    return OptimisedStep(graph_def, args, captured, outputs, traced, order)
 
 
 def _list_fetches(traced: Traced) -> list[str]:

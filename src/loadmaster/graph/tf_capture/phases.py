@@ -19,9 +19,15 @@ def find_phases(ops: Sequence[Any], writes: Mapping[str, bool]) -> dict[str, Pha
     """The phase of each op of a graph in topological order; `writes`: whether it changes a variable."""
     backward = {op.name for op in ops if is_gradient(op.name)}
     after: set[str] = set()  # depends on a gradient, and is none itself
+    varies: set[str] = set()  # is no constant, nor computed from constants alone
+    carries: set[str] = set()  # has a gradient: the tape's sizes and axes may be the forward pass's as well
     for op in ops:
         before = {one.name for one in inputs_of(op, writes)}
-        if op.name not in backward and (before & backward or before & after):
+        if (not op.inputs and op.type != "Const") or before & varies:
+            varies.add(op.name)
+        if op.name in backward and op.name in varies and any(map(_is_float, op.outputs)):
+            carries.add(op.name)
+        if op.name not in backward and (before & carries or before & after):
             after.add(op.name)
     updates = _find_updates(ops, writes, after)
     phases: dict[str, Phase] = {}
@@ -42,6 +48,10 @@ def find_phases(ops: Sequence[Any], writes: Mapping[str, bool]) -> dict[str, Pha
         else:
             phases[op.name] = Phase.FORWARD
     return phases
+
+
+def _is_float(tensor: Any) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype == tf.variant
 
 
 def inputs_of(op: Any, writes: Mapping[str, bool]) -> list[Any]:

@@ -222,7 +222,8 @@ class _Writer:
 def _live_ops(ops: Sequence[Any], step: OptimisedStep) -> list[Any]:
     """Ops in topological order, without those that nothing needs."""
     needed: set[str] = {name.split(":")[0] for name in step.outputs} | set(step.args)
-    ordered = _sort(ops)
+    place = step.order | {name: at - len(step.args) for at, name in enumerate(step.args)}  # arguments first
+    ordered = _sort(sorted(ops, key=lambda op: (place.get(op.name, len(place)), op.name)))
     for op in reversed(ordered):
         if op.name in needed or (op.op_def.is_stateful and op.type not in ("VarHandleOp", "ReadVariableOp")):
             needed.add(op.name)
@@ -236,7 +237,7 @@ def _sort(ops: Sequence[Any]) -> list[Any]:
     done: set[str] = set()
     found: list[Any] = []
     for start in ops:
-        stack = [(start, False)]
+        stack: list[tuple[Any, bool]] = [(start, False)]
         while stack:
             op, ready = stack.pop()
             if op.name in done:
