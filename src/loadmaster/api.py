@@ -28,6 +28,7 @@ from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.framework import is_tensorflow_model
+from loadmaster.graph.origin import is_tensorflow_graph
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
@@ -36,9 +37,9 @@ from loadmaster.questions.problem import build_problem, revise_problem, target_o
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.core.run_report import Outcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
-    from loadmaster.runtime.run.launch import Outcome
     from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
 
@@ -272,6 +273,10 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
     """
+    if isinstance(plan, str | os.PathLike):
+        plan = load(plan)
+    if isinstance(plan, Placement) and is_tensorflow_graph(plan.problem.graph):
+        return _run_tensorflow(plan, model, steps, seed, calibrate, tell)
     from loadmaster.runtime.place_request import load_placement, place_on_plan
     from loadmaster.runtime.run.launch import plan_as_run, rebuild_model, require_steps, run_placed
 
@@ -283,6 +288,23 @@ def run(
     return run_placed(
         placed, rebuilt, predicted, steps=steps, calibrate=calibrate, database=database, seed=seed, tell=tell
     )
+
+
+def _run_tensorflow(
+    placement: Placement, model: str | None, steps: int, seed: int, calibrate: bool, tell: Any
+) -> "Outcome":
+    """Steps of a TensorFlow plan, in its own room."""
+    from loadmaster.core.run_report import Outcome
+    from loadmaster.runtime.tensorflow.run_plan import start_run
+
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"steps is {steps!r}; give a whole number >= 1")
+    if calibrate:
+        raise InputError("TensorFlow's ops are not timed in a run; plan with --measure to time them one by one")
+    running = start_run(placement, model, seed)
+    predicted = simulate(placement.problem, running.plan)
+    running.train(steps, tell or (lambda *_: None))
+    return Outcome(running.report(predicted, steps), placement, predicted, None)
 
 
 def simulate(

@@ -39,7 +39,7 @@ class PlacedFunction:
         return self.step.device_of_ops()
 
     def watch(self, *args: Any) -> WatchedStep:
-        """One step, and where and when TensorFlow says that its ops ran."""
+        """One step, and where TensorFlow says that its ops ran."""
         return watch_step(lambda: self.step(*args))
 
     def explain(self) -> str:
@@ -103,5 +103,5 @@ class PlacedModel(PlacedFunction):
         return self.step(batch)
 
     def watch(self, *args: Any) -> WatchedStep:
-        """One step on a batch (x, y) (inference: on x), and where and when TensorFlow says that its ops ran."""
+        """One step on a batch (x, y) (inference: on x), and where TensorFlow says that its ops ran."""
         return watch_step(lambda: self.step(args) if self.step.step.trains else self.step(*args))

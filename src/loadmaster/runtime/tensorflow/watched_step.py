@@ -1,4 +1,4 @@
-"""Watched step: where and when ops ran, as TensorFlow itself recorded them."""
+"""Watched step: where ops ran, as TensorFlow itself recorded it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,32 +9,16 @@ from tensorflow.python.eager import context as eager_context  # run metadata of 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
 
-@dataclass(frozen=True, slots=True)
-class RanOp:
-    """One op of a step."""
-
-    name: str
-    kind: str
-    device: str  # 'CPU:1'
-    start_s: float
-    end_s: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedStep:
-    """What a step gave, and its ops."""
+    """What a step gave, and where TensorFlow ran its ops."""
 
     result: Any
-    ops: tuple[RanOp, ...]
-    placed: dict[str, str]  # node -> device, of the graphs that TensorFlow cut the step into
-
-    def devices(self) -> dict[str, str]:
-        """The device of each op, by name."""
-        return dict(self.placed)
+    device_of: dict[str, str]  # node -> 'CPU:1', of the graphs that TensorFlow cut the step into
 
 
 def watch_step(call: Callable[[], Any]) -> WatchedStep:
-    """Run a step under TensorFlow's own trace."""
+    """Run a step while TensorFlow collects the graphs that it runs."""
     context = eager_context.context()
     context.enable_run_metadata()
     try:
@@ -42,17 +26,6 @@ def watch_step(call: Callable[[], Any]) -> WatchedStep:
         found = context.export_run_metadata()
     finally:
         context.disable_run_metadata()
-    kinds: dict[str, str] = {}
-    placed: dict[str, str] = {}
-    for function in found.function_graphs:
-        for part in function.partition_graphs:
-            for node in part.node:
-                placed[node.name], kinds[node.name] = node.device.removeprefix(_LOCAL), node.op
-    ops = []
-    for device in found.step_stats.dev_stats:
-        for one in device.node_stats:
-            begin = one.all_start_micros * 1e-6
-            kind = kinds.get(one.node_name, "")
-            where = device.device.removeprefix(_LOCAL)
-            ops.append(RanOp(one.node_name, kind, where, begin, begin + one.all_end_rel_micros * 1e-6))
-    return WatchedStep(result, tuple(ops), placed)
+    graphs = [[node for part in function.partition_graphs for node in part.node] for function in found.function_graphs]
+    nodes = max(graphs, key=len, default=[])  # the step itself; others read and copy variables
+    return WatchedStep(result, {node.name: node.device.removeprefix(_LOCAL) for node in nodes})
