@@ -2,11 +2,12 @@
 
 Without this a plan would change the numbers: the optimiser fuses and reorders ops within a device, so that it
 does otherwise for each placement. Here it runs once, as for the whole step on one CPU, and the runtime leaves it
-out. Three things make it give the graph that an unplaced run has:
+out. Four things make it give the graph that an unplaced run has:
 
 1. every node is said to be on the CPU, since fusions ask for the device;
 2. a variable's placeholder becomes a VarHandleOp, since shapes of variables decide about rewrites;
-3. loops stay one op each (`_lower_using_switch_merge` is put back afterwards).
+3. an argument's placeholder becomes the reading of a variable for as long, since shapes of placeholders are not believed;
+4. loops stay one op each (`_lower_using_switch_merge` is put back afterwards).
 
 Functions called within the step are inlined first, so that their nodes get canonical names too.
 """
@@ -24,6 +25,7 @@ from loadmaster.graph.tf_capture.trace import Captured, Traced
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_HANDLE = "/given"
 _LOWER = "_lower_using_switch_merge"
 
 
@@ -49,7 +51,9 @@ def optimise_step(traced: Traced) -> OptimisedStep:
     names = canonical_names([node.name for node in graph_def.node])
     _rename(graph_def, names)
     fetches = [_renamed(name, names) for name in fetches]
+    placeholders = _stand_in(graph_def)
     graph_def = _run_optimiser(graph_def, fetches, inline_only=False)
+    _put_back(graph_def, placeholders)
     args = tuple(names[name] for name in traced.args)
     _drop_control_edges(graph_def, {*args, *(names[held.node] for held in traced.captured)})
     captured = tuple(Captured(names[held.node], held.tensor, held.variable) for held in traced.captured)
@@ -76,6 +80,35 @@ def _replace_handles(graph_def: Any, captured: Iterable[Captured]) -> None:
             node.attr["dtype"].type = variable.dtype.as_datatype_enum
             node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
             node.attr["shared_name"].s = name.encode()
+
+
+def _stand_in(graph_def: Any) -> dict[str, Any]:
+    """Let arguments be read from variables of their shapes; gives the placeholders as they were."""
+    found: dict[str, Any] = {}
+    handles = []
+    for node in graph_def.node:
+        if node.op != "Placeholder" or node.attr["dtype"].type == tf.resource.as_datatype_enum:
+            continue
+        found[node.name] = type(node).FromString(node.SerializeToString())
+        name, dtype, shape = node.name, node.attr["dtype"].type, found[node.name].attr["shape"].shape
+        handle = type(node)(name=f"{name}{_HANDLE}", op="VarHandleOp")
+        handle.attr["dtype"].type, handle.attr["shared_name"].s = dtype, name.encode()
+        handle.attr["shape"].shape.CopyFrom(shape)
+        handles.append(handle)
+        node.Clear()
+        node.name, node.op = name, "ReadVariableOp"
+        node.input.append(handle.name)
+        node.attr["dtype"].type = dtype
+    graph_def.node.extend(handles)
+    return found
+
+
+def _put_back(graph_def: Any, placeholders: dict[str, Any]) -> None:
+    handles = {f"{name}{_HANDLE}" for name in placeholders}
+    kept = [type(node).FromString(node.SerializeToString()) for node in graph_def.node if node.name not in handles]
+    del graph_def.node[:]
+    graph_def.node.extend(placeholders.get(node.name, node) for node in kept)
+    _drop_control_edges(graph_def, handles)
 
 
 def _run_optimiser(graph_def: Any, fetches: list[str], *, inline_only: bool) -> Any:
