@@ -40,6 +40,7 @@ class PlacedFunction:
 
     def watch(self, *args: Any) -> WatchedStep:
         """One step, and where TensorFlow says that its ops ran."""
+        self.step.import_again()
         return watch_step(lambda: self.step(*args))
 
     def explain(self) -> str:
@@ -104,4 +105,5 @@ class PlacedModel(PlacedFunction):
 
     def watch(self, *args: Any) -> WatchedStep:
         """One step on a batch (x, y) (inference: on x), and where TensorFlow says that its ops ran."""
+        self.step.import_again()
         return watch_step(lambda: self.step(args) if self.step.step.trains else self.step(*args))

@@ -7,8 +7,9 @@ traced anew; ops are known by their names, and an op that the plan does not have
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class _Ready:
     call: Callable[..., Any]
     results: Any  # nest of what it gives
     device_of: Mapping[str, int]  # by node
+    optimised: OptimisedStep
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +75,15 @@ class PlacedStep:
 
     def device_of_ops(self) -> dict[str, str]:
         """Where each op of the last trace is, as TensorFlow names devices."""
-        ready = list(self._ready.values())[-1:] or [_Ready(print, None, {})]
-        return {name: self.devices[d].where for name, d in ready[0].device_of.items()}
+        last = next(reversed(self._ready.values()), None)
+        found = last.device_of if last is not None else {}
+        return {name: self.devices[d].where for name, d in found.items()}
+
+    def import_again(self) -> None:
+        """New functions of the same ops: TensorFlow tells of a function only when it runs for the first time."""
+        for key, ready in self._ready.items():
+            call = _import_placed(ready.optimised, ready.device_of, self.devices)
+            self._ready[key] = replace(ready, call=call)
 
     def start(self, captured: CapturedStep | None = None) -> None:
         """Trace the step for the sizes of its plan, check that it is the plan's, and move its variables."""
@@ -84,16 +93,16 @@ class PlacedStep:
 
     def _prepare(self, args: Any, flat: list[Any]) -> _Ready:
         """Trace for inputs of sizes that were not seen before."""
-        with tf.init_scope():
-            specs = specs_of(args)
-            if not self._ready:
-                self.start(capture_step(self.step, self._planned_specs(specs)))
-            key = _key(flat)
-            if key not in self._ready:
-                traced = trace_step(self.step, specs)
-                optimised = optimise_step(traced)
-                self._add(optimised, self._devices_by_name(optimised))
-            return self._ready[key]
+        specs = specs_of(args)
+        _run_eagerly(lambda: self._trace_and_place(specs))
+        return self._ready[_key(flat)]
+
+    def _trace_and_place(self, specs: Any) -> None:
+        if not self._ready:
+            self.start(capture_step(self.step, self._planned_specs(specs)))
+        if _key(_flatten(specs)) not in self._ready:
+            optimised = optimise_step(trace_step(self.step, specs))
+            self._add(optimised, self._devices_by_name(optimised))
 
     def _planned_specs(self, specs: Any) -> Any:
         """The given nest with the shapes that the plan was made for."""
@@ -143,7 +152,7 @@ class PlacedStep:
                 self._homes[id(held.variable)] = home
         call = _import_placed(optimised, device_of, self.devices)
         specs = _flatten(optimised.traced.specs)
-        self._ready[_key(specs)] = _Ready(call, optimised.traced.results, device_of)
+        self._ready[_key(specs)] = _Ready(call, optimised.traced.results, device_of, optimised)
 
     @contextmanager
     def _call_options(self) -> Iterator[None]:
@@ -165,6 +174,18 @@ class PlacedStep:
             raise
         finally:
             context.function_call_options = before
+
+
+def _run_eagerly(work: Callable[[], None]) -> None:
+    """Run something that traces a function of its own, also where a function is just being traced (`fit`).
+
+    A thread has a context of its own; `tf.init_scope` would stop the gradient tapes of what is traced within.
+    """
+    if tf.executing_eagerly():
+        return work()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work).result()
+    return None
 
 
 def _complete(
