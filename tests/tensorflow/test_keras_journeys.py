@@ -78,7 +78,7 @@ def test_a_loop_over_tensors_stays_one_op_and_is_noted() -> None:
 
     x = tf.eye(4) * 0.5
     captured = capture(step, (x,))
-    assert "While" in captured.graph.op_kind
+    assert any(kind.endswith("While") for kind in captured.graph.op_kind)
     assert any("control flow" in note for note in captured.graph.notes)
     placed = place_randomly(captured, 1, "cpu#0-1GB, cpu#1-1GB")
     assert np.array_equal(placed(x), step(x))

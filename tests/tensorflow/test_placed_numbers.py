@@ -28,6 +28,7 @@ def _compare_plans(name: str, optimizer: str, seeds: range) -> None:
     for seed in seeds:
         for variable, value in zip((*model.variables, *model.optimizer.variables), at_first, strict=True):
             variable.assign(value)
+        model.reset_metrics()
         placed = place_randomly(captured, seed)
         placed.step.start(captured)
         assert train_placed(placed, batch) == losses, f"seed {seed}"

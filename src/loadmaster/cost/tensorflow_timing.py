@@ -130,10 +130,10 @@ def _arguments(signature: Signature, inputs: list[Any], operation: Any) -> dict[
     names = list(definition.input_arg)
     several = len(inputs) - sum(not (name.number_attr or name.type_list_attr) for name in names)
     rest, found = iter(inputs), dict[str, Any]()
-    for name in names:
+    takes = list(inspect.signature(operation).parameters)  # inputs come first; some have other names there
+    for given, name in zip(takes, names, strict=False):
         listed = bool(name.number_attr or name.type_list_attr)
-        found[name.name] = [next(rest) for _ in range(several)] if listed else next(rest)
-    takes = inspect.signature(operation).parameters
+        found[given] = [next(rest) for _ in range(several)] if listed else next(rest)
     for name, value in signature.kwargs.items():
         if name in takes:
             found[name] = _attribute(value)

@@ -10,7 +10,8 @@ def is_tensorflow_model(model: Any) -> bool:
     """Whether it is a Keras model on TensorFlow, a `tf.function`, or a function that names a step for it."""
     if "tensorflow" not in sys.modules:
         return False
-    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    own = model if isinstance(model, type) else type(model)
+    kinds = {kind.__module__.partition(".")[0] for kind in own.__mro__}
     if "torch" in kinds:
         return False
     return not kinds.isdisjoint(_TENSORFLOW) or _is_plain_function(model)
