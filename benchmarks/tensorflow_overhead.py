@@ -1,4 +1,6 @@
-"""What a plan on one device costs: steps of a TensorFlow model, unplaced and placed in turns. Run on an idle machine.
+"""What a plan on one device costs: steps of a TensorFlow model, unplaced and placed in turns.
+
+Run it on an idle machine.
 
 python -m benchmarks.tensorflow_overhead [--out benchmarks/results/tensorflow-overhead.json]
 """
@@ -16,9 +18,8 @@ ROUNDS, STEPS = 15, 10
 
 
 def measure(name: str) -> dict[str, Any]:
-    import tensorflow as tf
-
     import loadmaster as lm
+    import tensorflow as tf
     from loadmaster.graph.tf_capture.keras_zoo import keras_example
 
     plain, (x, y) = keras_example(name, batch=32, optimizer="adam")
@@ -28,7 +29,7 @@ def measure(name: str) -> dict[str, Any]:
     batch = (tf.constant(x), tf.constant(y))
     runs = {"unplaced": lambda: step(*batch), "placed": lambda: placed.train_on(*batch)}
     seconds: dict[str, list[float]] = {kind: [] for kind in runs}
-    for kind, run in runs.items():
+    for run in runs.values():
         run(), run()
     for _ in range(ROUNDS):
         for kind, run in runs.items():
@@ -38,7 +39,11 @@ def measure(name: str) -> dict[str, Any]:
             seconds[kind].append((time.perf_counter() - began) / STEPS)
     ratios = [b / a for a, b in zip(seconds["unplaced"], seconds["placed"], strict=True)]
     medians = {kind: statistics.median(found) for kind, found in seconds.items()}
-    return {"model": name, **{f"{kind}_s": value for kind, value in medians.items()}, "ratio": statistics.median(ratios)}
+    return {
+        "model": name,
+        **{f"{kind}_s": value for kind, value in medians.items()},
+        "ratio": statistics.median(ratios),
+    }
 
 
 def main() -> None:
@@ -49,7 +54,12 @@ def main() -> None:
     parser.add_argument("--models", default="mlp,lstm,transformer,MobileNetV2")
     asked = parser.parse_args()
     rows = [measure(name) for name in asked.models.split(",")]
-    found = {"date": time.strftime("%Y-%m-%d"), "tensorflow": tf.__version__, "cores": os.cpu_count(), "rows": rows}
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "tensorflow": tf.__version__,
+        "cores": os.cpu_count(),
+        "rows": rows,
+    }
     print(json.dumps(found, indent=1))
     if asked.out:
         with open(asked.out, "w") as file:

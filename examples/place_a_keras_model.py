@@ -5,9 +5,9 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-import tensorflow as tf
 
 import loadmaster as lm
+import tensorflow as tf
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -15,7 +15,11 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 
 def build() -> tf.keras.Model:
     tf.keras.utils.set_random_seed(0)
-    layers = [tf.keras.Input((64,)), *(tf.keras.layers.Dense(64, "relu") for _ in range(3)), tf.keras.layers.Dense(1)]
+    layers = [
+        tf.keras.Input((64,)),
+        *(tf.keras.layers.Dense(64, "relu") for _ in range(3)),
+        tf.keras.layers.Dense(1),
+    ]
     model = tf.keras.Sequential(layers)
     model.compile(optimizer="adam", loss="mse", jit_compile=False)
     return model
@@ -26,7 +30,9 @@ x, y = rng.standard_normal((64, 64), np.float32), rng.standard_normal((64, 1), n
 unplaced = build().fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 # Neither device alone has room for weights and optimizer state, so the plan must use both.
-placed = lm.place(build(), (x[:16], y[:16]), devices="cpu#0-150kB, cpu#1-150kB", budget="50x", costs="roofline")
+placed = lm.place(
+    build(), (x[:16], y[:16]), devices="cpu#0-150kB, cpu#1-150kB", budget="50x", costs="roofline"
+)
 losses = placed.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
 print(placed.explain())
 print(f"same losses as the unplaced model: {losses == unplaced}")

@@ -300,7 +300,9 @@ def _run_tensorflow(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; give a whole number >= 1")
     if calibrate:
-        raise InputError("TensorFlow's ops are not timed in a run; plan with --measure to time them one by one")
+        raise InputError(
+            "TensorFlow's ops are not timed in a run; plan with --measure to time them one by one"
+        )
     running = start_run(placement, model, seed)
     predicted = simulate(placement.problem, running.plan)
     running.train(steps, tell or (lambda *_: None))

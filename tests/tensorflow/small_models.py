@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 import loadmaster as lm
+import tensorflow as tf
 from loadmaster.core.graph import Graph, units
 from loadmaster.graph.tf_capture.request import CapturedStep, capture_step
 from loadmaster.graph.tf_capture.steps import make_step
@@ -26,7 +26,12 @@ def _labels(rng: Any, batch: int) -> Any:
 def mlp() -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     model = tf.keras.Sequential(
-        [tf.keras.Input((24,)), layers.Dense(32, activation="gelu"), layers.Dense(32, activation="relu"), layers.Dense(10)]
+        [
+            tf.keras.Input((24,)),
+            layers.Dense(32, activation="gelu"),
+            layers.Dense(32, activation="relu"),
+            layers.Dense(10),
+        ]
     )
     return model, (rng.standard_normal((16, 24)).astype(np.float32), _labels(rng, 16))
 
@@ -111,7 +116,9 @@ def place_randomly(captured: CapturedStep, seed: int, devices: str = DEVICES) ->
     return place_as(captured, None, seed, devices)
 
 
-def place_as(captured: CapturedStep, device: Sequence[int] | None, seed: int = 0, devices: str = DEVICES) -> Any:
+def place_as(
+    captured: CapturedStep, device: Sequence[int] | None, seed: int = 0, devices: str = DEVICES
+) -> Any:
     problem = lm.problem(captured.graph, devices)
     first = lm.plan(problem, algorithm="single_device", budget="1x").plan
     assert first is not None

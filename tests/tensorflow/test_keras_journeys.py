@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import loadmaster as lm
+import tensorflow as tf
 from loadmaster.core.errors import ClusterError, InputError, PlanError
 from loadmaster.graph.models import CaptureOptions, capture_model
 from tests.tensorflow.small_models import DEVICES, build, capture, layers, place_randomly, weights_of

@@ -156,7 +156,9 @@ def _load_or_measure_rows(
     say: Say,
 ) -> tuple[dict[str, CostRow], int, float]:
     """Rows of all keys that are known or can be measured in time, how many are new, and the seconds spent."""
-    name, extra = ("TensorFlow", "tensorflow") if keys.text[0].startswith(TENSORFLOW) else ("PyTorch", "torch")
+    name, extra = (
+        ("TensorFlow", "tensorflow") if keys.text[0].startswith(TENSORFLOW) else ("PyTorch", "torch")
+    )
     try:
         bench = _import_bench(extra)
     except ImportError:

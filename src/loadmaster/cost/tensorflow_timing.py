@@ -1,8 +1,9 @@
 """TensorFlow timing: fills the database with the times of TensorFlow ops on this machine's CPU. [tensorflow]
 
-An op is timed as it runs in a step: in a function, without Python in between. The function runs the op some times,
-one after the other and on data of its own each time; what the same function takes with one of them is taken off, so
-that calling it is not counted. Other work on the machine is not: wall time or processor time, whichever is less.
+An op is timed as it runs in a step: in a function, without Python in between. The function runs the op some
+times, one after the other and on data of its own each time; what the same function takes with one of them
+is taken off, so that calling it is not counted. Other work on the machine is not: wall time or processor
+time, whichever is less.
 """
 
 import inspect
@@ -12,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow.python.framework import op_def_registry  # which inputs are lists is nowhere else
 
+import tensorflow as tf
 from loadmaster.cluster.probe import LocalDevice
 from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph
@@ -105,13 +106,19 @@ def _time_function(signature: Signature, copies: int) -> tuple[float, float]:
 def _make_function(signature: Signature, copies: int) -> Callable[[], Any]:
     operation = getattr(tf.raw_ops, signature.op[1])
     draw = np.random.default_rng(0)
-    data = [[_make_tensor(word, draw) for word in signature.args if isinstance(word, TensorSpec)] for _ in range(copies)]
+    data = [
+        [_make_tensor(word, draw) for word in signature.args if isinstance(word, TensorSpec)]
+        for _ in range(copies)
+    ]
     flat = [tensor for one in data for tensor in one]
 
     def body(*tensors: Any) -> Any:
-        rest, results, before = iter(tensors), [], []
+        rest, results = iter(tensors), []
+        before: list[Any] = []
         for _ in range(copies):
-            inputs = [next(rest) if isinstance(word, TensorSpec) else _constant(word) for word in signature.args]
+            inputs = [
+                next(rest) if isinstance(word, TensorSpec) else _constant(word) for word in signature.args
+            ]
             with tf.control_dependencies(before):
                 made = operation(**_arguments(signature, inputs, operation))
             outputs = [part for part in tf.nest.flatten(made) if tf.is_tensor(part)]

@@ -21,6 +21,8 @@ def _is_plain_function(model: Any) -> bool:
     """A function whose module uses TensorFlow."""
     names = getattr(model, "__globals__", {})
     used = {getattr(value, "__name__", "") for value in names.values() if type(value).__name__ == "module"}
-    return callable(model) and not isinstance(model, type) and any(
-        name.partition(".")[0] in _TENSORFLOW for name in used
+    return (
+        callable(model)
+        and not isinstance(model, type)
+        and any(name.partition(".")[0] in _TENSORFLOW for name in used)
     )

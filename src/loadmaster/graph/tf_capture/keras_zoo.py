@@ -1,11 +1,11 @@
-"""Keras zoo: models of `keras.applications` by name, and small ones, with random weights and example inputs."""
+"""Keras zoo: models of `keras.applications` by name, and small ones, with example inputs."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+import tensorflow as tf
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.raised import shorten_error
 
@@ -109,4 +109,8 @@ def _transformer(batch: int) -> tuple[Any, Any]:
     return tf.keras.Model(given, out, name="transformer"), _tokens(batch)
 
 
-_SMALL: dict[str, Callable[[int], tuple[Any, Any]]] = {"mlp": _mlp, "lstm": _lstm, "transformer": _transformer}
+_SMALL: dict[str, Callable[[int], tuple[Any, Any]]] = {
+    "mlp": _mlp,
+    "lstm": _lstm,
+    "transformer": _transformer,
+}

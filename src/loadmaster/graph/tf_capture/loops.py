@@ -1,15 +1,15 @@
 """Loops and branches: one op each, with the work of what they run.
 
-A loop's work is that of its body times its turns, where the number of turns is known (the length of a sequence);
-lists of tensors that it fills, one element each turn, are its activations and have their bytes.
+A loop's work is that of its body times its turns, where the number of turns is known (the length of a
+sequence); lists of tensors that it fills, one element each turn, are its activations and have their bytes.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph
 
+import tensorflow as tf
 from loadmaster.graph.tf_capture.op_work import elements, op_bytes, op_flops, tensor_bytes
 
 LOOPS = ("While", "StatelessWhile")
@@ -62,9 +62,11 @@ def list_bytes(op: Any) -> int:
 
 def _branch_work(op: Any, library: dict[str, Any]) -> LoopWork:
     """The dearer branch."""
-    names = [op.get_attr(name).name for name in ("then_branch", "else_branch")] if "If" in op.type else [
-        branch.name for branch in op.get_attr("branches")
-    ]
+    names = (
+        [op.get_attr(name).name for name in ("then_branch", "else_branch")]
+        if "If" in op.type
+        else [branch.name for branch in op.get_attr("branches")]
+    )
     shapes = [tensor.shape for tensor in op.inputs[1:]]
     works = [_work_of(_open_function(name, library, shapes), library) for name in names]
     flops, moved = max(works)
@@ -90,7 +92,11 @@ def _find_turns(op: Any) -> int | None:
     known = [int(length) for length in lengths if length is not None and int(length) > 0]
     if known:
         return max(known)
-    bounds = [tf.get_static_value(tensor) for tensor in op.inputs if tensor.dtype == tf.int32 and tensor.shape.rank == 0]
+    bounds = [
+        tf.get_static_value(tensor)
+        for tensor in op.inputs
+        if tensor.dtype == tf.int32 and tensor.shape.rank == 0
+    ]
     counts = [int(value) for value in bounds if value is not None and int(value) > 0]
     return max(counts) if counts else None
 

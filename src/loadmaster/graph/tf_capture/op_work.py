@@ -1,7 +1,7 @@
 """Op work: flops and bytes of a TensorFlow op, from its type and the shapes of its tensors.
 
-A multiplication with an addition is 2 flops, as tf.profiler counts. An op type that is in no table is costed by the
-bytes it reads and writes; the capture counts and names such ops.
+A multiplication with an addition is 2 flops, as tf.profiler counts. An op type that is in no table is
+costed by the bytes it reads and writes; the capture counts and names such ops.
 """
 
 import math
@@ -10,52 +10,102 @@ from typing import Any
 
 import tensorflow as tf
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 VIEWS = frozenset(
-    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient Snapshot ReadVariableOp Const Placeholder"
-    " Shape ShapeN Rank Size NoOp VarHandleOp EnsureShape CheckNumerics PlaceholderWithDefault".split()
+    _names(
+        """
+    Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient Snapshot
+    ReadVariableOp Const Placeholder Shape ShapeN Rank Size NoOp VarHandleOp EnsureShape
+    CheckNumerics PlaceholderWithDefault
+    """
+    )
 )  # nothing is computed, and nothing moved
 _MOVES = frozenset(
-    "Cast Transpose Concat ConcatV2 Split SplitV Slice StridedSlice StridedSliceGrad Pack Unpack Pad PadV2 MirrorPad Tile"
-    " BroadcastTo Gather GatherV2 GatherNd ScatterNd Fill ZerosLike OnesLike Range Where Select SelectV2 OneHot Unique"
-    " ReverseV2 ReverseSequence InvertPermutation ConjugateTranspose AssignVariableOp ResourceGather DynamicStitch"
-    " DynamicPartition BroadcastGradientArgs BroadcastArgs Bitcast LinSpace TensorListReserve TensorListStack"
-    " TensorListFromTensor TensorListGetItem TensorListSetItem TensorListPushBack TensorListPopBack TensorListLength"
-    " TensorListElementShape TensorListConcatV2 EmptyTensorList ResizeNearestNeighbor ResizeNearestNeighborGrad"
-    " SpaceToBatchND BatchToSpaceND SpaceToDepth DepthToSpace UnsortedSegmentSum SegmentSum ResourceScatterAdd"
-    " ResourceScatterSub ResourceScatterUpdate TensorScatterUpdate TensorScatterAdd MatrixBandPart Diag DiagPart"
-    " MatrixDiagV3 MatrixSetDiagV3 MatrixDiagPartV3 Roll EagerConst _EagerConst TopK TopKV2 Assert Print PrintV2"
-    " StringFormat Empty Bucketize LookupTableFindV2 Copy DeepCopy Concat ConcatOffset ParallelConcat".split()
+    _names(
+        """
+    Cast Transpose Concat ConcatV2 Split SplitV Slice StridedSlice StridedSliceGrad Pack Unpack Pad
+    PadV2 MirrorPad Tile BroadcastTo Gather GatherV2 GatherNd ScatterNd Fill ZerosLike OnesLike
+    Range Where Select SelectV2 OneHot Unique ReverseV2 ReverseSequence InvertPermutation
+    ConjugateTranspose AssignVariableOp ResourceGather DynamicStitch DynamicPartition
+    BroadcastGradientArgs BroadcastArgs Bitcast LinSpace TensorListReserve TensorListStack
+    TensorListFromTensor TensorListGetItem TensorListSetItem TensorListPushBack TensorListPopBack
+    TensorListLength TensorListElementShape TensorListConcatV2 EmptyTensorList ResizeNearestNeighbor
+    ResizeNearestNeighborGrad SpaceToBatchND BatchToSpaceND SpaceToDepth DepthToSpace
+    UnsortedSegmentSum SegmentSum ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate
+    TensorScatterUpdate TensorScatterAdd MatrixBandPart Diag DiagPart MatrixDiagV3 MatrixSetDiagV3
+    MatrixDiagPartV3 Roll EagerConst _EagerConst TopK TopKV2 Assert Print PrintV2 StringFormat Empty
+    Bucketize LookupTableFindV2 Copy DeepCopy Concat ConcatOffset ParallelConcat
+    """
+    )
 )
 _EACH = {  # flops for each element of the result
     **dict.fromkeys(
-        "Add AddV2 Sub Mul Div RealDiv DivNoNan FloorDiv FloorMod Mod TruncateDiv Neg Abs Sign Maximum Minimum Square"
-        " SquaredDifference Relu Relu6 ReluGrad Relu6Grad LeakyRelu LeakyReluGrad BiasAdd BiasAddV1 Equal NotEqual Less"
-        " LessEqual Greater GreaterEqual LogicalAnd LogicalOr LogicalNot Round Floor Ceil Rint IsNan IsInf IsFinite"
-        " AssignAddVariableOp AssignSubVariableOp MulNoNan ClipByValue BitwiseAnd BitwiseOr BitwiseXor LeftShift"
-        " RightShift Invert Reciprocal Inv Real Imag Conj PopulationCount".split(),
+        _names(
+            """
+    Add AddV2 Sub Mul Div RealDiv DivNoNan FloorDiv FloorMod Mod TruncateDiv Neg Abs Sign Maximum
+    Minimum Square SquaredDifference Relu Relu6 ReluGrad Relu6Grad LeakyRelu LeakyReluGrad BiasAdd
+    BiasAddV1 Equal NotEqual Less LessEqual Greater GreaterEqual LogicalAnd LogicalOr LogicalNot
+    Round Floor Ceil Rint IsNan IsInf IsFinite AssignAddVariableOp AssignSubVariableOp MulNoNan
+    ClipByValue BitwiseAnd BitwiseOr BitwiseXor LeftShift RightShift Invert Reciprocal Inv Real Imag
+    Conj PopulationCount
+    """
+        ),
         1,
     ),
-    **dict.fromkeys("Sqrt Rsqrt Exp Log Expm1 Log1p Xdivy Xlogy".split(), 2),
     **dict.fromkeys(
-        "Tanh TanhGrad Sigmoid SigmoidGrad SqrtGrad RsqrtGrad Erf Erfc Pow Elu EluGrad Selu SeluGrad Softplus"
-        " SoftplusGrad Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma ReciprocalGrad InvGrad"
-        " Erfinv Ndtri _UnaryOpsComposition".split(),
+        _names(
+            """
+    Sqrt Rsqrt Exp Log Expm1 Log1p Xdivy Xlogy
+    """
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        _names(
+            """
+    Tanh TanhGrad Sigmoid SigmoidGrad SqrtGrad RsqrtGrad Erf Erfc Pow Elu EluGrad Selu SeluGrad
+    Softplus SoftplusGrad Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma
+    ReciprocalGrad InvGrad Erfinv Ndtri _UnaryOpsComposition
+    """
+        ),
         4,
     ),
-    **dict.fromkeys("Softmax LogSoftmax SparseSoftmaxCrossEntropyWithLogits".split(), 5),
+    **dict.fromkeys(
+        _names(
+            """
+    Softmax LogSoftmax SparseSoftmaxCrossEntropyWithLogits
+    """
+        ),
+        5,
+    ),
     "SoftmaxCrossEntropyWithLogits": 5,
     **dict.fromkeys(
-        "StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2"
-        " StatelessTruncatedNormalV2 StatelessRandomUniformIntV2 RandomUniform RandomStandardNormal TruncatedNormal"
-        " RandomUniformInt StatelessRandomGetKeyCounter StatelessRandomGetAlg StatefulStandardNormalV2"
-        " StatefulUniform RngReadAndSkip".split(),
+        _names(
+            """
+    StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal StatelessRandomNormalV2
+    StatelessTruncatedNormalV2 StatelessRandomUniformIntV2 RandomUniform RandomStandardNormal
+    TruncatedNormal RandomUniformInt StatelessRandomGetKeyCounter StatelessRandomGetAlg
+    StatefulStandardNormalV2 StatefulUniform RngReadAndSkip
+    """
+        ),
         8,
     ),
     "LRNGrad": 10,
     "LRN": 10,
 }
 _READ = {  # flops for each element of the first input
-    **dict.fromkeys("Sum Mean Prod Max Min All Any ArgMax ArgMin BiasAddGrad Cumsum Cumprod L2Loss".split(), 1),
+    **dict.fromkeys(
+        _names(
+            """
+    Sum Mean Prod Max Min All Any ArgMax ArgMin BiasAddGrad Cumsum Cumprod L2Loss
+    """
+        ),
+        1,
+    ),
     "EuclideanNorm": 2,
     "FusedBatchNormV3": 8,
     "FusedBatchNormGradV3": 14,
@@ -97,7 +147,14 @@ def has_free_shape(tensor: Any) -> bool:
 
 def is_known(kind: str) -> bool:
     """Whether an op type is in a table."""
-    return kind in VIEWS or kind in _MOVES or kind in _EACH or kind in _READ or kind in _UPDATES or kind in _SPECIAL
+    return (
+        kind in VIEWS
+        or kind in _MOVES
+        or kind in _EACH
+        or kind in _READ
+        or kind in _UPDATES
+        or kind in _SPECIAL
+    )
 
 
 def op_flops(op: Any) -> float:
@@ -107,7 +164,11 @@ def op_flops(op: Any) -> float:
         return float(_SPECIAL[kind](op))
     if kind in _EACH:
         written = op.outputs[0] if op.outputs else op.inputs[1]
-        read = op.inputs[0] if kind in ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits") else written
+        read = (
+            op.inputs[0]
+            if kind in ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+            else written
+        )
         return float(_EACH[kind] * elements(read))
     if kind in _READ:
         return float(_READ[kind] * elements(op.inputs[0]))

@@ -1,12 +1,12 @@
 """Optimised: the ops that TensorFlow runs of a function, after its own graph optimiser (Grappler).
 
-Without this a plan would change the numbers: the optimiser fuses and reorders ops within a device, so that it
-does otherwise for each placement. Here it runs once, as for the whole step on one CPU, and the runtime leaves it
-out. Four things make it give the graph that an unplaced run has:
+Without this a plan would change the numbers: the optimiser fuses and reorders ops within a device, so that
+it does otherwise for each placement. Here it runs once, as for the whole step on one CPU, and the runtime
+leaves it out. Four things make it give the graph that an unplaced run has:
 
 1. every node is said to be on the CPU, since fusions ask for the device;
 2. a variable's placeholder becomes a VarHandleOp, since shapes of variables decide about rewrites;
-3. an argument's placeholder becomes the reading of a variable for as long, since shapes of placeholders are not believed;
+3. an argument's placeholder is a variable's reading for as long: placeholders' shapes are not believed;
 4. loops stay one op each (`_lower_using_switch_merge` is put back afterwards).
 
 Functions called within the step are inlined first, so that their nodes get canonical names too.
@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.grappler import tf_optimizer  # where TensorFlow's own converters find it
 
+import tensorflow as tf
 from loadmaster.graph.tf_capture.canonical import canonical_names
 from loadmaster.graph.tf_capture.trace import Captured, Traced
 
@@ -105,7 +105,9 @@ def _stand_in(graph_def: Any) -> dict[str, Any]:
 
 def _put_back(graph_def: Any, placeholders: dict[str, Any]) -> None:
     handles = {f"{name}{_HANDLE}" for name in placeholders}
-    kept = [type(node).FromString(node.SerializeToString()) for node in graph_def.node if node.name not in handles]
+    kept = [
+        type(node).FromString(node.SerializeToString()) for node in graph_def.node if node.name not in handles
+    ]
     del graph_def.node[:]
     graph_def.node.extend(placeholders.get(node.name, node) for node in kept)
     _drop_control_edges(graph_def, handles)
@@ -146,7 +148,11 @@ def _rename(graph_def: Any, names: dict[str, str]) -> None:
             node.input[at] = _renamed(name, names)
         if "_class" in node.attr:
             places = [text.decode() for text in node.attr["_class"].list.s]
-            renamed = [f"loc:@{names.get(text[5:], text[5:])}".encode() for text in places if text.startswith("loc:@")]
+            renamed = [
+                f"loc:@{names.get(text[5:], text[5:])}".encode()
+                for text in places
+                if text.startswith("loc:@")
+            ]
             node.attr["_class"].list.s[:] = renamed
         if node.op == "VarHandleOp":
             node.attr["shared_name"].s = node.name.encode()

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.graph import Phase
 
 GRADIENTS = frozenset({"gradient_tape", "gradients"})
@@ -74,11 +73,14 @@ def writers_before(op: Any, writes: Mapping[str, bool]) -> list[Any]:
 def _find_updates(ops: Sequence[Any], writes: Mapping[str, bool], after: set[str]) -> set[str]:
     """Writes of what depends on a gradient, and all other writes to the same variables (weight decay)."""
     found = {op.name for op in ops if op.name in after and writes[op.name]}
-    changed = {tensor.name for op in ops if op.name in found for tensor in op.inputs if tensor.dtype == tf.resource}
+    changed = {
+        tensor.name for op in ops if op.name in found for tensor in op.inputs if tensor.dtype == tf.resource
+    }
     return found | {
         op.name
         for op in ops
-        if writes[op.name] and any(tensor.name in changed for tensor in op.inputs if tensor.dtype == tf.resource)
+        if writes[op.name]
+        and any(tensor.name in changed for tensor in op.inputs if tensor.dtype == tf.resource)
     }
 
 

@@ -1,4 +1,4 @@
-"""Request: the Graph of a TensorFlow source: a model with example inputs, `keras:NAME`, or a SavedModel folder."""
+"""Request: the Graph of a TensorFlow source: a model with inputs, `keras:NAME`, or a folder."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from loadmaster.core.graph import Graph
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings are no news
 
 import tensorflow as tf
-
 from loadmaster.graph.origin import TENSORFLOW
 from loadmaster.graph.tf_capture.keras_zoo import keras_example
 from loadmaster.graph.tf_capture.optimised import OptimisedStep, optimise_step
@@ -58,7 +57,9 @@ def load_step(source: str, asked: Any) -> Step:
         model, args = keras_example(source.removeprefix(KERAS), batch=asked.batch, optimizer=asked.optimizer)
         return make_step(model, args)
     if asked.optimizer is not None:
-        raise InputError(f"{source} is an exported model, which has no optimizer; leave {asked.optimizer!r} out")
+        raise InputError(
+            f"{source} is an exported model, which has no optimizer; leave {asked.optimizer!r} out"
+        )
     serve, args, _ = load_saved_model(source, asked.batch)
     return make_step(serve, args)
 
@@ -79,11 +80,13 @@ def refuse_options(asked: Any, source: str) -> None:
     """Refuse what only a PyTorch model can be asked."""
     for name, remedy in _NOT_HERE.items():
         if getattr(asked, name) is not None:
-            raise InputError(f"{source} is a TensorFlow model, which has no {name} to choose: {remedy}")
+            raise InputError(f"{source} is a TensorFlow model, which has no {name}: {remedy}")
     if asked.precision != "fp32":
         raise InputError(
             f"{source} is a TensorFlow model, whose precision is its own; set it where the model is built, e.g."
             " keras.config.set_dtype_policy('mixed_bfloat16')"
         )
     if asked.recompute:
-        raise InputError(f"{source} is a TensorFlow model; recomputation is written into it (tf.recompute_grad)")
+        raise InputError(
+            f"{source} is a TensorFlow model; recomputation is written into it (tf.recompute_grad)"
+        )

@@ -9,7 +9,6 @@ Whole numbers that are known (a shape, axes) are written as they are: the op cou
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.graph.tf_capture.loops import is_control_flow
 from loadmaster.graph.tf_capture.op_work import has_free_shape
 

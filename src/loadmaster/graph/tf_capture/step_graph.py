@@ -1,4 +1,4 @@
-"""Step graph: the Graph of an optimised step: ops, tensors, weights with their slots, phases, mirrors and ties."""
+"""Step graph: the Graph of an optimised step: ops, tensors, weights, phases, mirrors and ties."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Dtype, Graph, Phase
+import tensorflow as tf
+from loadmaster.core.graph import NO_GROUP, NO_STORAGE, Dtype, Graph, Phase
 from loadmaster.graph.build import OWN_STORAGE, GraphBuilder
 from loadmaster.graph.tf_capture.loops import is_control_flow, list_bytes, loop_work
 from loadmaster.graph.tf_capture.op_work import (
@@ -38,7 +38,17 @@ _DTYPES = {
     "int64": Dtype.INT64,
     "bool": Dtype.BOOL,
 }
-_ALIASES = VIEWS - {"Const", "Placeholder", "VarHandleOp", "Shape", "ShapeN", "Rank", "Size", "NoOp", "IdentityN"}
+_ALIASES = VIEWS - {
+    "Const",
+    "Placeholder",
+    "VarHandleOp",
+    "Shape",
+    "ShapeN",
+    "Rank",
+    "Size",
+    "NoOp",
+    "IdentityN",
+}
 _MOST_NAMES = 5
 
 
@@ -201,7 +211,9 @@ class _Writer:
             if tensor.op.name in self._handles:
                 shape, dtype = self._handles[tensor.op.name]
                 times = 1 if op.type == "AssignVariableOp" else 2
-                rows = elements(op.inputs[-1]) if "Scatter" in op.type else int(np.prod([n or 1 for n in shape]))
+                rows = (
+                    elements(op.inputs[-1]) if "Scatter" in op.type else int(np.prod([n or 1 for n in shape]))
+                )
                 total += times * rows * tf.as_dtype(dtype).size
         return total
 
@@ -212,7 +224,9 @@ class _Writer:
             notes.append(f"control flow is kept as one op each: {', '.join(self._loops[:_MOST_NAMES])}{more}")
         if self._unknown:
             kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(self._unknown.items()))
-            notes.append(f"{sum(self._unknown.values())} ops of types without a flop rule are costed by bytes: {kinds}")
+            notes.append(
+                f"{sum(self._unknown.values())} ops of types without a flop rule are costed by bytes: {kinds}"
+            )
         if self._free:
             more = f" and {len(self._free) - 1} more" if len(self._free) > 1 else ""
             notes.append(f"the size of {self._free[0]}{more} depends on values; a free axis is counted as 1")
@@ -257,7 +271,9 @@ def _open_library(graph_def: Any) -> dict[str, Any]:
 
 
 def _variable_bytes(variable: Any) -> int:
-    return int(np.prod([size or 1 for size in variable.shape.as_list()], dtype=np.int64)) * int(variable.dtype.size)
+    return int(np.prod([size or 1 for size in variable.shape.as_list()], dtype=np.int64)) * int(
+        variable.dtype.size
+    )
 
 
 def _dtype_of(op: Any) -> Dtype:

@@ -1,9 +1,9 @@
 """Steps: what one step of a TensorFlow source is: a function of tensors, with example inputs.
 
-    Keras model, compiled, with (x, y)      model.train_step((x, y)), also one of the user's own
-    Keras model with x                      model(x, training=False)
-    tf.function or plain function           called as it is
-    SavedModel folder                       its signature 'serving_default', or the only one it has
+Keras model, compiled, with (x, y)      model.train_step((x, y)), also one of the user's own
+Keras model with x                      model(x, training=False)
+tf.function or plain function           called as it is
+SavedModel folder                       its signature 'serving_default', or the only one it has
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+import tensorflow as tf
 from loadmaster.core.errors import InputError
 from loadmaster.core.raised import shorten_error
 
@@ -71,7 +71,10 @@ def _is_jit(function: Any) -> bool:
 
 def _keras_step(model: Any, args: Any) -> Step:
     refuse_xla(model)
-    if tf.distribute.has_strategy() or type(model.distribute_strategy).__name__ != "_DefaultDistributionStrategy":
+    if (
+        tf.distribute.has_strategy()
+        or type(model.distribute_strategy).__name__ != "_DefaultDistributionStrategy"
+    ):
         raise InputError(
             "the model was made under a tf.distribute strategy, which has devices of its own; make it outside"
             " of strategy.scope()"
@@ -89,9 +92,7 @@ def _keras_step(model: Any, args: Any) -> Step:
             " training step of (x, y), or give the inputs alone (several of them as a list or dict) for inference"
         )
     args = args[0] if isinstance(args, tuple) else args
-    return Step(
-        lambda x: model(x, training=False), (_check_inputs(args),), name, model, autograph=False
-    )
+    return Step(lambda x: model(x, training=False), (_check_inputs(args),), name, model, autograph=False)
 
 
 def _check_inputs(args: Any) -> Any:
@@ -153,5 +154,7 @@ def load_saved_model(folder: str, batch: int | None) -> tuple[Any, tuple[Any, ..
 
 def fill_batch(spec: Any, batch: int | None) -> Any:
     """A spec whose free axes are a batch (the first) and 1 (others)."""
-    free = [size if size is not None else (batch or 8) if axis == 0 else 1 for axis, size in enumerate(spec.shape)]
+    free = [
+        size if size is not None else (batch or 8) if axis == 0 else 1 for axis, size in enumerate(spec.shape)
+    ]
     return tf.TensorSpec(free, spec.dtype, spec.name)

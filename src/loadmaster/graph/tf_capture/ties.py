@@ -3,8 +3,8 @@
 resources and variants   whoever touches a variable, table or tensor list is where it lives
 colocation               `_class` of a node names another one
 stateful ops             printing, random numbers with a state, calls of Python: together, in their own order
-what oneDNN merges       Conv2D with BiasAdd, the filter's gradient with BiasAddGrad, Pad with Conv2D: merged where
-                         they share a device, and rounded otherwise where they do not
+what oneDNN merges       Conv2D with BiasAdd, the filter's gradient with BiasAddGrad, Pad with Conv2D: merged
+                         where they share a device, and rounded otherwise where they do not
 constants                with their only reader
 """
 
@@ -75,6 +75,8 @@ def _merged_with(op: Any) -> list[Any]:
         return [user for user in op.inputs[2].consumers() if user.type == "BiasAddGrad"]
     if op.type in _CONVOLUTIONS and op.inputs[0].op.type in ("Pad", "PadV2"):
         return [op.inputs[0].op]
-    if op.type in ("Mul", "Maximum") and len(op.inputs) == 2:  # LeakyRelu, Sigmoid x Mul are merged by oneDNN too
+    if (
+        op.type in ("Mul", "Maximum") and len(op.inputs) == 2
+    ):  # LeakyRelu, Sigmoid x Mul are merged by oneDNN too
         return [tensor.op for tensor in op.inputs if tensor.op.type == "Sigmoid"]
     return []

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.errors import InputError
 from loadmaster.core.raised import shorten_error
 from loadmaster.graph.tf_capture.steps import Step, specs_of

@@ -1,15 +1,14 @@
 """Weights: the variables of a step, and which of them are an optimizer's slots beside a weight.
 
-A weight is read by the forward pass and changed by the update. What only the update reads and changes, for one
-weight and with its shape, is that weight's slot (a momentum): it lives beside it, as resident bytes of one op. What
-several weights share (a learning rate, a step count) is an op of its own.
+A weight is read by the forward pass and changed by the update. What only the update reads and changes, for
+one weight and with its shape, is that weight's slot (a momentum): it lives beside it, as resident bytes of
+one op. What several weights share (a learning rate, a step count) is an op of its own.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.graph import Phase
 from loadmaster.graph.tf_capture.phases import inputs_of
 
@@ -30,12 +29,15 @@ def find_slots(ops: Sequence[Any], handles: Mapping[str, Any], phases: Mapping[s
             if tensor.dtype == tf.resource and tensor.op.name in touched:
                 touched[tensor.op.name].append(op)
     in_update = {
-        name for name, users in touched.items() if users and all(phases[op.name] == Phase.UPDATE for op in users)
+        name
+        for name, users in touched.items()
+        if users and all(phases[op.name] == Phase.UPDATE for op in users)
     }
     trained = {
         name
         for name, users in touched.items()
-        if name not in in_update and any(phases[op.name] == Phase.UPDATE and writes_variable(op) for op in users)
+        if name not in in_update
+        and any(phases[op.name] == Phase.UPDATE and writes_variable(op) for op in users)
     }
     reach = _slots_behind(ops, in_update, phases)
     owners: dict[str, set[str]] = {name: set() for name in in_update}
@@ -56,7 +58,9 @@ def _is_changed(users: Sequence[Any]) -> bool:
     return any(writes_variable(op) for op in users)
 
 
-def _slots_behind(ops: Sequence[Any], slots: set[str], phases: Mapping[str, Phase]) -> dict[str, frozenset[str]]:
+def _slots_behind(
+    ops: Sequence[Any], slots: set[str], phases: Mapping[str, Phase]
+) -> dict[str, frozenset[str]]:
     """Which slots the inputs of each op of the update come from."""
     reach: dict[str, frozenset[str]] = {}
     writes = {op.name: writes_variable(op) for op in ops}

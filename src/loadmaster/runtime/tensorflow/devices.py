@@ -1,8 +1,8 @@
 """Devices: the devices of a plan as TensorFlow knows them.
 
-Every CPU of a plan, whole or a part ('cpu0', 'cpu#1'), is one logical CPU of TensorFlow; a GPU or a part of one is a
-logical GPU, whose memory TensorFlow limits. Logical devices can be made only before TensorFlow has started, which the
-first tensor does. TensorFlow has no limit for CPUs: there the plan alone keeps it.
+Every CPU of a plan, whole or a part ('cpu0', 'cpu#1'), is one logical CPU of TensorFlow; a GPU or a part of
+one is a logical GPU, whose memory TensorFlow limits. Logical devices can be made only before TensorFlow has
+started, which the first tensor does. TensorFlow has no limit for CPUs: there the plan alone keeps it.
 """
 
 import re
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError
 from loadmaster.core.units import format_bytes
@@ -48,7 +47,8 @@ def locate_devices(cluster: Cluster) -> tuple[PlacedDevice, ...]:
     _make_cpus(len(host))
     where |= _locate_gpus(cluster, others)
     return tuple(
-        PlacedDevice(name, where[d], int(cluster.usable_bytes[d])) for d, name in enumerate(cluster.device_name)
+        PlacedDevice(name, where[d], int(cluster.usable_bytes[d]))
+        for d, name in enumerate(cluster.device_name)
     )
 
 

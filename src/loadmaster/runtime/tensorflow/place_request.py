@@ -1,11 +1,10 @@
-"""Place requests for TensorFlow: the same functions as `runtime.place_request`, for a Keras model or a function."""
+"""Place requests for TensorFlow: a Keras model or a function, checked and placed."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError, UnknownNameError
 from loadmaster.core.io import load
@@ -93,7 +92,7 @@ def _require_plan(placement: Placement) -> None:
         raise PlanError(f"{why_none_fits_in_short(placement)}; lm.fit says which change is the cheapest")
     if not is_tensorflow_graph(placement.problem.graph):
         raise PlanError(
-            f"the plan is of {placement.problem.graph.name!r}, which was not captured from TensorFlow; plan this model"
+            f"the plan is of {placement.problem.graph.name!r}, which is not TensorFlow's; plan this model"
         )
     for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
         if wanted:

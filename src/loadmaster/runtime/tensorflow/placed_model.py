@@ -1,14 +1,13 @@
 """Placed models: what `lm.place` gives for TensorFlow.
 
-`PlacedFunction` is called like the function it was made of. `PlacedModel` is the user's Keras model whose training
-step runs the plan: `fit`, checkpoints, `save` and `export` are the model's own.
+`PlacedFunction` is called like the function it was made of. `PlacedModel` is the user's Keras model whose
+training step runs the plan: `fit`, checkpoints, `save` and `export` are the model's own.
 """
 
 from collections import Counter
 from typing import Any
 
 import tensorflow as tf
-
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
 from loadmaster.core.units import format_bytes
@@ -54,7 +53,7 @@ class PlacedFunction:
             held = int(graph.resident_bytes[plan.device == d].sum())
             ops = f"{placed[device.where]} ops" if placed else "not run yet"
             lines.append(
-                f"{device.name} ({device.where}): {ops}, weights, state and constants of {format_bytes(held)}, "
+                f"{device.name} ({device.where}): {ops}, weights and state of {format_bytes(held)}, "
                 + describe_use(device)
             )
         error = step_error(self.placement.problem, plan)

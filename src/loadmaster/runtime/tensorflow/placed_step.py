@@ -1,9 +1,10 @@
 """Placed step: a step whose every op runs on the device of its plan.
 
-The step is traced, optimised once as TensorFlow would (`tf_capture.optimised`), and imported again with a device on
-every node. It is called with soft placement off and TensorFlow's own optimiser off: no op moves, and no op is
-replaced, so that a plan does not change the numbers. For inputs of other sizes (the last batch of an epoch) it is
-traced anew; ops are known by their names, and an op that the plan does not have goes where its inputs are.
+The step is traced, optimised once as TensorFlow would (`tf_capture.optimised`), and imported again with a
+device on every node. It is called with soft placement off and TensorFlow's own optimiser off: no op moves,
+and no op is replaced, so that a plan does not change the numbers. For inputs of other sizes (the last batch
+of an epoch) it is traced anew; ops are known by their names, and an op that the plan does not have goes
+where its inputs are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context as eager_context  # options of a single call are nowhere else
 
+import tensorflow as tf
 from loadmaster.core.errors import PlanError, RunError
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
@@ -80,7 +81,7 @@ class PlacedStep:
         return {name: self.devices[d].where for name, d in found.items()}
 
     def import_again(self) -> None:
-        """New functions of the same ops: TensorFlow tells of a function only when it runs for the first time."""
+        """New functions of the same ops: TensorFlow tells of a function only at its first run."""
         for key, ready in self._ready.items():
             call = _import_placed(ready.optimised, ready.device_of, self.devices)
             self._ready[key] = replace(ready, call=call)
@@ -115,7 +116,7 @@ class PlacedStep:
             for one, other in zip(flat, planned, strict=True)
         ):
             raise PlanError(
-                f"the plan is for inputs {_describe(planned)}, and the step was called with {_describe(flat)};"
+                f"the plan is for inputs {_describe(planned)}, and the step got {_describe(flat)};"
                 " give inputs like those of the plan, or plan anew"
             )
         rest = iter(planned)
@@ -130,7 +131,7 @@ class PlacedStep:
             )
 
     def _devices_by_name(self, optimised: OptimisedStep) -> dict[str, int]:
-        """Planned devices of the same names; new ops go where their inputs are, constants to their readers."""
+        """Planned devices of the same names; other ops follow their inputs or readers."""
         nodes = optimised.graph_def.node
         known = {node.name for node in nodes} & set(self.planned)
         graph = self.placement.problem.graph
@@ -138,7 +139,7 @@ class PlacedStep:
         share = sum(flops[name] for name in known) / sum(flops.values())
         if share < _LEAST_SHARE:
             raise PlanError(
-                f"for these inputs {self.step.name!r} runs other ops: the plan has only {100 * share:.0f} % of its"
+                f"for these inputs {self.step.name!r} runs other ops: the plan has {100 * share:.0f} % of its"
                 " work; plan it for inputs like these"
             )
         return {name: self.planned[name] for name in known}
@@ -170,7 +171,9 @@ class PlacedStep:
             yield
         except tf.errors.InvalidArgumentError as problem:
             if "Cannot assign a device" in str(problem):
-                raise RunError(f"an op cannot run where its plan has it: {str(problem).splitlines()[0]}") from problem
+                raise RunError(
+                    f"an op cannot run where its plan has it: {str(problem).splitlines()[0]}"
+                ) from problem
             raise
         finally:
             context.function_call_options = before
@@ -188,9 +191,7 @@ def _run_eagerly(work: Callable[[], None]) -> None:
     return None
 
 
-def _complete(
-    optimised: OptimisedStep, known: Mapping[str, int], homes: Mapping[int, int]
-) -> dict[str, int]:
+def _complete(optimised: OptimisedStep, known: Mapping[str, int], homes: Mapping[int, int]) -> dict[str, int]:
     """A device for every node: the plan's, its variable's, its first input's, or its first reader's."""
     graph_def = optimised.graph_def
     found = dict(known)
@@ -273,7 +274,9 @@ def _pack(results: Any, given: Any) -> Any:
 
 def _parse_spec(text: str) -> Any:
     dtype, _, shape = text.split(" ")[1].removesuffix("]").partition("[")
-    return tf.TensorSpec([int(size) for size in shape.split(",") if size], np.dtype(dtype) if dtype != "bfloat16" else dtype)
+    return tf.TensorSpec(
+        [int(size) for size in shape.split(",") if size], np.dtype(dtype) if dtype != "bfloat16" else dtype
+    )
 
 
 def _describe(specs: list[Any]) -> str:

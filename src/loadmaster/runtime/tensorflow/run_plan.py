@@ -1,6 +1,7 @@
 """Run plan: `lm.run` for TensorFlow: some steps of a plan on synthetic data, predicted beside measured.
 
-TensorFlow reports neither the bytes on a CPU device nor the times of single ops here: the report says None for them.
+TensorFlow reports neither the bytes on a CPU device nor the times of single ops here: the report says None
+for them.
 """
 
 import math
@@ -10,8 +11,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+import tensorflow as tf
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -119,8 +120,8 @@ def start_run(placement: Placement, model: str | None, seed: int) -> TensorflowR
     found = origin_of(placement.problem.graph)
     if found is None and model is None:
         raise InputError(
-            f"the plan does not say what model graph {placement.problem.graph.name!r} was captured from; name it"
-            " with --model (keras:NAME, a SavedModel folder or file.py:function), or use lm.place"
+            f"the plan does not say what model graph {placement.problem.graph.name!r} was captured from; name"
+            " it with --model (keras:NAME, a SavedModel folder or file.py:function), or use lm.place"
         )
     origin, fields = found if found is not None else ("", {})
     source = model or origin

@@ -1,8 +1,9 @@
 """Variables: the user's own variables on the devices of their plan.
 
-A variable of TensorFlow cannot move. A new one is made on the device, and the user's object takes its handle: the model,
-the optimizer, checkpoints and SavedModels keep the objects they know. Functions that were traced before hold the old
-handle, which is destroyed, so that they fail instead of training a copy that nobody sees.
+A variable of TensorFlow cannot move. A new one is made on the device, and the user's object takes its
+handle: the model, the optimizer, checkpoints and SavedModels keep the objects they know. Functions that
+were traced before hold the old handle, which is destroyed, so that they fail instead of training a copy
+that nobody sees.
 """
 
 from typing import Any

@@ -26,6 +26,9 @@ def watch_step(call: Callable[[], Any]) -> WatchedStep:
         found = context.export_run_metadata()
     finally:
         context.disable_run_metadata()
-    graphs = [[node for part in function.partition_graphs for node in part.node] for function in found.function_graphs]
+    graphs = [
+        [node for part in function.partition_graphs for node in part.node]
+        for function in found.function_graphs
+    ]
     nodes = max(graphs, key=len, default=[])  # the step itself; others read and copy variables
     return WatchedStep(result, {node.name: node.device.removeprefix(_LOCAL) for node in nodes})
