@@ -51,5 +51,6 @@ def test_plan_and_run_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_nothing_of_loadmaster_imports_tensorflow_unasked(tmp_path: Path) -> None:
-    code = "import sys, loadmaster as lm; lm.problem('gen:fork_join:9', 'T4'); print('tensorflow' in sys.modules)"
+    code = "import sys, loadmaster as lm; lm.problem('gen:fork_join:9', 'T4')"
+    code += "; print('tensorflow' in sys.modules)"
     assert _run("-c", code, folder=tmp_path).strip() == "False"

@@ -89,7 +89,7 @@ def _keras_step(model: Any, args: Any) -> Step:
     if isinstance(args, tuple) and len(args) >= 2:
         raise InputError(
             f"model {name!r} has no optimizer and loss yet: call model.compile(optimizer, loss) to plan a"
-            " training step of (x, y), or give the inputs alone (several of them as a list or dict) for inference"
+            " training step of (x, y), or give the inputs alone (several as a list or dict) for inference"
         )
     args = args[0] if isinstance(args, tuple) else args
     return Step(lambda x: model(x, training=False), (_check_inputs(args),), name, model, autograph=False)

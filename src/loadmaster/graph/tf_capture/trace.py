@@ -87,6 +87,6 @@ def _refuse_compiled_parts(graph_def: Any, name: str) -> None:
             break
     if any(node is None or (_XLA in node.attr and node.attr[_XLA].b) for node in nodes):
         raise InputError(
-            f"{name!r} calls a function with jit_compile=True, which XLA compiles as one piece; its ops cannot"
+            f"{name!r} calls a function with jit_compile=True, which XLA compiles whole; its ops cannot"
             " be placed one by one: use jit_compile=False"
         )

@@ -38,7 +38,7 @@ class PlacedDevice:
 
 
 def locate_devices(cluster: Cluster) -> tuple[PlacedDevice, ...]:
-    """[D] each device of a cluster; logical devices are made where there are too few and it is not too late."""
+    """[D] each device of a cluster; logical devices are made where there are too few."""
     if len(set(cluster.host.tolist())) > 1:
         raise ClusterError("the plan is for several hosts; one process runs on the devices of one")
     host = [d for d in range(cluster.num_devices) if cluster.on_host[cluster.kind[d]]]
@@ -108,7 +108,7 @@ def _divide_gpu(physical: Any, limits: list[int]) -> None:
         tf.config.set_logical_device_configuration(physical, parts)
     except RuntimeError:
         raise ClusterError(
-            f"the plan divides {physical.name} into {len(limits)} parts, and TensorFlow has started already; place"
+            f"the plan divides {physical.name} into {len(limits)} parts, and TensorFlow has started; place"
             " the model before the first tensor is made, in a new process"
         ) from None
 
