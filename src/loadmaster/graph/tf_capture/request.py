@@ -83,7 +83,7 @@ def refuse_options(asked: Any, source: str) -> None:
             raise InputError(f"{source} is a TensorFlow model, which has no {name}: {remedy}")
     if asked.precision != "fp32":
         raise InputError(
-            f"{source} is a TensorFlow model, whose precision is its own; set it where the model is built, e.g."
+            f"{source} is TensorFlow's, whose precision is its own; set it where the model is built, e.g."
             " keras.config.set_dtype_policy('mixed_bfloat16')"
         )
     if asked.recompute:
