@@ -31,7 +31,7 @@ unplaced = build().fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).
 
 # Neither device alone has room for weights and optimizer state, so the plan must use both.
 placed = lm.place(
-    build(), (x[:16], y[:16]), devices="cpu#0-250kB, cpu#1-250kB", budget="50x", costs="roofline"
+    build(), (x[:16], y[:16]), devices="cpu#0-190kB, cpu#1-190kB", budget="50x", costs="roofline"
 )
 losses = placed.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
 print(placed.explain())
