@@ -42,7 +42,8 @@ def _check_files(placed: Any, plain: Any, x: Any, folder: Path) -> None:
     tf.train.Checkpoint(model=placed.model).restore(path)
     assert weights_of(placed.model) == before
     placed.export(str(folder / "saved"), verbose=False)
-    served = tf.saved_model.load(str(folder / "saved")).serve(tf.constant(x))
+    loaded = tf.saved_model.load(str(folder / "saved"))
+    served = loaded.serve(tf.constant(x))
     assert np.allclose(served, plain.predict(x, verbose=0), atol=1e-6)
 
 
