@@ -6,6 +6,8 @@ endif
 BIN := .venv/bin
 # Neighbours stay in one process and share what they captured.
 PYTEST := $(BIN)/pytest -n auto --dist worksteal
+# TensorFlow, where it is installed, in a process of its own: beside torch it would start in every worker.
+TENSORFLOW_TESTS := $(BIN)/python tests/run_tensorflow.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow lint kernels setup setup-ci bench schemas clean
@@ -24,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .venv/all: .venv/dev
 	@echo "installing every extra (torch and friends: a few minutes)"
-	@$(PIP) -e '.[all,dev]'
+	@$(PIP) -e '.[all,dev,tensorflow]'
 	@touch $@
 
 .venv/ci: .venv/all
@@ -49,9 +51,11 @@ setup-ci: .venv/ci
 test: .venv/dev
 	@$(MAKE) --no-print-directory -j2 lint kernels
 	$(PYTEST)
+	$(TENSORFLOW_TESTS)
 
 test-slow: .venv/dev kernels
 	$(PYTEST) -m slow
+	$(TENSORFLOW_TESTS) -m slow
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -48,6 +48,13 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return run
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """TensorFlow has a process of its own: its tests run where they are named (`make test` names them)."""
+    if collection_path != Path(__file__).parent / "tensorflow":
+        return None
+    return True if not any("tests/tensorflow" in str(argument) for argument in config.args) else None
+
+
 def pytest_report_header() -> str | None:
     return "LOADMASTER_CI: a skip without an accepted reason is a failure" if CI else None
 

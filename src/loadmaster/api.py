@@ -27,6 +27,8 @@ from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
+from loadmaster.graph.framework import is_tensorflow_model
+from loadmaster.graph.origin import is_tensorflow_graph
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
@@ -35,9 +37,9 @@ from loadmaster.questions.problem import build_problem, revise_problem, target_o
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.core.run_report import Outcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
-    from loadmaster.runtime.run.launch import Outcome
     from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
 
@@ -203,6 +205,8 @@ def place(
     `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
     plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
     """
+    if is_tensorflow_model(model):
+        return _place_tensorflow(model, plan_or_inputs, devices, wishes)
     from loadmaster.runtime import place_request
 
     place_request.check_place_request(model, wishes)
@@ -223,6 +227,25 @@ def place(
     # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was
     # full, needs a planner, and planners stand above the runtime.
     return place_request.place_on_plan(model, placement, wishes, replan=_repair_plan)
+
+
+def _place_tensorflow(model: Any, plan_or_inputs: Any, devices: Devices, wishes: Any) -> Any:
+    """The same story in TensorFlow's own room: the step is traced, planned, and imported op by op."""
+    from loadmaster.runtime.tensorflow import place_request
+
+    place_request.check_place_request(model, wishes)
+    placement = place_request.resolve_placement(plan_or_inputs)
+    if placement is not None:
+        place_request.refuse_planning_options(devices, wishes)
+        return place_request.place_on_plan(model, placement, wishes)
+    devices = auto_shorthand() if devices == "auto" else devices
+    cluster = parse_cluster(devices)
+    place_request.start_devices(cluster)
+    captured = place_request.capture_example(model, plan_or_inputs)
+    costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")
+    asked = problem(captured.graph, devices if isinstance(devices, str) else cluster, costs=costs)
+    placement = plan(asked, budget=wishes.get("budget", 10.0))
+    return place_request.place_captured(captured, placement)
 
 
 def verify(
@@ -250,6 +273,10 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
     """
+    if isinstance(plan, str | os.PathLike):
+        plan = load(plan)
+    if isinstance(plan, Placement) and is_tensorflow_graph(plan.problem.graph):
+        return _run_tensorflow(plan, model, steps, seed, calibrate, tell)
     from loadmaster.runtime.place_request import load_placement, place_on_plan
     from loadmaster.runtime.run.launch import plan_as_run, rebuild_model, require_steps, run_placed
 
@@ -261,6 +288,25 @@ def run(
     return run_placed(
         placed, rebuilt, predicted, steps=steps, calibrate=calibrate, database=database, seed=seed, tell=tell
     )
+
+
+def _run_tensorflow(
+    placement: Placement, model: str | None, steps: int, seed: int, calibrate: bool, tell: Any
+) -> "Outcome":
+    """Steps of a TensorFlow plan, in its own room."""
+    from loadmaster.core.run_report import Outcome
+    from loadmaster.runtime.tensorflow.run_plan import start_run
+
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"steps is {steps!r}; give a whole number >= 1")
+    if calibrate:
+        raise InputError(
+            "TensorFlow's ops are not timed in a run; plan with --measure to time them one by one"
+        )
+    running = start_run(placement, model, seed)
+    predicted = simulate(placement.problem, running.plan)
+    running.train(steps, tell or (lambda *_: None))
+    return Outcome(running.report(predicted, steps), placement, predicted, None)
 
 
 def simulate(

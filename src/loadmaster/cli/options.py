@@ -11,8 +11,8 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         help="A graph: a file (own JSON, msr, piper, pipedream, node-link, ONNX, .pt2, OpenVINO IR) or"
-        " gen:FAMILY:OPS[:SEED], e.g. gen:transformer:1500; or a PyTorch model: hf:NAME, zoo:NAME,"
-        " file.py:function.",
+        " gen:FAMILY:OPS[:SEED], e.g. gen:transformer:1500; or a model: hf:NAME, zoo:NAME, keras:NAME,"
+        " a SavedModel folder, file.py:function.",
     ),
 ]
 Devices = Annotated[

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from loadmaster.core.placement import Placement
+from loadmaster.core.timeline import Timeline
+
 SCHEMA_VERSION = 1
 
 
@@ -57,3 +60,13 @@ class Ran:
     step_rel_error: float | None = None  # to expect of the predicted step, where it rests on measured costs
     busy: bool = False  # other work took processors that the run needed, so that it took longer than usual
     others_cores: float = 0.0  # processors that other work used meanwhile, on average
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What came of a run: the report, and the timelines it compares."""
+
+    ran: Ran
+    placement: Placement
+    predicted: Timeline
+    measured: Timeline | None

@@ -21,6 +21,7 @@ from loadmaster.cost.signature import Signature, parse_signature
 
 GRAD = " @grad"
 UPDATE = "update "
+TENSORFLOW = "tf."  # of an op that no autograd watches as it runs
 # See `gaps`: what lies between ops; calling an optimizer once; between ops in mixed precision, and updates.
 GAPS = (
     "gap forward",
@@ -67,7 +68,7 @@ def collect_keys(graph: Graph) -> Keys:
             text = f"{UPDATE}{optimizer[op]} {text.removeprefix(UPDATE)}"
         elif not readable[graph.signature[op]]:
             continue
-        elif trains and graph.phase[op] == Phase.FORWARD:
+        elif trains and graph.phase[op] == Phase.FORWARD and not text.startswith(TENSORFLOW):
             text += GRAD
         of_op[op] = known.setdefault(text, len(known))
     used = of_op[of_op != NO_KEY]

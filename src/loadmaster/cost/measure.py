@@ -14,6 +14,7 @@ an op also has its share of what Python and autograd take between ops (`gaps`); 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from loadmaster.cost.copies import copy_seconds, is_one_cpu
 from loadmaster.cost.database import CostDatabase, CostRow
 from loadmaster.cost.error_bar import op_errors
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
-from loadmaster.cost.keys import GAPS, Keys, all_keys, collect_keys
+from loadmaster.cost.keys import GAPS, TENSORFLOW, Keys, all_keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 from loadmaster.cost.signature import AUTOCAST
 from loadmaster.cost.whole_step import find_anchor
@@ -155,16 +156,30 @@ def _load_or_measure_rows(
     say: Say,
 ) -> tuple[dict[str, CostRow], int, float]:
     """Rows of all keys that are known or can be measured in time, how many are new, and the seconds spent."""
+    name, extra = (
+        ("TensorFlow", "tensorflow") if keys.text[0].startswith(TENSORFLOW) else ("PyTorch", "torch")
+    )
     try:
-        from loadmaster.cost import bench
+        bench = _import_bench(extra)
     except ImportError:
         known = database.get(all_keys(keys), here.chip, None)
         if not known:
             raise CostError(
-                "measuring needs PyTorch; install it with: pip install 'loadmaster[torch]'"
+                f"measuring needs {name}; install it with: pip install 'loadmaster[{extra}]'"
             ) from None
         return known, 0, 0.0
     return bench.measure_missing(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
+
+
+def _import_bench(extra: str) -> Any:
+    """What times the ops of a framework."""
+    if extra == "tensorflow":
+        from loadmaster.cost import tensorflow_timing
+
+        return tensorflow_timing
+    from loadmaster.cost import bench
+
+    return bench
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,15 +1,17 @@
-"""Models as sources: `hf:NAME`, `zoo:NAME` and `path/to/file.py:build`, captured into a Graph.
+"""Models as sources: `hf:NAME`, `zoo:NAME`, `keras:NAME`, a SavedModel folder and `path/to/file.py:build`.
 
 `build` is the user's function and runs as the user's code. It gives the model and its inputs,
 
     return model, (tokens,)                       or  model, args, kwargs
     return {"model": model, "args": (tokens,), "loss": my_loss, "optimizer": torch.optim.SGD}
 
-and may take `batch` and `seq`. Build under `torch.device("meta")` to allocate nothing.
+and may take `batch` and `seq`. A Keras model or a `tf.function` goes to `tf_capture`, an `nn.Module` to
+`torch_capture`. Build the latter under `torch.device("meta")` to allocate nothing.
 """
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -22,12 +24,13 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.question import Question
 from loadmaster.core.raised import shorten_error
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
+from loadmaster.graph.framework import is_tensorflow_model
 from loadmaster.graph.origin import add_origin
 
 if TYPE_CHECKING:
     from loadmaster.zoo.example import Example
 
-MODEL = re.compile(r"(hf|zoo):(.*)|(.+\.py):(\w+)", re.DOTALL)
+MODEL = re.compile(r"(hf|zoo|keras):(.*)|(.+\.py):(\w+)", re.DOTALL)
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
@@ -86,13 +89,54 @@ class CaptureOptions:
 
 def names_model(source: str) -> bool:
     """Whether a source is a model rather than a file with a graph."""
-    return MODEL.fullmatch(source) is not None
+    return MODEL.fullmatch(source) is not None or is_saved_model(source)
+
+
+def is_saved_model(source: str) -> bool:
+    """Whether a source is the folder of a TensorFlow SavedModel."""
+    return "\0" not in source and os.path.isfile(os.path.join(source, "saved_model.pb"))
 
 
 def capture_model(source: str, asked: CaptureOptions) -> Graph:
     """The training step of the model that a source names."""
-    graph = _capture_parts(load_model_parts(source, asked), asked)
+    if is_tensorflow_source(source):
+        graph = _tensorflow_capture(source).capture_source(source, asked)
+    else:
+        parts = load_model_parts(source, asked)
+        graph = _capture_tensorflow(parts, asked, source) if is_tensorflow_model(parts["model"]) else None
+        graph = graph or _capture_parts(parts, asked)
     return replace(graph, capture=add_origin(graph.capture, source, asked))
+
+
+def is_tensorflow_source(source: str) -> bool:
+    """Whether a source is TensorFlow's by its name alone."""
+    return source.startswith("keras:") or is_saved_model(source)
+
+
+def load_tensorflow_step(source: str, asked: CaptureOptions) -> Any:
+    """The step of a TensorFlow source, to be run."""
+    room = _tensorflow_capture(source)
+    if is_tensorflow_source(source):
+        return room.load_step(source, asked)
+    return room.step_of_parts(load_model_parts(source, asked), asked, source)
+
+
+def _capture_tensorflow(parts: Mapping[str, Any], asked: CaptureOptions, source: str) -> Graph:
+    room = _tensorflow_capture(source)
+    graph: Graph = room.capture_step(room.step_of_parts(parts, asked, source)).graph
+    return graph
+
+
+def _tensorflow_capture(source: str) -> Any:
+    try:
+        import tensorflow  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{source} needs TensorFlow; install it with: pip install 'loadmaster[tensorflow]'"
+        ) from None
+    from loadmaster.graph.tf_capture import request
+
+    return request
 
 
 def load_model_parts(source: str, asked: CaptureOptions, *, device: str = "meta") -> dict[str, Any]:
@@ -107,6 +151,8 @@ def load_model_parts(source: str, asked: CaptureOptions, *, device: str = "meta"
         example = _load_example(family, name, asked, device)
         parts = {"model": example.model, "args": example.args, "kwargs": example.kwargs}
         parts |= {"loss": example.loss, "optimizer": DEFAULT_OPTIMIZER, "name": _graph_title(name, asked)}
+    if is_tensorflow_model(parts["model"]):
+        return parts  # whose optimizer and precision are its own
     if asked.optimizer is not None:
         parts["optimizer"] = asked.optimizer
     return parts | _cast_to_bfloat16(parts) if asked.precision == "bf16" else parts

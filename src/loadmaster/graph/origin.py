@@ -14,6 +14,7 @@ from typing import Any
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph
 
+TENSORFLOW = "tensorflow"  # how the capture of a TensorFlow graph begins
 _FROM = "; from "
 _REASON = "; not exported: "
 _ADVICE = re.compile(r" (While executing|consider using|Caused by:) .*")  # what torch adds to an error
@@ -45,6 +46,11 @@ def add_reason(graph: Graph, reason: str) -> Graph:
     """A graph that was traced says why `torch.export` did not make it."""
     words = _ADVICE.sub("", " ".join(reason.replace(";", ",").split()))
     return replace(graph, capture=f"{graph.capture}{_REASON}{words}")
+
+
+def is_tensorflow_graph(graph: Graph) -> bool:
+    """Whether a graph was captured from TensorFlow, so that its plan is run there."""
+    return graph.capture.startswith(f"{TENSORFLOW} ")
 
 
 def reason_of(graph: Graph) -> str:

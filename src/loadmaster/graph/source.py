@@ -12,7 +12,7 @@ from loadmaster.core import io
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
-from loadmaster.graph.models import CaptureOptions, capture_model, names_model
+from loadmaster.graph.models import CaptureOptions, capture_model, is_saved_model, names_model
 
 FORMATS: tuple[str, ...] = ("own", "msr", "piper", "pipedream", "nodelink", "onnx", "pt2", "openvino")
 _SUFFIXES = {".onnx": "onnx", ".pt2": "pt2", ".xml": "openvino"}  # of files that are known by name too
@@ -61,8 +61,10 @@ def read_source(
 
 
 def is_model(source: object) -> bool:
-    """Whether a source is a PyTorch model, which is captured."""
-    return isinstance(source, str) and names_model(source) and not _is_file(source)
+    """Whether a source is a model, which is captured."""
+    if not isinstance(source, str) or not names_model(source):
+        return False
+    return is_saved_model(source) or not _is_file(source)
 
 
 def _require_none(asked: CaptureOptions, source: object, *, sized: bool = False) -> None:
@@ -108,7 +110,7 @@ def _read_file(path: str, *, format: str | None, max_bytes: int, asked: CaptureO
     if not _is_file(path):
         raise FileError(
             f"no such file {path!r}; a source is a file or gen:FAMILY:OPS[:SEED], or a model: hf:NAME,"
-            " zoo:NAME or file.py:function"
+            " zoo:NAME, keras:NAME, a SavedModel folder or file.py:function"
         )
     if path.endswith(".py"):
         raise InputError(f"{path!r} is Python; name the function that builds the model: {path}:function")

@@ -18,7 +18,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.run import ignore_progress
-from loadmaster.core.run_report import Ran
+from loadmaster.core.run_report import Outcome
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database
@@ -33,16 +33,6 @@ from loadmaster.runtime.run.training import Training, TrainingTask, make_task
 from loadmaster.runtime.verify.unplaced import Loss
 
 _WIDE = 0.5 * BUSY_ERROR  # half of the time, or more, was measured on a busy machine
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """What came of a run: the report, and the timelines it compares."""
-
-    ran: Ran
-    placement: Placement
-    predicted: Timeline
-    measured: Timeline | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
