@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loadmaster.placers._copies import copy_into
 from loadmaster.simulator.jit import kernel
 
 NOWHERE = -1
@@ -110,7 +111,7 @@ def list_frontier(standing: Standing, device: Any, on_frontier: Any, frontier: A
 @kernel
 def undo_moves(device: Any, moved: Any, came_from: Any, num_moved: int, into: Any) -> None:
     """Write the devices [U] as they were `num_moved` moves ago."""
-    into[:] = device
+    copy_into(into, device)
     for at in range(num_moved - 1, -1, -1):
         into[moved[at]] = came_from[at]
 

@@ -7,7 +7,7 @@ the host it would go weight by weight unless told: it is told, for the time of t
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,9 +105,16 @@ def is_divided(group: dict[str, Any]) -> bool:
 
 
 def _find_optimizers() -> list[Any]:
-    """Every optimizer there is."""
+    """Every optimizer there is: an object refers to its class, and the collector finds who does."""
     kind = torch.optim.Optimizer
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and hasattr(one, "param_groups")]
+    referring: list[Any] = gc.get_referrers(*_list_kinds(kind))
+    return [one for one in referring if isinstance(one, kind) and hasattr(one, "param_groups")]
+
+
+def _list_kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _list_kinds(one)
 
 
 def _refuse_stale_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -69,8 +69,9 @@ class OptunaSearch:
         value, proposal = metric_value(metrics, self._metric), self._proposals[trial]
         known = self._study._storage.get_trial(proposal._trial_id)
         if known.state.is_finished():  # told by an earlier call, which was killed before its journal knew
-            self._told.add(trial)
-            return Decision.STOP if known.state == optuna.trial.TrialState.PRUNED else Decision.CONTINUE
+            ended_at = max(known.intermediate_values, default=0)
+            pruned = known.state == optuna.trial.TrialState.PRUNED and step >= ended_at
+            return Decision.STOP if pruned else Decision.CONTINUE
         if step not in known.intermediate_values:
             proposal.report(value, step)
         if step >= self._num_steps[trial]:

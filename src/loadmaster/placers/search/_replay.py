@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loadmaster.placers._copies import copy_into
 from loadmaster.placers._heaps import heap_drop, heap_push
 from loadmaster.simulator.events.kernel import HALF_DUPLEX, HOST, SHARED, ProblemArrays
 from loadmaster.simulator.jit import kernel
@@ -122,14 +123,14 @@ def replay(
     now, done_s, end_s, resumed = 0.0, 0.0, 0.0, begin > 0
     if resumed:
         now, done_s = at_s[begin], tape.work_s[begin]
-        missing[:] = tape.kept_missing[begin]
-        ready_s[:] = tape.kept_ready_s[begin]
-        running[:] = tape.kept_running[begin]
-        until_s[:] = tape.kept_until_s[begin]
-        last[:] = tape.kept_last[begin]
-        free_s[:] = tape.kept_free_s[begin]
-        length[:] = tape.kept_length[begin]
+        copy_into(missing, tape.kept_missing[begin])
+        copy_into(ready_s, tape.kept_ready_s[begin])
+        copy_into(running, tape.kept_running[begin])
+        copy_into(until_s, tape.kept_until_s[begin])
+        copy_into(last, tape.kept_last[begin])
+        copy_into(free_s, tape.kept_free_s[begin])
         for e in range(num_engines):
+            length[0, e], length[1, e] = tape.kept_length[begin, 0, e], tape.kept_length[begin, 1, e]
             for j in range(length[0, e]):
                 wait_key[e * num_ops + j] = tape.kept_key[begin, 0, e, j]
                 wait_op[e * num_ops + j] = tape.kept_op[begin, 0, e, j]
@@ -187,13 +188,15 @@ def replay(
             if following < num_snapshots and done_s * num_snapshots >= total_s * following:
                 if record:
                     at_s[following], tape.work_s[following] = now, done_s
-                    tape.kept_missing[following] = missing
-                    tape.kept_ready_s[following] = ready_s
-                    tape.kept_running[following] = running
-                    tape.kept_until_s[following] = until_s
-                    tape.kept_last[following] = last
-                    tape.kept_free_s[following] = free_s
-                    tape.kept_length[following] = length
+                    copy_into(tape.kept_missing[following], missing)
+                    copy_into(tape.kept_ready_s[following], ready_s)
+                    copy_into(tape.kept_running[following], running)
+                    copy_into(tape.kept_until_s[following], until_s)
+                    copy_into(tape.kept_last[following], last)
+                    copy_into(tape.kept_free_s[following], free_s)
+                    for e in range(num_engines):
+                        tape.kept_length[following, 0, e] = length[0, e]
+                        tape.kept_length[following, 1, e] = length[1, e]
                     for e in range(num_engines):
                         if max(length[0, e], length[1, e]) > tape.kept_op.shape[3]:
                             at_s[following] = np.inf  # too much to keep: this one cannot be resumed from

@@ -161,6 +161,17 @@ def _may_write(code: types.CodeType, scope: dict[str, Any]) -> bool:
     )
 
 
+def _find_functions(code: Code) -> list[types.FunctionType]:
+    """Every function of this code, among those that share its globals: few to ask the collector for."""
+    scopes = {id(scope): scope for scope in code.values()}
+    known = set(map(id, code))
+    return [
+        one
+        for one in gc.get_referrers(*scopes.values())
+        if type(one) is types.FunctionType and id(one.__code__) in known
+    ]
+
+
 class _Walk:
     """Goes from modules, functions and globals to all that is reached by a name in the code."""
 
@@ -190,9 +201,8 @@ class _Walk:
         """Globals that the code names, and defaults and closures of its functions."""
         for one, scope in code.items():
             self._add_globals(scope, one)
-        for function in gc.get_referrers(*code) if code else ():
-            if isinstance(function, types.FunctionType) and function.__code__ in code:
-                self._add_function(function)
+        for function in _find_functions(code):
+            self._add_function(function)
 
     def follow(self) -> None:
         """Look at all that waits, and at what is found there."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.placers._copies import copy_into
 from loadmaster.simulator.jit import kernel
 
 ENDLESS = np.int64(2**60)
@@ -33,7 +34,7 @@ def least_load(
 ) -> Any:
     """The least load, or some value above the limit."""
     nodes = len(ptr) - 1
-    residual[:] = capacity
+    copy_into(residual, capacity)
     if barred >= 0:
         residual[2 * barred] = ENDLESS  # its arc to the sink
     flow = np.int64(0)

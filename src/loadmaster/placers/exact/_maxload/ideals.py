@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.placers._copies import copy_into
 from loadmaster.simulator.jit import kernel
 
 _ONE = np.uint64(1)
@@ -66,7 +67,7 @@ def enumerate_ideals(
                     rows = _grow_rows(rows, size)
                     ready = _grow_rows(ready, size)
                     longer = np.zeros(size, np.uint64)
-                    longer[:count] = code
+                    copy_into(longer, code)
                     code = longer
                 found = count
                 count += 1
@@ -129,14 +130,15 @@ def _next_ready(ready: Any, at: Any, v: Any, num: Any) -> Any:
 @kernel
 def _grow_rows(rows: Any, size: Any) -> Any:
     more = np.zeros((size, rows.shape[1]), np.uint64)
-    more[: len(rows)] = rows
+    for at in range(len(rows)):
+        copy_into(more[at], rows[at])
     return more
 
 
 @kernel
 def _grow_column(column: Any, size: Any) -> Any:
     more = np.empty(size, np.int32)
-    more[: len(column)] = column
+    copy_into(more, column)
     return more
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.placers._copies import copy_into
 from loadmaster.simulator.jit import kernel
 
 SUM, MAX2 = 0, 1
@@ -365,5 +366,5 @@ def anneal(
         load_s[a], load_s[b], value, top = load_a, load_b, new, new_top
         if top < best * (1 - 1e-12):
             best = top
-            best_device[:] = device
+            copy_into(best_device, device)
     return best_device, best
