@@ -87,7 +87,9 @@ class ClusterState:
         if len(usable) < count:
             return
         hosts = self.layout.host[usable]
-        ids, room = np.unique(hosts, return_counts=True)
+        counts = np.bincount(hosts)
+        ids = np.flatnonzero(counts)
+        room = counts[ids]
         name = self.layout.kinds[kind]
         inside = np.flatnonzero(room >= count)
         if len(inside):

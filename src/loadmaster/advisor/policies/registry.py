@@ -36,8 +36,13 @@ class Policy(Protocol):
 
 def list_policies() -> dict[str, str]:
     """Every policy and the first line of its file, without importing any."""
-    names = sorted(m.name for m in pkgutil.iter_modules([str(_HERE)]) if m.name not in _NO_POLICY)
-    return {name: _summary(name) for name in names if not name.startswith("_")}
+    return {name: _summary(name) for name in policy_names()}
+
+
+def policy_names() -> list[str]:
+    """Every policy, by the file names alone."""
+    names = (module.name for module in pkgutil.iter_modules([str(_HERE)]))
+    return sorted(name for name in names if name not in _NO_POLICY and not name.startswith("_"))
 
 
 def _summary(name: str) -> str:
@@ -48,7 +53,7 @@ def _summary(name: str) -> str:
 def policy(name: str, **parameters: Any) -> Policy:
     """Make a policy by name; 'constant:4' sets the first parameter."""
     bare, _, first = name.partition(":")
-    known = list_policies()
+    known = policy_names()
     if bare not in known:
         raise UnknownNameError("policy", bare, known, see="loadmaster advise policies lists them")
     made = importlib.import_module(f"loadmaster.advisor.policies.{bare}").POLICY
