@@ -338,14 +338,15 @@ def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool
     if json:
         print_json({"title": title, "rows": [row.to_json() for row in rows]})
         return
-    extra = list(rows[0].details) if rows else []
-    heads = ("setting", "policy", what, "95 %", "difference", "bound", *[name.replace("_", " ") for name in extra])
-    table = columns(*heads, right=heads[2:], whole=heads[:2])
-    for r in rows:
-        table.add_row(
-            one_line(r.setting), one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f}-{r.high:.3f}",
-            f"{r.paired:+.3f}±{r.paired_half:.3f}", f"{r.bound:.3f}", *[f"{r.details[n]:.3g}" for n in extra],
-        )  # fmt: skip
     console = stdout()
     console.print(title, style="bold")
-    console.print(table)
+    for setting in dict.fromkeys(row.setting for row in rows):
+        chosen = [row for row in rows if row.setting == setting]
+        console.print(f"\n{setting}: no policy can reach beyond {chosen[0].bound:.3f}")
+        heads = ("policy", what, "95 %", "difference", *[n.replace("_", " ") for n in chosen[0].details])
+        table = columns(*heads, right=heads[1:], whole=heads[:4])
+        for r in chosen:
+            details = [f"{value:.3g}" for value in r.details.values()]
+            paired = f"{r.paired:+.3f} ± {r.paired_half:.3f}"
+            table.add_row(one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f} to {r.high:.3f}", paired, *details)
+        console.print(table)
