@@ -136,8 +136,8 @@ def _observe_all(at, joint, jct, nominal, seq, needs, masks, first, flags, degre
                 if (held[s, i] >> np.uint64(d)) & np.uint64(1):
                     seen[s, 3 * num + d] = min(1.0, (ends[s, i] - now) / 2e4)
         at_end = 3 * num + NUM_SERVERS
-        seen[s, at_end] = seq[m] / 4e4
-        seen[s, at_end + 1] = limit / 4e4
+        seen[s, at_end] = min(10.0, seq[m] / 4e4)
+        seen[s, at_end + 1] = min(10.0, limit / 4e4)
         seen[s, at_end + 2] = _ones(free) / NUM_SERVERS
         seen[s, at_end + 3] = count / NUM_SERVERS
 

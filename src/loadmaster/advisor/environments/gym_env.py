@@ -24,7 +24,7 @@ class RampEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         self.world, self.distribution, self.joint, self.poisson = world, distribution, joint, poisson
         self._batch = self._draw(0)
         self.action_space = spaces.Discrete(self._batch.num_actions)
-        self.observation_space = spaces.Box(0.0, np.float32(np.inf), (OBSERVATION_SIZE,), np.float32)
+        self.observation_space = spaces.Box(0.0, 10.0, (OBSERVATION_SIZE,), np.float32)
         self._mask = np.ones(self._batch.num_actions, np.bool_)
 
     def _draw(self, seed: int) -> BatchedRamp:
