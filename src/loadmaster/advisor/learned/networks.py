@@ -4,8 +4,10 @@ The MLP sees a job as its completion times over its deadline. The graph network 
 the job graph (PAC-ML, section 2.8) to that. Both end in one value and one logit for each action, masked.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +131,8 @@ def save_network(network: nn.Module, spec: Spec, path: str | Path) -> None:
     """Weights with what they belong to, written whole or not at all."""
     from safetensors.torch import save
 
-    about = {name: str(getattr(spec, name)) for name in spec.__dataclass_fields__}
+    # one entry: safetensors writes several in any order
+    about = {"loadmaster": json.dumps({name: getattr(spec, name) for name in spec.__dataclass_fields__})}
     target = Path(path)
     partial = target.with_name(f".{target.name}.part")
     try:
@@ -137,6 +140,15 @@ def save_network(network: nn.Module, spec: Spec, path: str | Path) -> None:
         partial.replace(target)
     except OSError as trouble:
         raise FileError(f"cannot write {path}: {trouble}") from None
+
+
+def _about(metadata: Any) -> dict[str, Any]:
+    """What weights say of themselves; nothing where they are another program's."""
+    try:
+        found = json.loads((metadata or {}).get("loadmaster", "{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def load_network(path: str | Path, *, world: str, num_actions: int, graphs: tuple[JobGraph, ...] = ()) -> nn.Module:
@@ -148,13 +160,18 @@ def load_network(path: str | Path, *, world: str, num_actions: int, graphs: tupl
         if file.stat().st_size > _MAX_BYTES:
             raise FormatError(f"{path} has {file.stat().st_size} bytes; weights have at most {_MAX_BYTES}")
         with safe_open(str(file), framework="pt") as found:
-            about = found.metadata() or {}
+            about = _about(found.metadata())
             state = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118  # not a dict
     except OSError as trouble:
         raise FileError(f"cannot read {path}: {trouble}") from None
     except SafetensorError as trouble:
         raise FormatError(f"{path} is not a file of weights: {trouble}") from None
-    spec = Spec(about.get("network", ""), about.get("world", ""), int(about.get("num_actions", 0) or 0), "")
+    spec = Spec(
+        str(about.get("network", "")),
+        str(about.get("world", "")),
+        int(about.get("num_actions", 0) or 0),
+        str(about.get("distribution", "")),
+    )
     if spec.world != world or spec.num_actions != num_actions:
         raise InputError(
             f"{path} was trained for {spec.world or 'nothing known'} with {spec.num_actions} actions, and this is"
