@@ -48,7 +48,9 @@ def _candidates(label: str, d: str) -> dict[str, Rule]:
         bases = {f"best fit >= {k}": Rule(Kind.BEST_FIT, k) for k in floors}
     looks = ((30, 20), (60, 30)) if label == "compat" else ((30, 20),)
     return bases | {
-        f"rollout {h}x{f} on {name}": replace(rule, rollout=(h, f)) for name, rule in bases.items() for h, f in looks
+        f"rollout {h}x{f} on {name}": replace(rule, rollout=(h, f))
+        for name, rule in bases.items()
+        for h, f in looks
     }
 
 
@@ -79,8 +81,12 @@ def _blocking(report: Report, world: World, label: str) -> None:
         report.add(SUITE, f"{name}: less {constant}, paired (95 % +-{paired_half:.4f})", paired, "share",
                    aim="< 0", reached=paired + paired_half < 0)  # fmt: skip
         bounds = [least_blocking(world, s) for s in test]
-        report.add(SUITE, f"{name}: bound by shared time", float(np.mean([b.shared_time for b in bounds])), "share")
-        report.add(SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share")
+        report.add(
+            SUITE, f"{name}: bound by shared time", float(np.mean([b.shared_time for b in bounds])), "share"
+        )
+        report.add(
+            SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share"
+        )
         for other, rule in BASELINES.items():
             report.add(SUITE, f"{name}: {other}", float(_blocked(world, test, rule).mean()), "share")
 
@@ -104,14 +110,21 @@ def _speed(report: Report, made: dict[str, World]) -> None:
                        reached=each >= 2e6)  # fmt: skip
             published = {"Para_max": 0.4, "Para_min": 8.0}.get(name)
             if published and label == "compat":
-                report.add(SUITE, f"compat {name}: times the published simulator's {published}/s", each / published, "x")
+                report.add(
+                    SUITE,
+                    f"compat {name}: times the published simulator's {published}/s",
+                    each / published,
+                    "x",
+                )
     rule = Rule(Kind.CONSTANT, 4, rollout=(30, 20))
     replay(made["compat"], streams[0], rule)
     began = time.process_time()
     for stream in streams[:5]:
         replay(made["compat"], stream, rule)
     each = (time.process_time() - began) / 5000
-    report.add(SUITE, "rollout 30 x 20, one decision", 1e3 * each, "cpu ms", aim="<= 0.3", reached=each <= 3e-4)
+    report.add(
+        SUITE, "rollout 30 x 20, one decision", 1e3 * each, "cpu ms", aim="<= 0.3", reached=each <= 3e-4
+    )
     layout, rng = host_layout([8] * 128), np.random.default_rng(0)
     curve = measured_curve({1: 8000.0, 2: 4100.0, 4: 2300.0, 8: 1400.0, 16: 900.0, 32: 700.0})
     taken = []
@@ -125,4 +138,6 @@ def _speed(report: Report, made: dict[str, World]) -> None:
         advise(job, state)
         taken += [time.process_time() - began] * (i >= 20)
     p99 = float(np.quantile(taken, 0.99))
-    report.add(SUITE, "advise, 1024 devices, 100 jobs, p99", 1e3 * p99, "cpu ms", aim="<= 10", reached=p99 <= 0.01)
+    report.add(
+        SUITE, "advise, 1024 devices, 100 jobs, p99", 1e3 * p99, "cpu ms", aim="<= 10", reached=p99 <= 0.01
+    )

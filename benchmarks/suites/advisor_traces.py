@@ -10,7 +10,13 @@ import numpy as np
 
 from benchmarks.measure import Report
 from loadmaster.advisor.bounds.traces import most_met, possible
-from loadmaster.advisor.environments.trace import DEADLINES, LEVELS, draw_trace_stream, read_throughputs, read_trace
+from loadmaster.advisor.environments.trace import (
+    DEADLINES,
+    LEVELS,
+    draw_trace_stream,
+    read_throughputs,
+    read_trace,
+)
 from loadmaster.advisor.environments.trace_engine import Order, TraceRule, host_sizes, replay_trace
 from loadmaster.advisor.replay import interval
 
@@ -34,9 +40,13 @@ def run(report: Report) -> None:
                 for elastic in (False, True):
                     quantiles = (0.9, 1.0) if elastic else (0.75, 0.8, 0.85, 0.9, 1.0)
                     limits = {f"{q:g}": np.quantile(areas, q) if q < 1 else np.inf for q in quantiles}
-                    orders = (Order.LIST, Order.RESERVE) if elastic else (Order.LIST, Order.MEETS, Order.RESERVE)
+                    orders = (
+                        (Order.LIST, Order.RESERVE) if elastic else (Order.LIST, Order.MEETS, Order.RESERVE)
+                    )
                     rules = {
-                        f"{order.name.lower()} {q}": TraceRule(order, order == Order.LIST, True, most_area_s=limit)
+                        f"{order.name.lower()} {q}": TraceRule(
+                            order, order == Order.LIST, True, most_area_s=limit
+                        )
                         for order in orders
                         for q, limit in limits.items()
                     }

@@ -82,7 +82,9 @@ def curve(world: World, model: int) -> ScalingCurve:
     return ScalingCurve(seconds)
 
 
-def play(world: World, stream: Stream, policy: Policy, num_jobs: int) -> list[tuple[str, int, frozenset[int]]]:
+def play(
+    world: World, stream: Stream, policy: Policy, num_jobs: int
+) -> list[tuple[str, int, frozenset[int]]]:
     """What became of each of the first jobs: word, degree, servers."""
     where = layout(world)
     curves = [curve(world, m) for m in range(len(world.models))]
@@ -105,7 +107,13 @@ def play(world: World, stream: Stream, policy: Policy, num_jobs: int) -> list[tu
         limit = float(stream.beta[j] * world.sequential[m])
         if not world.rules.tick_overshoot:
             limit *= 1 + 1e-9
-        job = Job(str(j), curves[m], limit, sequential_s=float(world.sequential[m]), needs=needs[m] if world.rules.leak else {})
+        job = Job(
+            str(j),
+            curves[m],
+            limit,
+            sequential_s=float(world.sequential[m]),
+            needs=needs[m] if world.rules.leak else {},
+        )
         decision = policy(job, state, Run(_Given(float(stream.uniform[j]))))
         if not decision.admit:
             told.append(("rejected", 0, frozenset()))

@@ -13,7 +13,9 @@ from loadmaster.advisor.environments.world import World, build_world
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 GRAPHS = SHARED / "graphs" / "pipedream"
 GAVEL = SHARED / "traces" / "gavel"
-needs_graphs = pytest.mark.skipif(not GRAPHS.is_dir(), reason="PipeDream's profiles are not beside the repository")
+needs_graphs = pytest.mark.skipif(
+    not GRAPHS.is_dir(), reason="PipeDream's profiles are not beside the repository"
+)
 needs_traces = pytest.mark.skipif(not GAVEL.is_dir(), reason="Gavel's traces are not beside the repository")
 
 

@@ -39,7 +39,9 @@ def test_the_mask_offers_exactly_what_can_be_placed_in_time() -> None:
         running = [(end, held) for end, held in running if end > now + 1e-7]
         busy = set().union(*(held for _, held in running)) if running else set()
         limit = stream.beta[j] * w.sequential[stream.model[j]] * (1 + 1e-9)
-        feasible = [not (block & busy) and w.jct[stream.model[j], b] <= limit for b, block in enumerate(members)]
+        feasible = [
+            not (block & busy) and w.jct[stream.model[j], b] <= limit for b, block in enumerate(members)
+        ]
         assert mask[0, 1:].tolist() == feasible
         assert mask[0, 0]
         action = int(rng.choice(np.flatnonzero(mask[0])))

@@ -14,7 +14,12 @@ from loadmaster.core.errors import InputError, UnknownNameError
 from tests.advisor.plain_ramp import ALL, BLOCKS, play
 from tests.advisor.shared import needs_graphs, world
 
-WORDS = {Cause.ACCEPTED: "accepted", Cause.REJECTED: "rejected", Cause.NO_BLOCK: "no block", Cause.LATE: "late"}
+WORDS = {
+    Cause.ACCEPTED: "accepted",
+    Cause.REJECTED: "rejected",
+    Cause.NO_BLOCK: "no block",
+    Cause.LATE: "late",
+}
 WITH_RULES = [
     policy("para_max"),
     policy("para_min"),
@@ -52,7 +57,9 @@ def test_engine_and_plain_simulator_agree_on_every_decision(name: str, seed: int
 def _states() -> list[ClusterState]:
     rng = np.random.default_rng(5)
     layout = host_layout([4, 4, 2])
-    return [ClusterState(layout, np.where(rng.random(10) < share, 100.0, 0.0)) for share in (0, 0.3, 0.6, 1.0)]
+    return [
+        ClusterState(layout, np.where(rng.random(10) < share, 100.0, 0.0)) for share in (0, 0.3, 0.6, 1.0)
+    ]
 
 
 @pytest.mark.parametrize("one", ALL_POLICIES, ids=lambda p: type(p).__name__)
@@ -80,6 +87,8 @@ def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
 
 def test_superlinear_and_falling_curves_are_scanned_whole() -> None:
     curve = measured_curve({1: 100, 2: 30, 4: 40, 8: 5})
-    assert any("slower" in note for note in curve.findings()) and any("proportional" in n for n in curve.findings())
+    assert any("slower" in note for note in curve.findings()) and any(
+        "proportional" in n for n in curve.findings()
+    )
     state = ClusterState(host_layout([8]), np.zeros(8))
     assert policy("smallest")(Job("j", curve, 20), state, Run()).degree == 8

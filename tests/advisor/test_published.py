@@ -59,7 +59,12 @@ SEEDS = range(100, 120)
 def test_195_blocks_in_the_published_order() -> None:
     blocks = all_blocks()
     assert np.diff(blocks.first).tolist() == [32, 82, 40, 20, 19, 2]
-    assert [s.partition(":")[2] for s in blocks.shapes if s.startswith("4:")] == ["(2,2,1)", "(4,1,1)", "(2,1,2)", "diagonal"]
+    assert [s.partition(":")[2] for s in blocks.shapes if s.startswith("4:")] == [
+        "(2,2,1)",
+        "(4,1,1)",
+        "(2,1,2)",
+        "diagonal",
+    ]
 
 
 @needs_graphs

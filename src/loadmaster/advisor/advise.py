@@ -32,13 +32,17 @@ def advise(
     error bar and the probability come from them, else from the curve's own error.
     """
     if deadline_s is not None:
-        job = Job(job.name, job.curve, float(deadline_s), job.value, job.requested, job.sequential_s, job.needs)
+        job = Job(
+            job.name, job.curve, float(deadline_s), job.value, job.requested, job.sequential_s, job.needs
+        )
     if not job.curve.degrees:
         return _advise_unknown(job, state)
     _require_possible_size(job, state)
     options = _options(job, state)
     if not options:
-        raise InputError(f"job {job.name!r} runs on none of the cluster's devices ({', '.join(state.layout.kinds)})")
+        raise InputError(
+            f"job {job.name!r} runs on none of the cluster's devices ({', '.join(state.layout.kinds)})"
+        )
     in_time = [o for o in options if o.deadline_s <= job.deadline_s]
     chosen = policy(by) if isinstance(by, str) else by
     decision = chosen(job, state, run or Run())
@@ -104,7 +108,11 @@ def _admitted(
     words = f"{_count(decision.degree)} in {format_seconds(wait + time)}"
     if math.isfinite(job.deadline_s):
         words += f" (deadline {format_seconds(job.deadline_s)})"
-    others = [f"{o.degree} would take {format_seconds(o.deadline_s)}" for o in options if o.degree != decision.degree]
+    others = [
+        f"{o.degree} would take {format_seconds(o.deadline_s)}"
+        for o in options
+        if o.degree != decision.degree
+    ]
     return Advice(
         admit=True,
         devices=block.devices,
@@ -228,4 +236,3 @@ def _advise_unknown(job: Job, state: ClusterState) -> Advice:
 def unknown_curve() -> ScalingCurve:
     """The curve of a job of which nothing is known."""
     return ScalingCurve({}, "unknown", 0.0)
-

@@ -53,7 +53,9 @@ def advise(
             progress=progress,
         )  # type: ignore[arg-type]  # fmt: skip
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
-    return advise_job(asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by)
+    return advise_job(
+        asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by
+    )
 
 
 def layout_of(devices: "Cluster | str") -> Layout:

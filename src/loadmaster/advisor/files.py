@@ -14,7 +14,18 @@ from loadmaster.core.errors import FileError, FormatError
 from loadmaster.core.units import parse_seconds
 
 _MAX_BYTES = 16 * 2**20
-_JOB_KEYS = {"name", "source", "steps", "batch", "seq", "deadline", "value", "requested", "objective", "times"}
+_JOB_KEYS = {
+    "name",
+    "source",
+    "steps",
+    "batch",
+    "seq",
+    "deadline",
+    "value",
+    "requested",
+    "objective",
+    "times",
+}
 _STATE_KEYS = {"now_s", "busy", "price", "period_s"}
 
 

@@ -20,7 +20,8 @@ def write_page(path: str | Path, title: str, what: str, rows: Sequence[Row]) -> 
     most = max([row.high for row in rows] + [row.bound for row in rows] + [1e-9])
     extra = list(rows[0].details) if rows else []
     head = "".join(
-        f"<th>{escape(name)}</th>" for name in ("setting", "policy", what, "95 %", "", "difference", "bound", *extra)
+        f"<th>{escape(name)}</th>"
+        for name in ("setting", "policy", what, "95 %", "", "difference", "bound", *extra)
     )
     body = "".join(_line(row, most, extra) for row in rows)
     text = (
@@ -51,5 +52,9 @@ def _line(row: Row, most: float, extra: Sequence[str]) -> str:
     after = [f"{row.paired:+.3f} ± {row.paired_half:.3f}", f"{row.bound:.3f}"]
     after += [f"{row.details[name]:.3g}" for name in extra]
     return (
-        "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + bar + "".join(f"<td>{c}</td>" for c in after) + "</tr>"
+        "<tr>"
+        + "".join(f"<td>{c}</td>" for c in cells)
+        + bar
+        + "".join(f"<td>{c}</td>" for c in after)
+        + "</tr>"
     )

@@ -46,7 +46,9 @@ def planned_curve(
         points = _plan_all(source, kinds, counts, objective, budget, batch, seq, progress)
         _write(path, points)
     if not points:
-        raise InputError(f"{source!s:.80} fits on none of {', '.join(kinds)}, with {min(counts)} to {max(counts)} devices")
+        raise InputError(
+            f"{source!s:.80} fits on none of {', '.join(kinds)}, with {min(counts)} to {max(counts)} devices"
+        )
     seconds = {(kind, count, HOST): steps * step_s for kind, count, step_s in points}
     return ScalingCurve(seconds, "simulated", MODEL_ERROR)
 

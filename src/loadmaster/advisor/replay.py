@@ -113,7 +113,10 @@ def bench_ramp(
             mean, half = interval(share[name])
             paired, paired_half = interval(share[name] - share[best])
             causes = counts[name].sum(axis=0) / arrived.sum()
-            details = {c.name.lower(): float(causes[c]) for c in (Cause.REJECTED, Cause.NO_BLOCK, Cause.LATE, Cause.HORIZON)}
+            details = {
+                c.name.lower(): float(causes[c])
+                for c in (Cause.REJECTED, Cause.NO_BLOCK, Cause.LATE, Cause.HORIZON)
+            }
             rows.append(Row(d, name, mean, mean - half, mean + half, paired, paired_half, bound, details))
     return rows
 
@@ -161,7 +164,10 @@ def bench_trace(
         progress(f"{name}", i / len(usable))
         outcomes = [replay_trace(s, rule, hosts, elastic=elastic) for s in streams]
         found[name] = np.array([o.num_met / jobs for o in outcomes])
-        waits = [np.nanmean(o.start_s - s.arrival_s) if o.met.any() else 0.0 for o, s in zip(outcomes, streams, strict=True)]
+        waits = [
+            np.nanmean(o.start_s - s.arrival_s) if o.met.any() else 0.0
+            for o, s in zip(outcomes, streams, strict=True)
+        ]
         details[name] = {
             "broken_promises": float(np.mean([o.num_late / jobs for o in outcomes])),
             "device_hours": float(np.mean([o.device_s / 3600 for o in outcomes])),

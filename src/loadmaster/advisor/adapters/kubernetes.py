@@ -34,7 +34,9 @@ def advise_kubernetes(document: dict[str, Any]) -> list[AdviceEntry]:
             curve = curve_of(name, {name: json.loads(notes.get(_SECONDS, "null"))})
             limit = None if notes.get(_DEADLINE) is None else float(notes[_DEADLINE])
         except (ValueError, RecursionError) as trouble:
-            raise FormatError(f"job {name!r}: an annotation {_SECONDS} or {_DEADLINE} is malformed: {trouble}") from None
+            raise FormatError(
+                f"job {name!r}: an annotation {_SECONDS} or {_DEADLINE} is malformed: {trouble}"
+            ) from None
         job = Pending(name, name, _replicas(manifest), limit, manifest)
         answer, entry = advise_pending(job, state, curve, "kubernetes")
         if answer is not None and answer.admit:
@@ -64,7 +66,9 @@ def kubernetes_state(document: dict[str, Any]) -> ClusterState:
         used = sum(int(str(_at(c, "resources", "limits", _GPU) or 0)) for c in containers)
         free = np.flatnonzero((layout.host == names.index(node)) & (free_at == 0))
         free_at[free[:used]] = np.inf
-    return ClusterState(replace(layout, name=tuple(f"{names[h]}/gpu{i}" for i, h in enumerate(layout.host))), free_at)
+    return ClusterState(
+        replace(layout, name=tuple(f"{names[h]}/gpu{i}" for i, h in enumerate(layout.host))), free_at
+    )
 
 
 def _replicas(manifest: dict[str, Any]) -> int:

@@ -82,7 +82,9 @@ class LogScore:
             "median error of the end": share(self.error),
             "inside the 90 % interval": share(self.coverage),
             "deadlines met": f"{self.met} (promised {self.promised:.1f})",
-            "may act": "yes" if self.ready_to_act else f"no: needs {JOBS_TO_ACT} jobs and {COVERAGE_TO_ACT:.0%} inside",
+            "may act": "yes"
+            if self.ready_to_act
+            else f"no: needs {JOBS_TO_ACT} jobs and {COVERAGE_TO_ACT:.0%} inside",
         }
 
 
@@ -120,7 +122,9 @@ def read_log(
         except (ValueError, TypeError, KeyError, RecursionError) as trouble:
             told = f"line {number}: {str(trouble)[:120] or type(trouble).__name__}"
             if not skip_malformed:
-                raise FormatError(f"{path}, {told}; repair it, or skip such lines (--skip-malformed)") from None
+                raise FormatError(
+                    f"{path}, {told}; repair it, or skip such lines (--skip-malformed)"
+                ) from None
             skipped.append(told)
     return entries, tuple(skipped)
 
@@ -149,7 +153,9 @@ def score_log(entries: Sequence[AdviceEntry | OutcomeEntry]) -> LogScore:
     pairs = [(advice[e.job], e) for e in entries if isinstance(e, OutcomeEntry) and e.job in advice]
     same = [(a, o) for a, o in pairs if a.admit and a.advised == o.devices and a.finish_s]
     errors = [abs(o.finish_s - a.finish_s) / o.finish_s for a, o in same if a.finish_s and o.finish_s > 0]
-    inside = [a.low_s <= o.finish_s <= a.high_s for a, o in same if a.low_s is not None and a.high_s is not None]
+    inside = [
+        a.low_s <= o.finish_s <= a.high_s for a, o in same if a.low_s is not None and a.high_s is not None
+    ]
     due = [(a, o) for a, o in pairs if a.deadline_s is not None]
     met = sum(o.finish_s <= (a.deadline_s or 0.0) for a, o in due)
     promised = sum(a.probability or 0.0 for a, _ in due)
@@ -163,5 +169,7 @@ def score_log(entries: Sequence[AdviceEntry | OutcomeEntry]) -> LogScore:
         coverage=coverage,
         met=met,
         promised=promised,
-        ready_to_act=len(same) >= JOBS_TO_ACT and coverage >= COVERAGE_TO_ACT and met >= promised - 2 * spread,
+        ready_to_act=len(same) >= JOBS_TO_ACT
+        and coverage >= COVERAGE_TO_ACT
+        and met >= promised - 2 * spread,
     )

@@ -67,7 +67,9 @@ def advise_pending(
         job = Job(pending.name, curve, limit, requested=pending.requested)
         answer = advise(job, state)
     except LoadmasterError as trouble:
-        return None, AdviceEntry(pending.id, scheduler, False, pending.requested, 0, str(trouble), pending.deadline_s)
+        return None, AdviceEntry(
+            pending.id, scheduler, False, pending.requested, 0, str(trouble), pending.deadline_s
+        )
     low, high = answer.finish_interval_s or (None, None)
     return answer, AdviceEntry(
         job=pending.id,

@@ -38,10 +38,14 @@ def least_blocking(world: World, stream: Stream) -> BlockingBounds:
     )
 
 
-def _choices(world: World, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+def _choices(
+    world: World, stream: Stream
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Every (job, degree) that is in time on some block, with the least servers and time it takes."""
     first = world.blocks.first
-    fastest = np.stack([world.jct[:, a:b].min(axis=1) for a, b in zip(first[:-1], first[1:], strict=True)], axis=1)
+    fastest = np.stack(
+        [world.jct[:, a:b].min(axis=1) for a, b in zip(first[:-1], first[1:], strict=True)], axis=1
+    )
     n = stream.num_decided
     model = stream.model[:n]
     time = fastest[model]
@@ -65,7 +69,9 @@ def _most_by_shared_time(
     stream: Stream, job: NDArray[np.int64], degree: NDArray[np.int64], time: NDArray[np.float64]
 ) -> float:
     """Cheapest jobs first until the server time is used up."""
-    area = degree * np.minimum(_slots(stream, job, time), np.maximum(0, stream.arrival[-1] - stream.arrival[job]))
+    area = degree * np.minimum(
+        _slots(stream, job, time), np.maximum(0, stream.arrival[-1] - stream.arrival[job])
+    )
     cheapest = np.full(stream.num_decided, np.inf)
     np.minimum.at(cheapest, job, area)
     ordered = np.sort(cheapest[np.isfinite(cheapest)])
@@ -81,7 +87,9 @@ def _most_at_every_moment(
     stream: Stream, job: NDArray[np.int64], degree: NDArray[np.int64], time: NDArray[np.float64]
 ) -> float:
     """Servers at every arrival: a job covers its own arrival and all until its end."""
-    until = np.searchsorted(stream.arrival[: stream.num_decided], stream.arrival[job] + time - 1e-7, side="left")
+    until = np.searchsorted(
+        stream.arrival[: stream.num_decided], stream.arrival[job] + time - 1e-7, side="left"
+    )
     lengths = np.maximum(until - job, 1)
     column = np.repeat(np.arange(len(job)), lengths)
     offset = np.arange(len(column)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

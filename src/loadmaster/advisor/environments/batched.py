@@ -38,7 +38,9 @@ class BatchedRamp:
         if not streams or len({len(s.model) for s in streams}) != 1:
             raise InputError("batched streams need at least one stream, all with the same number of arrivals")
         if joint and world.rules.leak:
-            raise InputError("blocks can be chosen only where jobs stay inside them; use the world without the leak")
+            raise InputError(
+                "blocks can be chosen only where jobs stay inside them; use the world without the leak"
+            )
         for stream in streams:
             _require_fitting(world, stream)
         self.world, self.streams, self.joint = world, tuple(streams), joint

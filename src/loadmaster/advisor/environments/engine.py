@@ -27,7 +27,9 @@ class Kind(IntEnum):
     PARA_MIN = 1
     RANDOM = 2
     CONSTANT = 3  # floor: the degree
-    MEETS = 4  # smallest degree >= floor that meets the deadline; `go_on` to larger ones where no block is free
+    MEETS = (
+        4  # smallest degree >= floor that meets the deadline; `go_on` to larger ones where no block is free
+    )
     BEST_FIT = 5  # the degree of MEETS, on the block that destroys fewest free blocks of larger degrees
     PRICED = 6  # largest value less the price of the devices and of the blocks lost
     GIVEN = 7  # degrees are given, one for each arrival
@@ -220,7 +222,9 @@ def _best_block(m, k, limit, free, jct, masks, first):  # type: ignore[no-untype
 
 
 @kernel
-def _choose(m, limit, free, u, rule, period, jct, nominal, seq, needs, masks, first, flags, degrees, beta_limit):  # type: ignore[no-untyped-def]
+def _choose(
+    m, limit, free, u, rule, period, jct, nominal, seq, needs, masks, first, flags, degrees, beta_limit
+):  # type: ignore[no-untyped-def]
     """Degree index and block of a rule; -1 rejects, block -1 leaves the block to the placer."""
     kind = int(rule[0])
     floor = int(rule[1])

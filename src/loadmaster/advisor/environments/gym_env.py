@@ -41,9 +41,7 @@ class RampEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         self._mask = mask[0]
         return seen[0], self._info()
 
-    def step(
-        self, action: np.int64 | int
-    ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64 | int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """Decide one arrival; an action that the mask does not offer rejects."""
         chosen = int(action)
         seen, mask, accepted = self._batch.step(np.array([chosen if self._mask[chosen] else 0]))

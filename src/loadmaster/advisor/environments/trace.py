@@ -67,7 +67,9 @@ class TraceStream:
     arrival_s: NDArray[np.float64]  # [J]
     due_s: NDArray[np.float64]  # [J]
     duration_s: NDArray[np.float64]  # [J, kinds, 2, LEVELS], inf where the count does not exist
-    reference: NDArray[np.int64]  # [J] index into LEVELS of the requested count, or the largest measured below
+    reference: NDArray[
+        np.int64
+    ]  # [J] index into LEVELS of the requested count, or the largest measured below
     value: NDArray[np.float64]  # [J]
 
 
@@ -202,5 +204,7 @@ def draw_trace_stream(
 def _reference_level(rates: NDArray[np.float64], requested: int, job: TraceJob) -> int:
     usable = [i for i, count in enumerate(LEVELS) if rates[i] > 0 and count <= requested]
     if not usable:
-        raise InputError(f"line {job.line}: job type {job.type!r} has no measured rate for {requested} devices")
+        raise InputError(
+            f"line {job.line}: job type {job.type!r} has no measured rate for {requested} devices"
+        )
     return usable[-1]

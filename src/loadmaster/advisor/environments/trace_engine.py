@@ -31,9 +31,13 @@ class TraceRule:
     """A policy for traces as numbers."""
 
     order: Order
-    by_area: bool = False  # RESERVE: of the counts that meet, the one with least device time, not the smallest
+    by_area: bool = (
+        False  # RESERVE: of the counts that meet, the one with least device time, not the smallest
+    )
     retry: bool = False  # RESERVE: a job that cannot be promised yet waits and is asked again
-    most_share: float = np.inf  # admit a job only if it takes at most this share of the free device time until its deadline
+    most_share: float = (
+        np.inf
+    )  # admit a job only if it takes at most this share of the free device time until its deadline
     most_area_s: float = np.inf  # admit no job that needs more device seconds
     resize_s: float = 0.0  # elastic: time lost when the count changes
 
@@ -167,7 +171,12 @@ def _pick_start(order, duration, limit, reference, free, host_kind, levels, take
                 chosen, chosen_time, chosen_key = q, time, key
                 for h in range(len(free)):
                     taken[h] = trial[h]
-    if order == 4 and chosen >= 0 and chosen_time * levels[chosen] > 1.25 * best_area and limit > 1.5 * chosen_time:
+    if (
+        order == 4
+        and chosen >= 0
+        and chosen_time * levels[chosen] > 1.25 * best_area
+        and limit > 1.5 * chosen_time
+    ):
         return -1, 0.0  # a better count may come free in time
     return chosen, chosen_time
 
@@ -262,7 +271,9 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                     if order == 4 and later > now:
                         wake = min(wake, later)
                     continue
-                device_s += _start(j, q, time, now, end, start, count, admitted, run_job, held, free, taken, levels)
+                device_s += _start(
+                    j, q, time, now, end, start, count, admitted, run_job, held, free, taken, levels
+                )
                 gone[sequence[s]] = True
             left = 0
             for i in range(num_waiting):
@@ -297,7 +308,9 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                 continue
             level = plan_level[j] if fits else reference[j]
             form = _find_hosts(levels[level], kind, free, host_kind, taken)
-            if form < 0 or duration[j, kind, form, level] > due[j] - now:  # the hosts are fragmented: another count
+            if (
+                form < 0 or duration[j, kind, form, level] > due[j] - now
+            ):  # the hosts are fragmented: another count
                 level, _ = _pick_start(5, duration[j], due[j] - now, reference[j], free, host_kind, levels, taken,
                                        trial, 0.0)  # fmt: skip
                 form = _find_hosts(levels[level], kind, free, host_kind, taken) if level >= 0 else -1
@@ -321,7 +334,9 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                     time = duration[j, kind, faster, q]
                     for h in range(num_hosts):
                         taken[h] = trial[h]
-            device_s += _start(j, level, time, now, end, start, count, admitted, run_job, held, free, taken, levels)
+            device_s += _start(
+                j, level, time, now, end, start, count, admitted, run_job, held, free, taken, levels
+            )
             gone[sequence[s]] = True
             fits = _plan_rigid(now, waiting, num_waiting, sequence, admitted & np.isnan(start), due, duration, levels,
                                kind, capacity, end, run_job, count, times, room, plan_start, plan_level, rule, -1, 0, form_of)  # fmt: skip
@@ -603,7 +618,9 @@ def _replay_elastic(arrival, due, duration, capacity, levels, rule):  # type: ig
             elif rule[2] > 0:
                 waiting[num_waiting] = j
                 num_waiting += 1
-        _plan_elastic(now, active, num_active, remaining, due, duration, levels, capacity, times, room, first, rule, -1)
+        _plan_elastic(
+            now, active, num_active, remaining, due, duration, levels, capacity, times, room, first, rule, -1
+        )
         used = 0
         for i in range(num_active):
             if first[active[i]] >= 0:

@@ -32,7 +32,9 @@ class ScalingCurve:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise InputError(f"a curve has {count!r} devices; give whole numbers >= 1")
             if not math.isfinite(time) or time <= 0:
-                raise InputError(f"a job takes {time!r} s on {count} devices{_where(kind, form)}; give a time > 0")
+                raise InputError(
+                    f"a job takes {time!r} s on {count} devices{_where(kind, form)}; give a time > 0"
+                )
         if not 0 <= self.rel_error < 10:
             raise InputError(f"the error of a curve is {self.rel_error!r}; give a share such as 0.05")
         object.__setattr__(self, "_has_spread", any(form == SPREAD for _, _, form in self.seconds))

@@ -18,7 +18,9 @@ class Job:
     value: float = 1.0
     requested: int = 1  # what its owner asked for
     sequential_s: float = 0.0  # on one device; 0: the curve's point of 1 device
-    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # published placer: blocks taken by a degree
+    needs: Mapping[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # published placer: blocks taken by a degree
 
     def __post_init__(self) -> None:
         """Nothing negative."""
@@ -27,7 +29,9 @@ class Job:
         if not math.isfinite(self.value) or self.value < 0:
             raise InputError(f"job {self.name!r} has a value of {self.value!r}; give a number >= 0")
         if isinstance(self.requested, bool) or self.requested != int(self.requested) or self.requested < 1:
-            raise InputError(f"job {self.name!r} asks for {self.requested!r} devices; give a whole number >= 1")
+            raise InputError(
+                f"job {self.name!r} asks for {self.requested!r} devices; give a whole number >= 1"
+            )
 
     @property
     def work_s(self) -> float:

@@ -32,7 +32,9 @@ class Layout:
     host: NDArray[np.int64]  # [D]
     kind: NDArray[np.int64]  # [D] index into kinds
     kinds: tuple[str, ...]
-    blocks: Mapping[int, tuple[Block, ...]] = field(default_factory=dict)  # by degree, in the order they are tried
+    blocks: Mapping[int, tuple[Block, ...]] = field(
+        default_factory=dict
+    )  # by degree, in the order they are tried
     mask_by_count: bool = False  # a degree is offered where enough devices are free, block or not (published)
 
     @property
@@ -166,7 +168,9 @@ REJECT = Decision(0)
 def host_layout(sizes: Sequence[int], kinds: Sequence[str] | None = None) -> Layout:
     """Hosts of so many devices, each of one kind."""
     if not sizes or any(size < 1 for size in sizes):
-        raise InputError(f"hosts of {list(sizes)} devices; give at least one host, each with at least one device")
+        raise InputError(
+            f"hosts of {list(sizes)} devices; give at least one host, each with at least one device"
+        )
     names = tuple(kinds) if kinds is not None else ("gpu",) * len(sizes)
     known = tuple(dict.fromkeys(names))
     return Layout(

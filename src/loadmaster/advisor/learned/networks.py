@@ -58,9 +58,7 @@ class GraphNet(nn.Module):
     def __init__(self, num_actions: int, graphs: tuple[JobGraph, ...]) -> None:
         super().__init__()
         self.head = Mlp(num_actions, extra=_GRAPH_WIDTH)
-        self.rounds = nn.ModuleList(
-            [_Round(_NODE, 2 * _GRAPH_WIDTH), _Round(2 * _GRAPH_WIDTH, _GRAPH_WIDTH)]
-        )
+        self.rounds = nn.ModuleList([_Round(_NODE, 2 * _GRAPH_WIDTH), _Round(2 * _GRAPH_WIDTH, _GRAPH_WIDTH)])
         self._graphs = [_tensors(graph) for graph in graphs]
 
     def forward(self, seen: Tensor, mask: Tensor, model: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +149,9 @@ def _about(metadata: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def load_network(path: str | Path, *, world: str, num_actions: int, graphs: tuple[JobGraph, ...] = ()) -> nn.Module:
+def load_network(
+    path: str | Path, *, world: str, num_actions: int, graphs: tuple[JobGraph, ...] = ()
+) -> nn.Module:
     """A trained network; weights that were trained for something else are refused."""
     from safetensors import SafetensorError, safe_open
 

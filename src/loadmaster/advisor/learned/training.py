@@ -52,7 +52,11 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         """Counts that make sense."""
-        if self.iterations < 0 or self.seed < 0 or min(self.streams, self.steps, self.epochs, self.minibatch) < 1:
+        if (
+            self.iterations < 0
+            or self.seed < 0
+            or min(self.streams, self.steps, self.epochs, self.minibatch) < 1
+        ):
             raise InputError("a training needs 0 or more iterations, a seed >= 0 and positive counts")
 
 
@@ -81,7 +85,9 @@ def train_policy(
     seen, mask = batch.reset()
     rounds = 0
     for i in range(settings.iterations):
-        progress(f"round {i + 1} of {settings.iterations}, blocking {best:.4f}", i / max(1, settings.iterations))
+        progress(
+            f"round {i + 1} of {settings.iterations}, blocking {best:.4f}", i / max(1, settings.iterations)
+        )
         if batch.done:
             rounds += 1
             batch = _batch(world, settings, rounds)
@@ -117,10 +123,20 @@ def _batch(world: World, settings: TrainSettings, number: int) -> BatchedRamp:
 
 
 def _imitate(
-    network: nn.Module, optimizer: torch.optim.Optimizer, world: World, settings: TrainSettings, rng: np.random.Generator
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    settings: TrainSettings,
+    rng: np.random.Generator,
 ) -> None:
     """Learn the answers of a rollout on some streams."""
-    bases = (Rule(Kind.MEETS), Rule(Kind.MEETS, 4), Rule(Kind.MEETS, 8), Rule(Kind.CONSTANT, 4), Rule(Kind.MEETS, 2, False))
+    bases = (
+        Rule(Kind.MEETS),
+        Rule(Kind.MEETS, 4),
+        Rule(Kind.MEETS, 8),
+        Rule(Kind.CONSTANT, 4),
+        Rule(Kind.MEETS, 2, False),
+    )
     if not world.rules.leak:
         bases = tuple(Rule(Kind.BEST_FIT, k) for k in (1, 2, 4, 8))
     probe = [_stream(world, settings, seed) for seed in SELECTION_SEEDS[:5]]
@@ -152,10 +168,16 @@ def _imitate(
 
 
 def _collect(
-    network: nn.Module, batch: BatchedRamp, seen: NDArray[np.float32], mask: NDArray[np.bool_], settings: TrainSettings
+    network: nn.Module,
+    batch: BatchedRamp,
+    seen: NDArray[np.float32],
+    mask: NDArray[np.bool_],
+    settings: TrainSettings,
 ) -> tuple[dict[str, Tensor], NDArray[np.float32], NDArray[np.bool_]]:
     """Decisions of all streams, and their advantages."""
-    rows: dict[str, list[Any]] = {name: [] for name in ("seen", "mask", "model", "action", "log", "value", "reward")}
+    rows: dict[str, list[Any]] = {
+        name: [] for name in ("seen", "mask", "model", "action", "log", "value", "reward")
+    }
     with torch.no_grad():
         for _ in range(settings.steps):
             if batch.done:
@@ -202,14 +224,18 @@ def _update(
             optimizer.step()
 
 
-def evaluate(network: nn.Module, world: World, streams: list[Stream], *, joint: bool = False) -> NDArray[np.float64]:
+def evaluate(
+    network: nn.Module, world: World, streams: list[Stream], *, joint: bool = False
+) -> NDArray[np.float64]:
     """Blocking of each stream under the most likely action."""
     batch = BatchedRamp(world, streams, joint=joint)
     seen, mask = batch.reset()
     accepted = np.zeros(len(streams))
     with torch.no_grad():
         while not batch.done:
-            logits, _ = network(torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy()))
+            logits, _ = network(
+                torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy())
+            )
             seen, mask, taken = batch.step(logits.argmax(dim=1).numpy())
             accepted += taken
     total = len(streams[0].model)

@@ -42,7 +42,9 @@ class Rollout:
         seed = int(run.rng.integers(2**62))
         values = [
             gain * self.futures
-            + sum(self._future(after, base, run, np.random.default_rng([seed, f])) for f in range(self.futures))
+            + sum(
+                self._future(after, base, run, np.random.default_rng([seed, f])) for f in range(self.futures)
+            )
             for _, after, gain in options
         ]
         return options[int(np.argmax(values))][0]

@@ -36,7 +36,8 @@ Skip = Annotated[bool, typer.Option("--skip-malformed", help="Skip malformed tra
 Kind = Annotated[str, typer.Option("--kind", metavar="NAME", help="Device kind of the measurements.")]
 Elastic = Annotated[bool, typer.Option("--elastic", help="Jobs may be resized while they run.")]
 DeadlineRange = Annotated[
-    str, typer.Option("--deadlines", metavar="NAME", help="default, tight or loose: times of the job's own time.")
+    str,
+    typer.Option("--deadlines", metavar="NAME", help="default, tight or loose: times of the job's own time."),
 ]
 PerHost = Annotated[int, typer.Option("--per-host", metavar="N", help="Devices of a host.")]
 
@@ -47,10 +48,12 @@ def job(
         str, typer.Argument(metavar="JOB", help="A job file (.toml), or a source as in: loadmaster plan.")
     ],
     devices: Annotated[
-        str, typer.Option("--devices", "--cluster", "-d", metavar="CLUSTER", help="'16xA100-80GB' or a .toml.")
+        str,
+        typer.Option("--devices", "--cluster", "-d", metavar="CLUSTER", help="'16xA100-80GB' or a .toml."),
     ],
     state: Annotated[
-        str | None, typer.Option("--state", metavar="FILE", help="Busy devices (JSON). Default: all are free.")
+        str | None,
+        typer.Option("--state", metavar="FILE", help="Busy devices (JSON). Default: all are free."),
     ] = None,
     deadline: Annotated[
         str | None, typer.Option("--deadline", metavar="TIME", help="From now, e.g. 6h. Default: none.")
@@ -64,7 +67,9 @@ def job(
     objective: Annotated[
         str,
         typer.Option(
-            "--objective", metavar="NAME", help="throughput (pipelined micro-batches) or step (one step alone)."
+            "--objective",
+            metavar="NAME",
+            help="throughput (pipelined micro-batches) or step (one step alone).",
         ),
     ] = "throughput",
     json: o.Json = False,
@@ -104,7 +109,8 @@ def job(
         print_json(advice.to_json())
     else:
         console = stdout()
-        console.print(escape_control_characters(str(advice)), soft_wrap=True)
+        for line in str(advice).splitlines():
+            console.print(escape_control_characters(line), soft_wrap=True)
         for line in advice.warnings:
             console.print(escape_control_characters(f"note: {line}"), style="yellow", soft_wrap=True)
         console.print(f"times: {advice.curve_origin}", style="dim")
@@ -159,7 +165,9 @@ def replay(
 def whatif(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="Arrivals in Gavel's format.")],
     throughputs: Throughputs,
-    devices: Annotated[str, typer.Option("--devices", "-d", metavar="N,N", help="Sizes to try, e.g. 32,48,64.")],
+    devices: Annotated[
+        str, typer.Option("--devices", "-d", metavar="N,N", help="Sizes to try, e.g. 32,48,64.")
+    ],
     deadline_scale: Annotated[
         str, typer.Option("--deadline-scale", metavar="X,X", help="Deadlines times this, e.g. 0.8,1,1.5.")
     ] = "1",
@@ -185,11 +193,15 @@ def whatif(
 
 @app.command(name="bench", short_help="The published cluster, its anchors and policies.")
 def bench(
-    world: Annotated[str, typer.Argument(metavar="WORLD", help="compat, fixed, or own (compat without the leak).")],
+    world: Annotated[
+        str, typer.Argument(metavar="WORLD", help="compat, fixed, or own (compat without the leak).")
+    ],
     graphs: Annotated[str, typer.Option("--graphs", metavar="FOLDER", help="PipeDream's five profiles.")],
     seeds: Seeds = 20,
     first_seed: FirstSeed = 0,
-    poisson: Annotated[bool, typer.Option("--poisson", help="Poisson arrivals instead of fixed ones.")] = False,
+    poisson: Annotated[
+        bool, typer.Option("--poisson", help="Poisson arrivals instead of fixed ones.")
+    ] = False,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
@@ -248,7 +260,8 @@ def shadow(
         print_json({"advice": [entry.to_json() for entry in found]})
         return
     for entry in found:
-        stdout().print(escape_control_characters(str(entry)), soft_wrap=True)
+        for line in str(entry).splitlines():
+            stdout().print(escape_control_characters(line), soft_wrap=True)
 
 
 @app.command(name="train", short_help="Train a learned policy.")
@@ -285,7 +298,11 @@ def _numbers(option: str, text: str) -> list[float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(not value > 0 for value in found) or (option == "--devices" and any(v % 1 for v in found)):
+    if (
+        not found
+        or any(not value > 0 for value in found)
+        or (option == "--devices" and any(v % 1 for v in found))
+    ):
         raise InputError(f"{option} {text!r} is not a list of positive numbers; write for example 32,48,64")
     return found
 
@@ -348,5 +365,7 @@ def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool
         for r in chosen:
             details = [f"{value:.3g}" for value in r.details.values()]
             paired = f"{r.paired:+.3f} ± {r.paired_half:.3f}"
-            table.add_row(one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f} to {r.high:.3f}", paired, *details)
+            table.add_row(
+                one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f} to {r.high:.3f}", paired, *details
+            )
         console.print(table)
