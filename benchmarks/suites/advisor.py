@@ -1,6 +1,7 @@
 """The advisor in the published world: blocking, bounds and speed. Processor seconds throughout.
 
-Bases of rollouts are chosen on selection seeds; figures are of test seeds. Reads PipeDream's profiles from ../shared.
+Bases of rollouts are chosen on selection seeds; figures are of test seeds. Reads PipeDream's profiles from
+../shared.
 """
 
 import time
@@ -75,11 +76,23 @@ def _blocking(report: Report, world: World, label: str) -> None:
         name = f"{label} {d}"
         if label == "compat":
             aim = PACML[d]
-            report.add(SUITE, f"{name}: {best}, blocking, upper 95 % limit", mean + half, "share", aim=f"< {aim}",
-                       reached=mean + half < aim)  # fmt: skip
+            report.add(
+                SUITE,
+                f"{name}: {best}, blocking, upper 95 % limit",
+                mean + half,
+                "share",
+                aim=f"< {aim}",
+                reached=mean + half < aim,
+            )
         report.add(SUITE, f"{name}: {best}, blocking (95 % +-{half:.4f})", mean, "share")
-        report.add(SUITE, f"{name}: less {constant}, paired (95 % +-{paired_half:.4f})", paired, "share",
-                   aim="< 0", reached=paired + paired_half < 0)  # fmt: skip
+        report.add(
+            SUITE,
+            f"{name}: less {constant}, paired (95 % +-{paired_half:.4f})",
+            paired,
+            "share",
+            aim="< 0",
+            reached=paired + paired_half < 0,
+        )
         bounds = [least_blocking(world, s) for s in test]
         report.add(
             SUITE, f"{name}: bound by shared time", float(np.mean([b.shared_time for b in bounds])), "share"
@@ -100,14 +113,26 @@ def _speed(report: Report, made: dict[str, World]) -> None:
             for stream in streams:
                 replay(world, stream, BASELINES[name])
             each = 50 * 1000 / (time.process_time() - began)
-            report.add(SUITE, f"{label} {name}: decisions per cpu second, one stream at a time", each, "1/s",
-                       aim=">= 2e5", reached=each >= 2e5)  # fmt: skip
+            report.add(
+                SUITE,
+                f"{label} {name}: decisions per cpu second, one stream at a time",
+                each,
+                "1/s",
+                aim=">= 2e5",
+                reached=each >= 2e5,
+            )
             replay_many(world, streams[:1], [BASELINES[name]])
             began = time.process_time()
             replay_many(world, streams, [BASELINES[name]])
             each = 50 * 1000 / (time.process_time() - began)
-            report.add(SUITE, f"{label} {name}: decisions per cpu second, batched", each, "1/s", aim=">= 2e6",
-                       reached=each >= 2e6)  # fmt: skip
+            report.add(
+                SUITE,
+                f"{label} {name}: decisions per cpu second, batched",
+                each,
+                "1/s",
+                aim=">= 2e6",
+                reached=each >= 2e6,
+            )
             published = {"Para_max": 0.4, "Para_min": 8.0}.get(name)
             if published and label == "compat":
                 report.add(

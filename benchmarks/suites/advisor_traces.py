@@ -1,7 +1,8 @@
-"""The advisor on recorded arrivals with measured curves: deadlines met beside ElasticFlow's rule and a proven bound.
+"""The advisor on recorded arrivals with measured curves: deadlines met beside ElasticFlow's rule and a
+proven bound.
 
-The order and the largest job that is let in are chosen on selection seeds; figures are of test seeds. Reads Gavel's traces
-and measurements from ../shared.
+The order and the largest job that is let in are chosen on selection seeds; figures are of test seeds.
+Reads Gavel's traces and measurements from ../shared.
 """
 
 from pathlib import Path
@@ -63,11 +64,18 @@ def run(report: Report) -> None:
                     closed = (ours - theirs)[:4].mean() / max(1e-9, (bound - theirs[:4]).mean())
                     cell = f"{name} {deadline} load {load} {'elastic' if elastic else 'rigid'}"
                     told = (
-                        f"{cell}: {best} met {ours.mean():.1f} (late {late.mean():.1f}), ElasticFlow {theirs.mean():.1f}"
+                        f"{cell}: {best} met {ours.mean():.1f} (late {late.mean():.1f}),"
+                        f" ElasticFlow {theirs.mean():.1f}"
                         f" (late {their_late.mean():.1f}), bound {bound.mean():.1f}, possible"
                         f" {np.mean([possible(s).sum() for s in test]):.1f} of {len(trace.jobs)}"
                     )
-                    report.add(SUITE, f"{told}; gain (95 % +-{half:.4f})", gain, "share", aim=">= 0",
-                               reached=gain + half >= 0)  # fmt: skip
+                    report.add(
+                        SUITE,
+                        f"{told}; gain (95 % +-{half:.4f})",
+                        gain,
+                        "share",
+                        aim=">= 0",
+                        reached=gain + half >= 0,
+                    )
                     aim = {"aim": ">= 0.25", "reached": bool(closed >= 0.25)} if load == LOADS[-1] else {}
                     report.add(SUITE, f"{cell}: of the distance to the bound", float(closed), "share", **aim)

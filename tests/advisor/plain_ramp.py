@@ -1,6 +1,8 @@
-"""A second simulator of the published cluster, slow and plain: sets of (group, rack, server), policies as called.
+"""A second simulator of the published cluster, slow and plain: sets of (group, rack, server), policies as
+called.
 
-Written from the rules apart from the engine: its own blocks, its own occupancy, `Policy.__call__` instead of rules.
+Written from the rules apart from the engine: its own blocks, its own occupancy, `Policy.__call__` instead
+of rules.
 """
 
 import math

@@ -18,10 +18,12 @@ def test_a_recorded_queue_gives_the_recorded_advice(say, tmp_path: Path, schedul
     queue = GOLDEN / f"{scheduler}_queue.json"
     before = queue.read_bytes()
     code, out, _ = say("advise", "shadow", scheduler, "--queue", str(queue), "--log", str(log))
-    assert code == 0 and out == (GOLDEN / f"{scheduler}_advice.txt").read_text()
+    assert code == 0
+    assert out == (GOLDEN / f"{scheduler}_advice.txt").read_text()
     assert queue.read_bytes() == before
     entries, _ = read_log(log)
-    assert [type(e) for e in entries] == [AdviceEntry] * len(entries) and entries
+    assert [type(e) for e in entries] == [AdviceEntry] * len(entries)
+    assert entries
 
 
 def test_score_joins_advice_and_outcomes() -> None:
@@ -31,7 +33,9 @@ def test_score_joins_advice_and_outcomes() -> None:
     outcomes = [OutcomeEntry(str(i), 4 if i < 8 else 8, 100.0 + 2 * i) for i in range(10)]
     found = score_log([*advice, *outcomes, OutcomeEntry("unknown", 1, 5.0)])
     assert (found.advised, found.finished, found.met) == (10, 10, 10)
-    assert found.agreement == 0.8 and found.coverage == 6 / 8 and not found.ready_to_act
+    assert found.agreement == 0.8
+    assert found.coverage == 6 / 8
+    assert not found.ready_to_act
     assert found.promised == pytest.approx(9.0)
 
 
@@ -46,7 +50,8 @@ def test_a_malformed_log_line_is_told_with_its_number(tmp_path: Path, line: str)
     with pytest.raises(FormatError, match="line 2"):
         read_log(log)
     entries, skipped = read_log(log, skip_malformed=True)
-    assert len(entries) == 1 and skipped[0].startswith("line 2")
+    assert len(entries) == 1
+    assert skipped[0].startswith("line 2")
 
 
 def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -55,9 +60,11 @@ def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore
     with log.open("a") as file:
         file.write(json.dumps({"kind": "outcome", "job": "1", "devices": 2, "finish_s": 10.5}) + "\n")
     code, out, _ = say("advise", "score", str(log), "--json")
-    assert code == 0 and json.loads(out)["coverage"] == 1.0
+    assert code == 0
+    assert json.loads(out)["coverage"] == 1.0
     code, out, err = say("advise", "shadow", "lsf", "--log", str(log))
-    assert code == 2 and "unknown scheduler 'lsf'" in err
+    assert code == 2
+    assert "unknown scheduler 'lsf'" in err
 
 
 @pytest.mark.slow
@@ -69,7 +76,9 @@ def test_ray_reserves_the_bundles_that_were_advised() -> None:
     try:
         curve = measured_curve({1: 100.0, 2: 55.0, 4: 30.0})
         entry, bundles = advise_ray("j", curve, deadline_s=60.0, resource="CPU")
-        assert entry.advised == 2 and bundles is not None and bundles.strategy == "STRICT_PACK"
+        assert entry.advised == 2
+        assert bundles is not None
+        assert bundles.strategy == "STRICT_PACK"
         group = bundles.create()
         ray.get(group.ready(), timeout=60)
         where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
@@ -80,6 +89,7 @@ def test_ray_reserves_the_bundles_that_were_advised() -> None:
 
         assert ray.get([one.remote(i) for i in range(2)], timeout=60) == [1, 2]
         full, none = advise_ray("k", measured_curve({4: 30.0}), deadline_s=60.0, resource="CPU")
-        assert not full.admit and none is None
+        assert not full.admit
+        assert none is None
     finally:
         ray.shutdown()

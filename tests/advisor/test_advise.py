@@ -1,4 +1,5 @@
-"""What a user asks and is told, from Python and from the command line, and what bad input is answered with."""
+"""What a user asks and is told, from Python and from the command line, and what bad input is answered
+with."""
 
 import json
 import math
@@ -22,11 +23,15 @@ JOB = Job("j", measured_curve(TIMES))
 
 def test_the_smallest_number_in_time_with_reason_and_interval() -> None:
     answer = lm.advise(TIMES, "8xA100-80GB", deadline_s=1500)
-    assert answer.admit and len(answer.devices) == 4 and answer.finish_s == 1200.0
+    assert answer.admit
+    assert len(answer.devices) == 4
+    assert answer.finish_s == 1200.0
     low, high = answer.finish_interval_s or (0, 0)
-    assert low < 1200 < high and answer.on_time_probability > 0.99
+    assert low < 1200 < high
+    assert answer.on_time_probability > 0.99
     assert answer.reason.startswith("4 devices finish in 20 min 0 s (deadline 25 min 0 s)")
-    assert answer.cheapest is not None and answer.cheapest.degree == 4
+    assert answer.cheapest is not None
+    assert answer.cheapest.degree == 4
 
 
 def test_residuals_of_earlier_jobs_make_the_error_bar() -> None:
@@ -39,39 +44,49 @@ def test_residuals_of_earlier_jobs_make_the_error_bar() -> None:
 def test_an_impossible_deadline_is_answered_with_the_earliest_that_can_be_kept() -> None:
     busy = ClusterState(host_layout([8]), np.array([0.0] * 2 + [50.0] * 6))
     answer = advise(JOB, busy, deadline_s=300)
-    assert not answer.admit and answer.code == Reason.IMPOSSIBLE_DEADLINE
+    assert not answer.admit
+    assert answer.code == Reason.IMPOSSIBLE_DEADLINE
     assert answer.earliest_deadline_s == 950.0
     kept = advise(JOB, busy, deadline_s=answer.earliest_deadline_s, by="elasticflow")
-    assert kept.admit and kept.start_s == 50.0
+    assert kept.admit
+    assert kept.start_s == 50.0
 
 
 def test_a_full_cluster_tells_when_devices_come_free() -> None:
     busy = ClusterState(host_layout([8]), np.full(8, 100.0))
     answer = advise(JOB, busy, deadline_s=2500)
     assert (answer.code == Reason.NO_CAPACITY_UNTIL and "1 min" in answer.reason) or "100 s" in answer.reason
-    assert {o.degree for o in answer.offers} == {2, 4, 8} and all(o.start_s == 100.0 for o in answer.offers)
+    assert {o.degree for o in answer.offers} == {2, 4, 8}
+    assert all(o.start_s == 100.0 for o in answer.offers)
 
 
 def test_free_devices_without_a_block_are_fragmented() -> None:
     layout = Layout(
-        tuple("abcd"), np.zeros(4, np.int64), np.zeros(4, np.int64), ("",),
+        tuple("abcd"),
+        np.zeros(4, np.int64),
+        np.zeros(4, np.int64),
+        ("",),
         {2: (Block((0, 1), "", "host"), Block((2, 3), "", "host"))},
-    )  # fmt: skip
+    )
     state = ClusterState(layout, np.array([0.0, 9.0, 0.0, 9.0]))
     answer = advise(Job("j", measured_curve({2: 5.0})), state, deadline_s=6)
-    assert answer.code == Reason.FRAGMENTED and "2 devices are free" in answer.reason
+    assert answer.code == Reason.FRAGMENTED
+    assert "2 devices are free" in answer.reason
 
 
 def test_a_job_worth_less_than_its_devices_is_priced_out() -> None:
     state = ClusterState(host_layout([8]), np.zeros(8), price=1e-3)
     answer = advise(JOB, state, deadline_s=5000, by="shadow_price")
-    assert answer.code == Reason.PRICED_OUT and answer.offers
+    assert answer.code == Reason.PRICED_OUT
+    assert answer.offers
     assert advise(Job("j", JOB.curve, 5000, value=100.0), state, by="shadow_price").cost > 1
 
 
 def test_without_a_curve_the_requested_number_is_given_and_nothing_promised() -> None:
     answer = advise(Job("j", unknown_curve(), requested=3), idle(host_layout([4])))
-    assert answer.admit and len(answer.devices) == 3 and answer.finish_s is None
+    assert answer.admit
+    assert len(answer.devices) == 3
+    assert answer.finish_s is None
     assert answer.code == Reason.UNKNOWN_CURVE
 
 
@@ -122,9 +137,13 @@ def test_the_command_line_advises_from_files(say, tmp_path: Path) -> None:  # ty
     state.write_text(json.dumps({"busy": [{"devices": ["gpu0", 1], "until_s": 60}]}))
     code, out, _ = say("advise", job, "--cluster", "8xA100-80GB", "--state", str(state), "--json")
     found = json.loads(out)
-    assert code == 0 and found["devices"] == [2, 3, 4, 5] and found["code"] == "fits"
+    assert code == 0
+    assert found["devices"] == [2, 3, 4, 5]
+    assert found["code"] == "fits"
     code, out, _ = say("advise", job, "--devices", "8xA100-80GB", "--deadline", "5min")
-    assert code == 1 and out.startswith("reject: the deadline is 5 min") and "would do: 4" in out
+    assert code == 1
+    assert out.startswith("reject: the deadline is 5 min")
+    assert "would do: 4" in out
 
 
 @pytest.mark.parametrize(
@@ -140,7 +159,9 @@ def test_the_command_line_advises_from_files(say, tmp_path: Path) -> None:  # ty
 )
 def test_a_bad_job_file_is_one_line(say, tmp_path: Path, text: str, told: str) -> None:  # type: ignore[no-untyped-def]
     code, _, err = say("advise", _job_file(tmp_path, text), "--devices", "2xA100-80GB")
-    assert code == 2 and told in err and len(err.splitlines()) == 1
+    assert code == 2
+    assert told in err
+    assert len(err.splitlines()) == 1
 
 
 @needs_traces
@@ -148,26 +169,56 @@ def test_a_bad_job_file_is_one_line(say, tmp_path: Path, text: str, told: str) -
 def test_replay_whatif_and_pages(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rates = str(GAVEL / "simulation_throughputs.json")
     page = tmp_path / "page.html"
-    code, out, _ = say("advise", "replay", str(GAVEL / "51b7ef.trace"), "--throughputs", rates, "--devices", "4",
-                       "--seeds", "2", "--html", str(page), "--json")  # fmt: skip
+    code, out, _ = say(
+        "advise",
+        "replay",
+        str(GAVEL / "51b7ef.trace"),
+        "--throughputs",
+        rates,
+        "--devices",
+        "4",
+        "--seeds",
+        "2",
+        "--html",
+        str(page),
+        "--json",
+    )
     rows = json.loads(out)["rows"]
-    assert code == 0 and len(rows) == 6 and all(row["mean"] <= row["bound"] + 1e-6 for row in rows)
+    assert code == 0
+    assert len(rows) == 6
+    assert all(row["mean"] <= row["bound"] + 1e-6 for row in rows)
     assert "<script" not in page.read_text()
-    code, out, _ = say("advise", "whatif", str(GAVEL / "51b7ef.trace"), "--throughputs", rates, "--devices", "2,8",
-                       "--deadline-scale", "1,2", "--seeds", "2")  # fmt: skip
-    assert code == 0 and out.count("no policy can reach beyond") == 4
+    code, out, _ = say(
+        "advise",
+        "whatif",
+        str(GAVEL / "51b7ef.trace"),
+        "--throughputs",
+        rates,
+        "--devices",
+        "2,8",
+        "--deadline-scale",
+        "1,2",
+        "--seeds",
+        "2",
+    )
+    assert code == 0
+    assert out.count("no policy can reach beyond") == 4
     code, _, err = say("advise", "whatif", "x", "--throughputs", rates, "--devices", "2,x")
-    assert code == 2 and "--devices '2,x'" in err
+    assert code == 2
+    assert "--devices '2,x'" in err
 
 
 @needs_graphs
 def test_bench_and_policies_list(say) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = say("advise", "bench", "own", "--graphs", str(GRAPHS), "--seeds", "2", "--json")
-    assert code == 0 and len(json.loads(out)["rows"]) == 4 * 12
+    assert code == 0
+    assert len(json.loads(out)["rows"]) == 4 * 12
     code, out, _ = say("advise", "policies", "--json")
-    assert code == 0 and "elasticflow" in out
+    assert code == 0
+    assert "elasticflow" in out
     code, _, err = say("advise", "bench", "compact", "--graphs", str(GRAPHS))
-    assert code == 2 and "did you mean 'compat'" in err
+    assert code == 2
+    assert "did you mean 'compat'" in err
 
 
 @pytest.mark.slow
@@ -177,4 +228,5 @@ def test_a_captured_model_has_a_curve_that_is_kept(tmp_path: Path, monkeypatch: 
     first = lm.advise(source, "4xA100-80GB", steps=1e6)
     assert len(list((tmp_path / "loadmaster" / "curves").glob("*.json"))) == 1
     assert lm.advise(source, "4xA100-80GB", steps=1e6).to_json() == first.to_json()
-    assert first.curve_origin == "simulated" and first.finish_s is not None
+    assert first.curve_origin == "simulated"
+    assert first.finish_s is not None

@@ -1,4 +1,5 @@
-"""Gymnasium's checker, masks against brute force, batches against single replays, learned policies, bounds."""
+"""Gymnasium's checker, masks against brute force, batches against single replays, learned policies,
+bounds."""
 
 import numpy as np
 import pytest

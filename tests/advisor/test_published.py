@@ -1,4 +1,5 @@
-"""The published environment to the letter: completion times, blocks, blocking, and one test for each defect."""
+"""The published environment to the letter: completion times, blocks, blocking, and one test for each
+defect."""
 
 from dataclasses import replace
 
@@ -152,7 +153,8 @@ def test_each_timing_defect_moves_the_time_its_way(change: dict[str, bool], sign
 @needs_graphs
 def test_u4_servers_of_one_rack_exchange_for_nothing() -> None:
     free, paid = _time(4, 2, "(1,1,2)", FIXED), _time(4, 2, "(1,1,2)", replace(FIXED, free_within_rack=False))
-    assert free == pytest.approx(17267, abs=1) and paid > free * 1.1
+    assert free == pytest.approx(17267, abs=1)
+    assert paid > free * 1.1
     assert _time(4, 2, "(2,1,1)", FIXED) == pytest.approx(22318.06, abs=0.01)
 
 
@@ -213,14 +215,17 @@ def test_causes_add_up_and_streams_repeat() -> None:
     stream = draw_stream("C", 8, poisson=True)
     rule = Rule(Kind.CONSTANT, 4, rollout=(5, 4))
     one, two = (replay(world("compat"), stream, rule, seed=1) for _ in range(2))
-    assert (one.cause == two.cause).all() and (one.degree == two.degree).all()
-    assert sum(one.count(c) for c in Cause) == len(stream.model) and one.count(Cause.NOT_DECIDED) == 1
+    assert (one.cause == two.cause).all()
+    assert (one.degree == two.degree).all()
+    assert sum(one.count(c) for c in Cause) == len(stream.model)
+    assert one.count(Cause.NOT_DECIDED) == 1
 
 
 def test_a_profile_line_that_is_neither_op_nor_edge_is_refused_with_its_number(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "odd.txt"
     file.write_text(
-        "node1 -- Input -- forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=0\n"
+        "node1 -- Input -- forward_compute_time=1, backward_compute_time=1,"
+        " activation_size=1, parameter_size=0\n"
         "__import__('os').system('true')\n"
     )
     with pytest.raises(FormatError, match="line 2"):

@@ -31,7 +31,8 @@ def test_recorded_traces_have_the_published_numbers() -> None:
     ]
     rates = read_throughputs(GAVEL / "simulation_throughputs.json")
     v100 = rates.rate[rates.kinds.index("v100"), 0]
-    assert len(rates.types) == 26 and (v100[:, 1:] > 0).any(axis=1).sum() == 26 - 7
+    assert len(rates.types) == 26
+    assert (v100[:, 1:] > 0).any(axis=1).sum() == 26 - 7
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,8 @@ def test_a_malformed_line_stops_with_its_number_or_is_skipped(
     with pytest.raises(FormatError, match=f"line 2: .*{told}"):
         read_trace(file)
     kept = read_trace(file, skip_malformed=True)
-    assert len(kept.jobs) == 1 and kept.skipped[0].startswith("line 2")
+    assert len(kept.jobs) == 1
+    assert kept.skipped[0].startswith("line 2")
 
 
 def test_keys_of_throughputs_are_read_and_never_evaluated(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def _random_stream(seed: int, jobs: int = 40) -> TraceStream:
 
 def _plain_edf(stream: TraceStream, hosts: list[int]) -> dict[int, tuple[float, float]]:
     """The requested count by deadline, written with dicts and lists."""
-    free = {h: size for h, size in enumerate(hosts)}
+    free = dict(enumerate(hosts))
     waiting: list[int] = []
     running: list[tuple[float, dict[int, int]]] = []
     told: dict[int, tuple[float, float]] = {}
@@ -199,4 +201,5 @@ def test_unequal_kinds_and_all_deadlines_replay() -> None:
         stream = draw_trace_stream(trace, rates, 3, deadline=deadline, kinds=("v100", "k80"))
         for name in ("edf", "smallest", "least-work"):
             outcome = replay_trace(stream, TRACE_RULES[name], np.array([2, 4]), host_kind=np.array([0, 1]))
-            assert outcome.num_late == 0 and outcome.num_met > 0
+            assert outcome.num_late == 0
+            assert outcome.num_met > 0

@@ -1,4 +1,5 @@
-"""`advise`: one job, the state of a cluster, a deadline. Pure: no clock, no files; the same input, the same answer."""
+"""`advise`: one job, the state of a cluster, a deadline. Pure: no clock, no files; the same input, the
+same answer."""
 
 import math
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ def advise(
 ) -> Advice:
     """Whether to admit a job, on which devices, and when it will be done.
 
-    `by` is a policy or its name. `residuals` are measured times over predicted ones of earlier jobs; from 20 on the
-    error bar and the probability come from them, else from the curve's own error.
+    `by` is a policy or its name. `residuals` are measured times over predicted ones of earlier jobs; from
+    20 on the error bar and the probability come from them, else from the curve's own error.
     """
     if deadline_s is not None:
         job = Job(
@@ -164,7 +165,8 @@ def _rejected(
         code = Reason.IMPOSSIBLE_DEADLINE
         reason = (
             f"{told} and the job takes at least {format_seconds(fastest)} on any number of devices;"
-            f" the earliest deadline that can be kept is {format_seconds(earliest.deadline_s)}, on {earliest.degree}"
+            f" the earliest deadline that can be kept is {format_seconds(earliest.deadline_s)},"
+            f" on {earliest.degree}"
         )
     elif decision.note.startswith("priced out"):
         code = Reason.PRICED_OUT
@@ -207,11 +209,12 @@ def _advise_unknown(job: Job, state: ClusterState) -> Advice:
     """No curve: the requested count if it is free, and no prediction."""
     if job.requested > state.layout.num_devices:
         raise InputError(
-            f"job {job.name!r} asks for {job.requested} devices and the cluster has {state.layout.num_devices};"
-            " ask for fewer"
+            f"job {job.name!r} asks for {job.requested} devices and the cluster has"
+            f" {state.layout.num_devices}; ask for fewer"
         )
     block = next(state.free_blocks(job.requested), None)
-    told = f"nothing is known of how job {job.name!r} scales: {job.requested} devices as requested, no prediction"
+    asked = f"{job.requested} devices as requested, no prediction"
+    told = f"nothing is known of how job {job.name!r} scales: {asked}"
     free_at = float(np.sort(state.free_at_s)[job.requested - 1]) - state.now_s
     offers = () if block is not None else (Offer(job.requested, "", max(0.0, free_at), math.inf, math.inf),)
     devices = block.devices if block is not None else ()

@@ -1,4 +1,5 @@
-"""`lm.advise`: from what a user has (a source or a job, devices or a state) to a `Job` and a `ClusterState`."""
+"""`lm.advise`: from what a user has (a source or a job, devices or a state) to a `Job` and a
+`ClusterState`."""
 
 import math
 import os
@@ -34,8 +35,8 @@ def advise(
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
 
-    `job` is a Job, seconds by number of devices, or a source the planner understands with its number of `steps`;
-    `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
+    `job` is a Job, seconds by number of devices, or a source the planner understands with its number of
+    `steps`; `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
     """
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")

@@ -76,7 +76,8 @@ def read_job(path: str | Path) -> JobFile:
 
 
 def read_state(path: str | Path, layout: Layout) -> ClusterState:
-    """Which devices are busy until when: `{"now_s": 0, "busy": [{"devices": ["gpu0", 1], "until_s": 60}]}`."""
+    """Which devices are busy until when: `{"now_s": 0, "busy": [{"devices": ["gpu0", 1], "until_s":
+    60}]}`."""
     document = _parse(path, json.loads)
     _refuse_unknown(path, document, _STATE_KEYS)
     free_at = np.zeros(layout.num_devices)

@@ -8,10 +8,11 @@ from loadmaster.advisor.replay import Row
 from loadmaster.core.errors import FileError
 
 _STYLE = (
-    "body{font:14px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse}td,th{padding:.25em .7em;"
-    "text-align:left;border-bottom:1px solid #ddd}.bar{background:#3b6ea5;height:.8em;display:inline-block}"
-    ".bound{border-left:2px solid #c33;height:1em;display:inline-block;position:absolute}.cell{position:relative;"
-    "width:16em}"
+    "body{font:14px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse}td,th{"
+    "padding:.25em .7em;text-align:left;border-bottom:1px solid #ddd}"
+    ".bar{background:#3b6ea5;height:.8em;display:inline-block}"
+    ".bound{border-left:2px solid #c33;height:1em;display:inline-block;position:absolute}"
+    ".cell{position:relative;width:16em}"
 )
 
 

@@ -1,6 +1,7 @@
 """A job's scaling curve from the planner: one plan for every number of devices, kept on disk.
 
-The default is the time of a micro-batch in a pipeline that is full (`objective="throughput"`); with `step` it is one step
+The default is the time of a micro-batch in a pipeline that is full (`objective="throughput"`); with `step`
+it is one step
 alone, which seldom gains from more devices. The budget is a count, so the same source gives the same curve.
 """
 
@@ -9,9 +10,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from loadmaster import __version__, api
+import loadmaster.api as api
 from loadmaster.advisor.jobs.curve import HOST, ScalingCurve
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph
@@ -37,7 +39,8 @@ def planned_curve(
     folder: Path | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> ScalingCurve:
-    """Seconds of all steps of a source on each number of devices of each kind; a number that does not fit is left out."""
+    """Seconds of all steps of a source on each number of devices of each kind; a number that does not fit
+    is left out."""
     if not steps > 0 or not math.isfinite(steps):
         raise InputError(f"a job has {steps!r} steps; give a number > 0")
     path = _cache_path(source, kinds, counts, objective, budget, batch, seq, folder)
@@ -95,7 +98,7 @@ def _cache_path(
             told += hashlib.sha256(file.read_bytes()).hexdigest()
     else:
         return None
-    key = [_FORMAT, __version__, told, list(kinds), list(counts), objective, budget, batch, seq]
+    key = [_FORMAT, version("loadmaster"), told, list(kinds), list(counts), objective, budget, batch, seq]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     home = folder or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "loadmaster"
     return home / "curves" / f"{name}.json"

@@ -1,4 +1,5 @@
-"""Many policies on the same streams: blocking or deadlines met, with intervals, paired differences and bounds."""
+"""Many policies on the same streams: blocking or deadlines met, with intervals, paired differences and
+bounds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ def bench_trace(
         outcomes = [replay_trace(s, rule, hosts, elastic=elastic) for s in streams]
         found[name] = np.array([o.num_met / jobs for o in outcomes])
         waits = [
-            np.nanmean(o.start_s - s.arrival_s) if o.met.any() else 0.0
+            float(np.nanmean(o.start_s - s.arrival_s)) if o.met.any() else 0.0
             for o, s in zip(outcomes, streams, strict=True)
         ]
         details[name] = {

@@ -1,7 +1,9 @@
-"""Kubernetes: reads nodes, running pods and pending jobs as recorded JSON, writes the manifest it would advise.
+"""Kubernetes: reads nodes, running pods and pending jobs as recorded JSON, writes the manifest it would
+advise.
 
-Serves `batch/v1` Jobs (Kueue: parallelism) and Kubeflow PyTorchJobs (Worker replicas), one GPU a pod. A job says its
-curve and deadline in annotations `loadmaster.dev/seconds` ('{"1": 3600, "2": 1900}') and `loadmaster.dev/deadline-seconds`.
+Serves `batch/v1` Jobs (Kueue: parallelism) and Kubeflow PyTorchJobs (Worker replicas), one GPU a pod. A
+job says its curve and deadline in annotations `loadmaster.dev/seconds` ('{"1": 3600, "2": 1900}') and
+`loadmaster.dev/deadline-seconds`.
 """
 
 import copy

@@ -27,7 +27,8 @@ class Bundles:
 
 
 def ray_state(resource: str = "GPU") -> ClusterState:
-    """Units of a resource on the nodes of the connected cluster; what is taken comes free at an unknown time."""
+    """Units of a resource on the nodes of the connected cluster; what is taken comes free at an unknown
+    time."""
     import ray
 
     if not ray.is_initialized():

@@ -1,4 +1,5 @@
-"""What every adapter makes of its scheduler: jobs that wait, the state of the cluster, and the entry of an advice."""
+"""What every adapter makes of its scheduler: jobs that wait, the state of the cluster, and the entry of an
+advice."""
 
 import json
 import math

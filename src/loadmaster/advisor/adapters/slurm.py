@@ -1,6 +1,7 @@
 """Slurm: reads `squeue --json` and `scontrol show nodes --json`, writes the `scontrol` line it would advise.
 
-The recorded file has `jobs`, `nodes`, `now` (epoch seconds) and `curves` (seconds by number of GPUs, by job name).
+The recorded file has `jobs`, `nodes`, `now` (epoch seconds) and `curves` (seconds by number of GPUs, by
+job name).
 """
 
 import re
@@ -29,7 +30,8 @@ def advise_slurm(document: dict[str, Any]) -> list[AdviceEntry]:
         if answer is not None and answer.admit:
             hosts = sorted({int(state.layout.host[d]) for d in answer.devices})
             per_node = -(-len(answer.devices) // len(hosts))
-            line = f"scontrol update JobId={shlex.quote(job.id)} NumNodes={len(hosts)} TresPerNode=gres/gpu:{per_node}"
+            where = f"NumNodes={len(hosts)} TresPerNode=gres/gpu:{per_node}"
+            line = f"scontrol update JobId={shlex.quote(job.id)} {where}"
             entry = replace(entry, action=line)
         entries.append(entry)
     return entries

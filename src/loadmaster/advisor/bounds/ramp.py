@@ -1,11 +1,15 @@
-"""Bounds for the published cluster: no policy, even one that knows all arrivals, blocks less (section 7, number 5).
+"""Bounds for the published cluster: no policy, even one that knows all arrivals, blocks less (section 7,
+number 5).
 
-R1: all accepted jobs share the server time there is. R2: at every moment, the running jobs fit the servers. R3 would add
-the geometry of blocks. R1 and R2 are linear programmes over the whole stream (HiGHS); each allows what the next forbids.
+R1: all accepted jobs share the server time there is. R2: at every moment, the running jobs fit the
+servers. R3 would add
+the geometry of blocks. R1 and R2 are linear programmes over the whole stream (HiGHS); each allows what the
+next forbids.
 A job occupies at least `degree` servers from its arrival for its completion time, since no job waits.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +47,7 @@ def _choices(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Every (job, degree) that is in time on some block, with the least servers and time it takes."""
     first = world.blocks.first
-    fastest = np.stack(
-        [world.jct[:, a:b].min(axis=1) for a, b in zip(first[:-1], first[1:], strict=True)], axis=1
-    )
+    fastest = np.stack([world.jct[:, a:b].min(axis=1) for a, b in pairwise(first)], axis=1)
     n = stream.num_decided
     model = stream.model[:n]
     time = fastest[model]
@@ -80,7 +82,7 @@ def _most_by_shared_time(
     count = int(np.searchsorted(used, capacity, side="right"))
     if count == len(ordered):
         return float(count)
-    return count + (capacity - (used[count - 1] if count else 0.0)) / ordered[count]
+    return float(count + (capacity - (used[count - 1] if count else 0.0)) / ordered[count])
 
 
 def _most_at_every_moment(

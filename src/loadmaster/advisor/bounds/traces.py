@@ -1,7 +1,10 @@
-"""A bound for traces: most deadlines that any schedule meets, even one that knows all arrivals and resizes at will.
+"""A bound for traces: most deadlines that any schedule meets, even one that knows all arrivals and resizes
+at will.
 
-A linear programme over slots of time: a job's work is spread over slots that overlap its window, at no less device time
-than its best count needs and no faster than its fastest count. Slots are only merged, never cut, so it stays a bound.
+A linear programme over slots of time: a job's work is spread over slots that overlap its window, at no
+less device time
+than its best count needs and no faster than its fastest count. Slots are only merged, never cut, so it
+stays a bound.
 """
 
 import numpy as np

@@ -1,8 +1,12 @@
-"""Many streams of the published or corrected cluster in lockstep: observations, masks and steps in compiled loops.
+"""Many streams of the published or corrected cluster in lockstep: observations, masks and steps in
+compiled loops.
 
-Unlike the published observation this one shows which servers are free and when the others come free (defect O1).
-An action is 0 (reject), a degree, or with `joint` a block.
+Unlike the published observation this one shows which servers are free and when the others come free
+(defect O1). An action is 0 (reject), a degree, or with `joint` a block.
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# Kernels are typed by numba.
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,7 +75,7 @@ class BatchedRamp:
     @property
     def done(self) -> bool:
         """Whether every arrival but the last was decided."""
-        return self._at >= self._model.shape[1] - 1
+        return bool(self._at >= self._model.shape[1] - 1)
 
     def step(
         self, actions: NDArray[np.int64]
@@ -80,8 +84,21 @@ class BatchedRamp:
         if self.done:
             raise InputError("the streams are over; call reset()")
         accepted = np.zeros(len(self.streams))
-        _step_all(self._at, np.asarray(actions, np.int64), self.joint, *self._tables, self._model, self._deadline,
-                  self._arrival, self._horizon, self._free, self._ends, self._held, self._running, accepted)  # fmt: skip
+        _step_all(
+            self._at,
+            np.asarray(actions, np.int64),
+            self.joint,
+            *self._tables,
+            self._model,
+            self._deadline,
+            self._arrival,
+            self._horizon,
+            self._free,
+            self._ends,
+            self._held,
+            self._running,
+            accepted,
+        )
         self._at += 1
         return *self._observe(), accepted
 
@@ -90,8 +107,20 @@ class BatchedRamp:
         seen = np.zeros((count, OBSERVATION_SIZE), np.float32)
         mask = np.zeros((count, self.num_actions), np.bool_)
         at = min(self._at, self._model.shape[1] - 2)
-        _observe_all(at, self.joint, *self._tables, self._model, self._deadline, self._arrival, self._free,
-                     self._ends, self._held, self._running, seen, mask)  # fmt: skip
+        _observe_all(
+            at,
+            self.joint,
+            *self._tables,
+            self._model,
+            self._deadline,
+            self._arrival,
+            self._free,
+            self._ends,
+            self._held,
+            self._running,
+            seen,
+            mask,
+        )
         return seen, mask
 
 
@@ -107,8 +136,28 @@ def trimmed(stream: Stream, num_jobs: int) -> Stream:
 
 
 @kernel
-def _observe_all(at, joint, jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline,
-                 arrival, free_of, ends, held, running, seen, mask):  # type: ignore[no-untyped-def]  # fmt: skip
+def _observe_all(
+    at,
+    joint,
+    jct,
+    nominal,
+    seq,
+    needs,
+    masks,
+    first,
+    flags,
+    degrees,
+    conflict,
+    model,
+    deadline,
+    arrival,
+    free_of,
+    ends,
+    held,
+    running,
+    seen,
+    mask,
+):
     num = len(degrees)
     for s in range(len(free_of)):
         now = arrival[s, at]
@@ -131,7 +180,7 @@ def _observe_all(at, joint, jct, nominal, seq, needs, masks, first, flags, degre
                 if flags[0]:
                     mask[s, 1 + k] = offered
                 else:
-                    taken, block = _footprint(m, k, free, needs, masks, first)
+                    _, block = _footprint(m, k, free, needs, masks, first)
                     mask[s, 1 + k] = block >= 0 and jct[m, block] <= limit
         for i in range(count):
             for d in range(NUM_SERVERS):
@@ -145,8 +194,29 @@ def _observe_all(at, joint, jct, nominal, seq, needs, masks, first, flags, degre
 
 
 @kernel
-def _step_all(at, actions, joint, jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline,
-              arrival, horizon, free_of, ends, held, running, accepted):  # type: ignore[no-untyped-def]  # fmt: skip
+def _step_all(
+    at,
+    actions,
+    joint,
+    jct,
+    nominal,
+    seq,
+    needs,
+    masks,
+    first,
+    flags,
+    degrees,
+    conflict,
+    model,
+    deadline,
+    arrival,
+    horizon,
+    free_of,
+    ends,
+    held,
+    running,
+    accepted,
+):
     for s in range(len(free_of)):
         action = actions[s]
         if action <= 0:

@@ -1,6 +1,7 @@
 """Shapes of blocks of servers in the published RAMP cluster, as bit masks (section 2.3 of PAC-ML's rules).
 
-A server (c, r, s) is bit (c * racks + r) * servers + s. A shape is scanned over every origin where it fits, c outermost.
+A server (c, r, s) is bit (c * racks + r) * servers + s. A shape is scanned over every origin where it
+fits, c outermost.
 """
 
 from dataclasses import dataclass

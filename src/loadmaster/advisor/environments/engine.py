@@ -1,12 +1,17 @@
-"""Replays streams on a world: one compiled loop for table policies, for rollouts and for many streams at once.
+"""Replays streams on a world: one compiled loop for table policies, for rollouts and for many streams at
+once.
 
-The state is a bit mask of free servers and the ends of running jobs. A `Rule` is a policy as numbers; `policies/` makes
-them. Cost per decision: the running jobs, and the blocks of the degrees that are tried.
+The state is a bit mask of free servers and the ends of running jobs. A `Rule` is a policy as numbers;
+`policies/` makes them. Cost per decision: the running jobs, and the blocks of the degrees that are tried.
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# Kernels are typed by numba.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +131,7 @@ def _require_fitting(world: World, stream: Stream) -> None:
         )
 
 
-def _tables(world: World) -> tuple[object, ...]:
+def _tables(world: World) -> Any:
     b = world.blocks
     flags = np.array([world.rules.shape_mask, world.rules.horizon_blocks])
     return (
@@ -142,7 +147,7 @@ def _tables(world: World) -> tuple[object, ...]:
     )
 
 
-def _columns(stream: Stream, world: World) -> tuple[object, ...]:
+def _columns(stream: Stream, world: World) -> Any:
     deadline = stream.beta * world.sequential[stream.model]
     if not world.rules.tick_overshoot:
         deadline = deadline * (1 + 1e-9)
@@ -158,7 +163,7 @@ def _columns(stream: Stream, world: World) -> tuple[object, ...]:
 
 
 @kernel
-def _first_fit(k, free, masks, first):  # type: ignore[no-untyped-def]
+def _first_fit(k, free, masks, first):
     for b in range(first[k], first[k + 1]):
         if masks[b] & ~free == 0:
             return b
@@ -166,7 +171,7 @@ def _first_fit(k, free, masks, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _footprint(m, k, free, needs, masks, first):  # type: ignore[no-untyped-def]
+def _footprint(m, k, free, needs, masks, first):
     """The servers a degree takes under the placer, and its block; no servers where a block is missing."""
     taken = np.uint64(0)
     block = -1
@@ -182,7 +187,7 @@ def _footprint(m, k, free, needs, masks, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _ones(x):  # type: ignore[no-untyped-def]
+def _ones(x):
     x = x - ((x >> np.uint64(1)) & np.uint64(0x5555555555555555))
     x = (x & np.uint64(0x3333333333333333)) + ((x >> np.uint64(2)) & np.uint64(0x3333333333333333))
     x = (x + (x >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -190,7 +195,7 @@ def _ones(x):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _is_offered(k, free, masks, first, flags, degrees):  # type: ignore[no-untyped-def]
+def _is_offered(k, free, masks, first, flags, degrees):
     """Whether the mask offers a degree: enough servers (published), or a free block."""
     if flags[0]:
         return degrees[k] <= _ones(free)
@@ -198,7 +203,7 @@ def _is_offered(k, free, masks, first, flags, degrees):  # type: ignore[no-untyp
 
 
 @kernel
-def _lost_blocks(b, free, masks, first, k):  # type: ignore[no-untyped-def]
+def _lost_blocks(b, free, masks, first, k):
     """Free blocks of degree k that placing on b would end."""
     lost = 0
     for other in range(first[k], first[k + 1]):
@@ -208,7 +213,7 @@ def _lost_blocks(b, free, masks, first, k):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _best_block(m, k, limit, free, jct, masks, first):  # type: ignore[no-untyped-def]
+def _best_block(m, k, limit, free, jct, masks, first):
     """Of the blocks in time, the one that ends fewest free blocks of larger degrees, the largest first."""
     best, best_cost = -1, 1e18
     for b in range(first[k], first[k + 1]):
@@ -224,7 +229,7 @@ def _best_block(m, k, limit, free, jct, masks, first):  # type: ignore[no-untype
 @kernel
 def _choose(
     m, limit, free, u, rule, period, jct, nominal, seq, needs, masks, first, flags, degrees, beta_limit
-):  # type: ignore[no-untyped-def]
+):
     """Degree index and block of a rule; -1 rejects, block -1 leaves the block to the placer."""
     kind = int(rule[0])
     floor = int(rule[1])
@@ -256,7 +261,7 @@ def _choose(
                 if nominal[m, k] <= limit:
                     return k, -1
                 continue
-            taken, block = _footprint(m, k, free, needs, masks, first)
+            _, block = _footprint(m, k, free, needs, masks, first)
             if block >= 0 and jct[m, block] <= limit:
                 return k, -1
         return -1, -1
@@ -283,7 +288,7 @@ def _choose(
 
 
 @kernel
-def _release(now, free, ends, held, count):  # type: ignore[no-untyped-def]
+def _release(now, free, ends, held, count):
     i = 0
     while i < count:
         if ends[i] <= now + TOLERANCE:
@@ -297,7 +302,7 @@ def _release(now, free, ends, held, count):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _next_random(state):  # type: ignore[no-untyped-def]
+def _next_random(state):
     """Splitmix64: a uniform number, and the generator's state moves on."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -309,7 +314,7 @@ def _next_random(state):  # type: ignore[no-untyped-def]
 
 @kernel
 def _count_causes(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline, arrival,
-                  uniform, future, horizon, period, rules, found):  # type: ignore[no-untyped-def]  # fmt: skip
+                  uniform, future, horizon, period, rules, found):  # fmt: skip
     none = np.full(len(model), -1)
     for r in range(len(rules)):
         cause, _, _, _, _ = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model,
@@ -321,7 +326,7 @@ def _count_causes(jct, nominal, seq, needs, masks, first, flags, degrees, confli
 
 @kernel
 def _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline, arrival,
-            uniform, future, horizon, period, rule, given, rollout, seed):  # type: ignore[no-untyped-def]  # fmt: skip
+            uniform, future, horizon, period, rule, given, rollout, seed):  # fmt: skip
     num = len(model)
     cause = np.full(num, 5, np.int8)
     degree = np.zeros(num, np.int8)
@@ -379,10 +384,11 @@ def _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, mo
 
 @kernel
 def _roll_out(j, now, free, ends, held, count, jct, nominal, seq, needs, masks, first, flags, degrees,
-              model, deadline, uniform, future, horizon, period, rule, rollout, random):  # type: ignore[no-untyped-def]  # fmt: skip
+              model, deadline, uniform, future, horizon, period, rule, rollout, random):  # fmt: skip
     """The action with most jobs accepted over sampled futures under the base rule; ties keep the base action.
 
-    Futures are drawn once for a decision and shared by all actions. Only distributions are known, not arrivals.
+    Futures are drawn once for a decision and shared by all actions. Only distributions are known, not
+    arrivals.
     """
     horizon_jobs, num_futures = rollout[0], rollout[1]
     num_models = len(seq)

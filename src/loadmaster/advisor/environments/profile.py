@@ -1,6 +1,8 @@
-"""Job graphs of the published environment, read from PipeDream's profile files (section 2.1 of PAC-ML's rules).
+"""Job graphs of the published environment, read from PipeDream's profile files (section 2.1 of PAC-ML's
+rules).
 
-Forward op i has a backward twin 2N+1-i; each forward edge (u, v) adds (v', u'); one edge joins the two halves. The
+Forward op i has a backward twin 2N+1-i; each forward edge (u, v) adds (v', u'); one edge joins the two
+halves. The
 memory of an op is its activation and its parameters, for both twins. Times stay in the file's milliseconds.
 """
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Switches; True is the published behaviour. `COMPAT` has all of them, `FIXED` only those that are flags."""
+    """Switches; True is the published behaviour. `COMPAT` has all of them, `FIXED` only those that are
+    flags."""
 
     ms_read_as_s: bool = True  # U1: op times in ms are taken as s, transfers are in true s
     bandwidth_divided_twice: bool = True  # U2: collectives get a fourth of the bandwidth of a group

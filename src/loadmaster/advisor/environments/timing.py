@@ -1,8 +1,13 @@
 """Time of one training step of a partitioned job on given servers (sections 2.2 and 2.5 of PAC-ML's rules).
 
-Each server runs its sub-ops under preemptive fixed priority, shortest first. Transfers run in parallel. The exchange of
-a split op with its neighbours is one collective where the same servers send and receive. Cost O(edges + ops log ops).
+Each server runs its sub-ops under preemptive fixed priority, shortest first. Transfers run in parallel.
+The exchange of
+a split op with its neighbours is one collective where the same servers send and receive. Cost O(edges +
+ops log ops).
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# Kernels are typed by numba.
 
 from dataclasses import dataclass
 
@@ -74,7 +79,7 @@ def completion_time(step: StepTime) -> float:
 
 
 @kernel
-def _collective_s(m, used, flags):  # type: ignore[no-untyped-def]
+def _collective_s(m, used, flags):
     """A collective of m bytes over the servers in `used`."""
     c_seen = np.zeros(64, np.int64)
     r_seen = np.zeros(64, np.int64)
@@ -110,7 +115,7 @@ def _collective_s(m, used, flags):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _edge_total(u, v, counts, order, memory, activation, flags):  # type: ignore[no-untyped-def]
+def _edge_total(u, v, counts, order, memory, activation, flags):
     """Bytes over all sub-edges of an edge."""
     if not flags[3]:
         return activation[u]
@@ -120,7 +125,7 @@ def _edge_total(u, v, counts, order, memory, activation, flags):  # type: ignore
 
 
 @kernel
-def _heap_push(heap, size, time, item, times):  # type: ignore[no-untyped-def]
+def _heap_push(heap, size, time, item, times):
     times[item] = time
     i = size
     heap[i] = item
@@ -134,7 +139,7 @@ def _heap_push(heap, size, time, item, times):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _heap_pop(heap, size, keys):  # type: ignore[no-untyped-def]
+def _heap_pop(heap, size, keys):
     size -= 1
     heap[0] = heap[size]
     i = 0
@@ -152,7 +157,7 @@ def _heap_pop(heap, size, keys):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _simulate_step(compute, memory, activation, order, edges, counts, servers, rank, n, flags):  # type: ignore[no-untyped-def]
+def _simulate_step(compute, memory, activation, order, edges, counts, servers, rank, n, flags):
     """The end of the last op or edge, and the number of edges."""
     num_ops = len(counts)
     num_servers = servers.max() + 1
@@ -294,7 +299,7 @@ def _simulate_step(compute, memory, activation, order, edges, counts, servers, r
 
 
 @kernel
-def _push_key(heap, size, item, keys):  # type: ignore[no-untyped-def]
+def _push_key(heap, size, item, keys):
     i = size
     heap[i] = item
     while i > 0:

@@ -1,7 +1,7 @@
 """Recorded arrivals and measured scaling curves (the format of Gavel's traces), as streams with deadlines.
 
-A trace line has seven tab-separated fields. The command is never run and nothing in a file is evaluated. A malformed line
-is refused with its number, or skipped and reported, as the caller chooses.
+A trace line has seven tab-separated fields. The command is never run and nothing in a file is evaluated. A
+malformed line is refused with its number, or skipped and reported, as the caller chooses.
 """
 
 import json
@@ -45,7 +45,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Throughputs:
-    """Measured steps per second, [kinds, 2 forms (one host, spread), types, LEVELS]; 0 where there is none."""
+    """Measured steps per second, [kinds, 2 forms (one host, spread), types, LEVELS]; 0 where there is
+    none."""
 
     kinds: tuple[str, ...]
     types: tuple[str, ...]

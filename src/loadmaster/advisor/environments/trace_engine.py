@@ -1,8 +1,11 @@
 """Replays trace streams: jobs that wait, start on a fixed number of devices (rigid) or are resized (elastic).
 
-Rigid jobs stand on hosts: one host where they fit (tightest first), else spread over hosts at the measured spread rate.
-Elastic jobs may move, so counts up to a host's size always find a host (power-of-two buddies).
+Rigid jobs stand on hosts: one host where they fit (tightest first), else spread over hosts at the measured
+spread rate. Elastic jobs may move, so counts up to a host's size always find a host (power-of-two buddies).
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# Kernels are typed by numba.
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -96,8 +99,15 @@ def replay_trace(
     levels = np.array(LEVELS, np.int64)
     if not elastic:
         end, start, devices, admitted, device_s = _replay_rigid(
-            stream.arrival_s, stream.due_s, stream.duration_s, stream.reference, hosts, kinds, levels,
-            rule.numbers)  # fmt: skip
+            stream.arrival_s,
+            stream.due_s,
+            stream.duration_s,
+            stream.reference,
+            hosts,
+            kinds,
+            levels,
+            rule.numbers,
+        )
     else:
         if len(stream.kinds) > 1 or rule.order not in (Order.RESERVE, Order.LIST):
             raise InputError("an elastic replay serves one kind of device and the rules RESERVE and LIST")
@@ -110,7 +120,7 @@ def replay_trace(
 
 
 @kernel
-def _find_hosts(n, kind, free, host_kind, taken):  # type: ignore[no-untyped-def]
+def _find_hosts(n, kind, free, host_kind, taken):
     """Devices taken of each host: 0 in one host, 1 spread, -1 none."""
     best = -1
     total = 0
@@ -137,7 +147,7 @@ def _find_hosts(n, kind, free, host_kind, taken):  # type: ignore[no-untyped-def
 
 
 @kernel
-def _least_area(duration, limit, levels):  # type: ignore[no-untyped-def]
+def _least_area(duration, limit, levels):
     """Least device time over kinds, forms and counts in time."""
     best = np.inf
     for g in range(duration.shape[0]):
@@ -149,7 +159,7 @@ def _least_area(duration, limit, levels):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _pick_start(order, duration, limit, reference, free, host_kind, levels, taken, trial, best_area):  # type: ignore[no-untyped-def]
+def _pick_start(order, duration, limit, reference, free, host_kind, levels, taken, trial, best_area):
     """The count and form to start a waiting job with now: duration, level; none if level < 0."""
     chosen, chosen_time, chosen_key = -1, 0.0, np.inf
     for q in range(len(levels)):
@@ -182,7 +192,7 @@ def _pick_start(order, duration, limit, reference, free, host_kind, levels, take
 
 
 @kernel
-def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, rule):  # type: ignore[no-untyped-def]
+def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, rule):
     num = len(arrival)
     num_hosts = len(hosts)
     order = int(rule[0])
@@ -262,8 +272,18 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                 best_area = _least_area(duration[j], due[j] - now, levels)
                 if best_area > rule[3] * capacity * (due[j] - now):
                     continue
-                q, time = _pick_start(order, duration[j], due[j] - now, reference[j], free, host_kind, levels,
-                                      taken, trial, best_area)  # fmt: skip
+                q, time = _pick_start(
+                    order,
+                    duration[j],
+                    due[j] - now,
+                    reference[j],
+                    free,
+                    host_kind,
+                    levels,
+                    taken,
+                    trial,
+                    best_area,
+                )
                 if q < 0:
                     if order == 0:
                         break
@@ -296,11 +316,53 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
             if i < kept_first and soonest > now:
                 continue
             admitted[j] = True
-            if not _plan_rigid(now, waiting, num_waiting, sequence, admitted, due, duration, levels, kind, capacity,
-                               end, run_job, count, times, room, plan_start, plan_level, rule, -1, 0, form_of):  # fmt: skip
+            if not _plan_rigid(
+                now,
+                waiting,
+                num_waiting,
+                sequence,
+                admitted,
+                due,
+                duration,
+                levels,
+                kind,
+                capacity,
+                end,
+                run_job,
+                count,
+                times,
+                room,
+                plan_start,
+                plan_level,
+                rule,
+                -1,
+                0,
+                form_of,
+            ):
                 admitted[j] = False
-        fits = _plan_rigid(now, waiting, num_waiting, sequence, admitted, due, duration, levels, kind, capacity, end,
-                           run_job, count, times, room, plan_start, plan_level, rule, -1, 0, form_of)  # fmt: skip
+        fits = _plan_rigid(
+            now,
+            waiting,
+            num_waiting,
+            sequence,
+            admitted,
+            due,
+            duration,
+            levels,
+            kind,
+            capacity,
+            end,
+            run_job,
+            count,
+            times,
+            room,
+            plan_start,
+            plan_level,
+            rule,
+            -1,
+            0,
+            form_of,
+        )
         gone = np.zeros(num_waiting, np.bool_)
         for s in range(num_waiting):
             j = waiting[sequence[s]]
@@ -311,8 +373,9 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
             if (
                 form < 0 or duration[j, kind, form, level] > due[j] - now
             ):  # the hosts are fragmented: another count
-                level, _ = _pick_start(5, duration[j], due[j] - now, reference[j], free, host_kind, levels, taken,
-                                       trial, 0.0)  # fmt: skip
+                level, _ = _pick_start(
+                    5, duration[j], due[j] - now, reference[j], free, host_kind, levels, taken, trial, 0.0
+                )
                 form = _find_hosts(levels[level], kind, free, host_kind, taken) if level >= 0 else -1
             if form < 0 and now + _fastest(duration[j]) > due[j]:  # a broken promise
                 gone[sequence[s]] = True
@@ -327,8 +390,29 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                     continue
                 if rule[1] > 0 and duration[j, kind, faster, q] * levels[q] > time * levels[level]:
                     continue
-                ok = _plan_rigid(now, waiting, num_waiting, sequence, admitted, due, duration, levels, kind, capacity,
-                                 end, run_job, count, times, room, plan_start, plan_level, rule, j, q, form_of)  # fmt: skip
+                ok = _plan_rigid(
+                    now,
+                    waiting,
+                    num_waiting,
+                    sequence,
+                    admitted,
+                    due,
+                    duration,
+                    levels,
+                    kind,
+                    capacity,
+                    end,
+                    run_job,
+                    count,
+                    times,
+                    room,
+                    plan_start,
+                    plan_level,
+                    rule,
+                    j,
+                    q,
+                    form_of,
+                )
                 if ok:
                     level = q
                     time = duration[j, kind, faster, q]
@@ -338,8 +422,29 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
                 j, level, time, now, end, start, count, admitted, run_job, held, free, taken, levels
             )
             gone[sequence[s]] = True
-            fits = _plan_rigid(now, waiting, num_waiting, sequence, admitted & np.isnan(start), due, duration, levels,
-                               kind, capacity, end, run_job, count, times, room, plan_start, plan_level, rule, -1, 0, form_of)  # fmt: skip
+            fits = _plan_rigid(
+                now,
+                waiting,
+                num_waiting,
+                sequence,
+                admitted & np.isnan(start),
+                due,
+                duration,
+                levels,
+                kind,
+                capacity,
+                end,
+                run_job,
+                count,
+                times,
+                room,
+                plan_start,
+                plan_level,
+                rule,
+                -1,
+                0,
+                form_of,
+            )
         left = 0
         for i in range(num_waiting):
             if not gone[i] and (admitted[waiting[i]] or rule[2] > 0):
@@ -354,7 +459,7 @@ def _replay_rigid(arrival, due, duration, reference, hosts, host_kind, levels, r
 
 
 @kernel
-def _slowest(duration, levels):  # type: ignore[no-untyped-def]
+def _slowest(duration, levels):
     """Time on the count with least device time."""
     best, time = np.inf, 0.0
     for q in range(len(levels)):
@@ -364,12 +469,12 @@ def _slowest(duration, levels):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fastest(duration):  # type: ignore[no-untyped-def]
+def _fastest(duration):
     return duration.min()
 
 
 @kernel
-def _start(j, q, time, now, end, start, count, admitted, run_job, held, free, taken, levels):  # type: ignore[no-untyped-def]
+def _start(j, q, time, now, end, start, count, admitted, run_job, held, free, taken, levels):
     r = 0
     while run_job[r] >= 0:
         r += 1
@@ -385,8 +490,29 @@ def _start(j, q, time, now, end, start, count, admitted, run_job, held, free, ta
 
 
 @kernel
-def _plan_rigid(now, waiting, num_waiting, sequence, admitted, due, duration, levels, kind, capacity, end, run_job,
-                count, times, room, plan_start, plan_level, rule, forced, forced_level, form_of):  # type: ignore[no-untyped-def]  # fmt: skip
+def _plan_rigid(
+    now,
+    waiting,
+    num_waiting,
+    sequence,
+    admitted,
+    due,
+    duration,
+    levels,
+    kind,
+    capacity,
+    end,
+    run_job,
+    count,
+    times,
+    room,
+    plan_start,
+    plan_level,
+    rule,
+    forced,
+    forced_level,
+    form_of,
+):
     """Reserve a start and a count for every promised job by deadline; False where one cannot be kept."""
     size = 2
     times[0], room[0] = now, float(capacity)
@@ -422,13 +548,19 @@ def _plan_rigid(now, waiting, num_waiting, sequence, admitted, due, duration, le
             if best_key > rule[3] * free_time and rule[1] > 0 and np.isinf(plan_start[j]):
                 return False
         plan_start[j], plan_level[j] = best_start, best_level
-        size = _reserve(times, room, size, best_start, best_start + duration[j, kind, form_of[best_level], best_level],
-                        float(levels[best_level]))  # fmt: skip
+        size = _reserve(
+            times,
+            room,
+            size,
+            best_start,
+            best_start + duration[j, kind, form_of[best_level], best_level],
+            float(levels[best_level]),
+        )
     return True
 
 
 @kernel
-def _cut(times, room, size, at):  # type: ignore[no-untyped-def]
+def _cut(times, room, size, at):
     """Make `at` a border of the profile; its index and the new size."""
     i = np.searchsorted(times[:size], at)
     if i < size and times[i] == at:
@@ -442,7 +574,7 @@ def _cut(times, room, size, at):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _reserve(times, room, size, begin, finish, amount):  # type: ignore[no-untyped-def]
+def _reserve(times, room, size, begin, finish, amount):
     if finish <= begin:
         return size
     a, size = _cut(times, room, size, begin)
@@ -453,7 +585,7 @@ def _reserve(times, room, size, begin, finish, amount):  # type: ignore[no-untyp
 
 
 @kernel
-def _earliest(times, room, size, time, amount, due):  # type: ignore[no-untyped-def]
+def _earliest(times, room, size, time, amount, due):
     """The earliest start with `amount` free for `time`, ending by `due`; inf if none."""
     i = 0
     while i < size - 1:
@@ -470,7 +602,7 @@ def _earliest(times, room, size, time, amount, due):  # type: ignore[no-untyped-
 
 
 @kernel
-def _level_within(amount, levels, duration):  # type: ignore[no-untyped-def]
+def _level_within(amount, levels, duration):
     """The fastest measured count within an amount of devices; -1 if none."""
     best = -1
     for q in range(len(levels)):
@@ -480,8 +612,9 @@ def _level_within(amount, levels, duration):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _plan_elastic(now, active, num_active, remaining, due, duration, levels, capacity, times, room, first, rule,
-                  newcomer):  # type: ignore[no-untyped-def]  # fmt: skip
+def _plan_elastic(
+    now, active, num_active, remaining, due, duration, levels, capacity, times, room, first, rule, newcomer
+):
     """Minimum satisfactory shares by deadline; `first` gets the level of each job now, or -1."""
     size = 2
     times[0], room[0] = now, float(capacity)
@@ -542,7 +675,7 @@ def _plan_elastic(now, active, num_active, remaining, due, duration, levels, cap
 
 
 @kernel
-def _replay_elastic(arrival, due, duration, capacity, levels, rule):  # type: ignore[no-untyped-def]
+def _replay_elastic(arrival, due, duration, capacity, levels, rule):
     num = len(arrival)
     end = np.full(num, np.nan)
     start = np.full(num, np.nan)
@@ -597,8 +730,21 @@ def _replay_elastic(arrival, due, duration, capacity, levels, rule):  # type: ig
                 if now + duration[j].min() > due[j]:
                     continue
                 active[num_active] = j
-                if _plan_elastic(now, active, num_active + 1, remaining, due, duration, levels, capacity, times, room,
-                                 first, rule, j):  # fmt: skip
+                if _plan_elastic(
+                    now,
+                    active,
+                    num_active + 1,
+                    remaining,
+                    due,
+                    duration,
+                    levels,
+                    capacity,
+                    times,
+                    room,
+                    first,
+                    rule,
+                    j,
+                ):
                     num_active += 1
                     admitted[j] = True
                 else:
@@ -611,8 +757,21 @@ def _replay_elastic(arrival, due, duration, capacity, levels, rule):  # type: ig
             if (duration[j] * levels).min() > rule[4] or now + duration[j].min() > due[j]:
                 continue
             active[num_active] = j
-            if _plan_elastic(now, active, num_active + 1, remaining, due, duration, levels, capacity, times, room,
-                             first, rule, j):  # fmt: skip
+            if _plan_elastic(
+                now,
+                active,
+                num_active + 1,
+                remaining,
+                due,
+                duration,
+                levels,
+                capacity,
+                times,
+                room,
+                first,
+                rule,
+                j,
+            ):
                 num_active += 1
                 admitted[j] = rule[0] != 4
             elif rule[2] > 0:

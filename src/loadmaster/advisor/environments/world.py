@@ -1,7 +1,8 @@
-"""A published or corrected cluster as tables: the completion time of every (job, block), and what a degree occupies.
+"""A published or corrected cluster as tables: the completion time of every (job, block), and what a degree
+occupies.
 
-Sections 2.3 to 2.5 and 5 of PAC-ML's rules. With the published rules a job's footprint is the union of the first free
-block over the distinct splits of its ops; without the leak it is the block alone.
+Sections 2.3 to 2.5 and 5 of PAC-ML's rules. With the published rules a job's footprint is the union of the
+first free block over the distinct splits of its ops; without the leak it is the block alone.
 """
 
 from dataclasses import dataclass

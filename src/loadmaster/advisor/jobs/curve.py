@@ -14,7 +14,8 @@ ANY_KIND = ""
 class ScalingCurve:
     """Seconds by (kind, number of devices, form); a missing point is a number the job cannot run on.
 
-    A form is `host` (all devices on one host), `spread` (over hosts) or the name of a block's shape. A point of the kind
+    A form is `host` (all devices on one host), `spread` (over hosts) or the name of a block's shape. A
+    point of the kind
     '' holds on every kind; `host` stands in for a form that has no point of its own, except for `spread`
     where spread points are given.
     """
@@ -45,9 +46,9 @@ class ScalingCurve:
         for k in (kind, ANY_KIND):
             if (found := self.seconds.get((k, count, form))) is not None:
                 return found
-            if form != SPREAD or not self._has_spread:
-                if (found := self.seconds.get((k, count, HOST))) is not None:
-                    return found
+            stands_in = form != SPREAD or not self._has_spread
+            if stands_in and (found := self.seconds.get((k, count, HOST))) is not None:
+                return found
         return math.inf
 
     def best(self, count: int) -> float:

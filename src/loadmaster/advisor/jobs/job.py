@@ -10,7 +10,8 @@ from loadmaster.core.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What is known of a job when it arrives; times are seconds, the deadline counts from the state's clock."""
+    """What is known of a job when it arrives; times are seconds, the deadline counts from the state's
+    clock."""
 
     name: str
     curve: ScalingCurve

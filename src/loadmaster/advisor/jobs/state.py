@@ -1,4 +1,5 @@
-"""The state of a cluster at one moment: which devices there are, when each comes free, and free blocks of n devices.
+"""The state of a cluster at one moment: which devices there are, when each comes free, and free blocks of
+n devices.
 
 Two layouts: devices on hosts (one host where possible, else spread over hosts), or a list of named blocks.
 """

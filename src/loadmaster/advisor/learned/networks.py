@@ -1,6 +1,7 @@
 """Two networks over the same observation: an MLP, and one that also reads the job graph.
 
-The MLP sees a job as its completion times over its deadline. The graph network adds two rounds of message passing over
+The MLP sees a job as its completion times over its deadline. The graph network adds two rounds of message
+passing over
 the job graph (PAC-ML, section 2.8) to that. Both end in one value and one logit for each action, masked.
 """
 
@@ -174,8 +175,8 @@ def load_network(
     )
     if spec.world != world or spec.num_actions != num_actions:
         raise InputError(
-            f"{path} was trained for {spec.world or 'nothing known'} with {spec.num_actions} actions, and this is"
-            f" {world} with {num_actions}; train weights for it: loadmaster advise train"
+            f"{path} was trained for {spec.world or 'nothing known'} with {spec.num_actions} actions,"
+            f" and this is {world} with {num_actions}; train weights for it: loadmaster advise train"
         )
     network = make_network(spec, graphs)
     try:

@@ -1,7 +1,8 @@
-"""Masked PPO on batched streams, warm-started by imitating a rollout (Schulman et al. 2017; Huang & Ontanon 2022).
+"""Masked PPO on batched streams, warm-started by imitating a rollout (Schulman et al. 2017; Huang &
+Ontanon 2022).
 
-Reads top to bottom: imitate, then rounds of collect, advantages (GAE), clipped updates. The checkpoint is chosen on
-selection seeds, never on those a figure is told of. The same settings give the same weights.
+Reads top to bottom: imitate, then rounds of collect, advantages (GAE), clipped updates. The checkpoint is
+chosen on selection seeds, never on those a figure is told of. The same settings give the same weights.
 """
 
 import time

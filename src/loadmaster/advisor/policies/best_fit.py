@@ -1,4 +1,5 @@
-"""The smallest number that meets the deadline, on the block that spoils fewest larger blocks (buddy and tiling)."""
+"""The smallest number that meets the deadline, on the block that spoils fewest larger blocks (buddy and
+tiling)."""
 
 import math
 from dataclasses import dataclass

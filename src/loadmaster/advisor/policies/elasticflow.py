@@ -1,4 +1,5 @@
-"""ElasticFlow's minimum satisfactory share: the least number that meets the deadline, now or reserved for later."""
+"""ElasticFlow's minimum satisfactory share: the least number that meets the deadline, now or reserved for
+later."""
 
 import math
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ class Learned:
         """The most likely action that the mask offers."""
         if tuple(sorted(state.layout.blocks)) != DEGREES or state.layout.num_devices != NUM_SERVERS:
             raise InputError(
-                f"these weights decide for {NUM_SERVERS} servers with blocks of {DEGREES}, not for a cluster of"
+                f"these weights decide for {NUM_SERVERS} servers with blocks of {DEGREES}, not for"
                 f" {state.layout.num_devices} devices on hosts; use another policy, for example smallest"
             )
         import torch

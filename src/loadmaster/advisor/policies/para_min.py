@@ -1,4 +1,5 @@
-"""The smallest number of devices that would do if speed-up were perfect, else the largest (PAC-ML's Para_min)."""
+"""The smallest number of devices that would do if speed-up were perfect, else the largest (PAC-ML's
+Para_min)."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Admits where a job is worth more than the devices it takes: a price of device time and of blocks that are lost."""
+"""Admits where a job is worth more than the devices it takes: a price of device time and of blocks that
+are lost."""
 
 import math
 from dataclasses import dataclass

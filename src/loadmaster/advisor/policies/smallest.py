@@ -10,7 +10,8 @@ from loadmaster.advisor.policies.registry import Run
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """Not below a floor; without `go_on`, a job whose number is not free is rejected rather than given more."""
+    """Not below a floor; without `go_on`, a job whose number is not free is rejected rather than given
+    more."""
 
     floor: int = 1
     go_on: bool = True

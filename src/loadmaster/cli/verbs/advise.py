@@ -156,9 +156,22 @@ def replay(
 ) -> None:
     """Replay a trace: deadlines met, broken promises and waiting of every policy, beside a proven bound."""
     _replay(
-        trace, throughputs, [devices], [1.0], policy, against, seeds, first_seed, deadlines, kind, per_host,
-        elastic, skip_malformed, html, json,
-    )  # fmt: skip
+        trace,
+        throughputs,
+        [devices],
+        [1.0],
+        policy,
+        against,
+        seeds,
+        first_seed,
+        deadlines,
+        kind,
+        per_host,
+        elastic,
+        skip_malformed,
+        html,
+        json,
+    )
 
 
 @app.command(name="whatif", short_help="The same trace on other sizes and deadlines.")
@@ -186,9 +199,22 @@ def whatif(
     sizes = [int(n) for n in _numbers("--devices", devices)]
     scales = _numbers("--deadline-scale", deadline_scale)
     _replay(
-        trace, throughputs, sizes, scales, policy, "elasticflow", seeds, first_seed, deadlines, kind, per_host,
-        elastic, skip_malformed, html, json,
-    )  # fmt: skip
+        trace,
+        throughputs,
+        sizes,
+        scales,
+        policy,
+        "elasticflow",
+        seeds,
+        first_seed,
+        deadlines,
+        kind,
+        per_host,
+        elastic,
+        skip_malformed,
+        html,
+        json,
+    )
 
 
 @app.command(name="bench", short_help="The published cluster, its anchors and policies.")
@@ -250,7 +276,8 @@ def shadow(
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Advise on every pending job of a recorded queue; print what would be submitted, log it, change nothing."""
+    """Advise on every pending job of a recorded queue; print what would be submitted, log it, change
+    nothing."""
     from loadmaster.advisor.adapters.shadow import advise_queue
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.report.plain_text import escape_control_characters
@@ -315,10 +342,22 @@ def _require_seeds(seeds: int, first_seed: int) -> None:
 
 
 def _replay(
-    trace: str, throughputs: str, sizes: list[int], scales: list[float], policy: str | None, against: str,
-    seeds: int, first_seed: int, deadlines: str, kind: str, per_host: int, elastic: bool, skip_malformed: bool,
-    html: str | None, json: bool,
-) -> None:  # fmt: skip
+    trace: str,
+    throughputs: str,
+    sizes: list[int],
+    scales: list[float],
+    policy: str | None,
+    against: str,
+    seeds: int,
+    first_seed: int,
+    deadlines: str,
+    kind: str,
+    per_host: int,
+    elastic: bool,
+    skip_malformed: bool,
+    html: str | None,
+    json: bool,
+) -> None:
     from loadmaster.advisor.environments.trace import read_throughputs, read_trace
     from loadmaster.advisor.replay import TRACE_RULES, bench_trace, trace_rules
     from loadmaster.cli.console import progress, stderr
@@ -334,10 +373,19 @@ def _replay(
         for size in sizes:
             for scale in scales:
                 found = bench_trace(
-                    jobs, rates, size, range(first_seed, first_seed + seeds), rules, deadline=deadlines,
-                    elastic=elastic, per_host=per_host, against=against, deadline_scale=scale, kinds=(kind,),
+                    jobs,
+                    rates,
+                    size,
+                    range(first_seed, first_seed + seeds),
+                    rules,
+                    deadline=deadlines,
+                    elastic=elastic,
+                    per_host=per_host,
+                    against=against,
+                    deadline_scale=scale,
+                    kinds=(kind,),
                     progress=say,
-                )  # fmt: skip
+                )
                 from dataclasses import replace
 
                 rows += [replace(r, setting=f"{r.setting} x {scale:g}") if scale != 1 else r for r in found]
