@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loadmaster.advisor.ask import advise as advise
     from loadmaster.api import check_plan as check_plan
     from loadmaster.api import compare_timelines as compare_timelines
     from loadmaster.api import fit as fit
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "advise": "advisor.ask",
     "capture": "graph.capture",
     "check_plan": "api",
     "compare_timelines": "api",

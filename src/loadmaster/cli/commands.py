@@ -6,6 +6,7 @@ import typer
 
 from loadmaster import __version__
 from loadmaster.cli.verbs import (
+    advise,
     algorithms,
     compare,
     costs,
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for verb in (plan, fit, run, train, simulate, compare, show, probe, algorithms, demo, doctor):
     app.command(name=verb.__name__.rpartition(".")[2], short_help=verb.SUMMARY)(verb.command)
+app.add_typer(advise.app, name="advise", short_help=advise.SUMMARY)
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 
 
