@@ -15,6 +15,7 @@ from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.blocks import Chain, build_chain
+from loadmaster.shards.model.call_profile import profile_calls
 from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state, open_source
 from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
 from loadmaster.shards.model.profile import Profile, profile
@@ -25,7 +26,7 @@ from loadmaster.shards.model.refusals import (
     refuse_value_reads,
 )
 from loadmaster.shards.model.shared_storage import check_shared_memory
-from loadmaster.shards.spec.trial import Trial
+from loadmaster.shards.spec.trial import Trial, split_batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,41 +84,48 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
         check_not_wrapped(trial, model)
         check_dense_grads(trial, model)
         generators = randomness.capture_generators(device)
-        chain = build_chain(trial, model)
+        calls = None if known is None else known.facts.calls
+        chain = build_chain(trial, model, shards=None if calls is None else calls.shards)
         check_shared_memory(trial.name, chain)
         check_extra_state(trial, model)
         model.train()
         if known is None:
-            facts, num_batches = _profile_first_batch(trial, chain, device)
+            chain, facts, num_batches = _profile_first_batch(trial, chain, device)
         else:
             facts, num_batches = known.facts, known.num_batches
         if empty is not None:
             free_weights(model)
-            chain = build_chain(trial, model)
+            chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
         probe = probe_optimizer(trial, chain) if known is None else known.probe
     record = BuildRecord(facts, probe, num_batches, empty is not None)
     return BuiltModel(trial, chain, generators, device, record)
 
 
-def _profile_first_batch(trial: Trial, chain: Chain, device: torch.device) -> tuple[Profile, int | None]:
+def _profile_first_batch(
+    trial: Trial, chain: Chain, device: torch.device
+) -> tuple[Chain, Profile, int | None]:
     batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
+    if chain.by_call:
+        return *profile_calls(trial, chain, batch, device=device), num_batches
     with refuse_value_reads(trial):
-        return profile(trial, chain, batch, device=device), num_batches
+        return chain, profile(trial, chain, batch, device=device), num_batches
 
 
 def take_first_batch(trial: Trial, data: Iterable[Any]) -> tuple[Any, int | None]:
     """The first batch of an epoch's data, and how many the epoch has."""
     for batch in data:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
+        pair = split_batch(batch)
+        if pair is None:
             raise InputError(
-                f"trial {trial.name!r}: data must give (inputs, targets), not {type(batch).__name__}"
+                f"trial {trial.name!r}: data must give (inputs, targets), or a dict of the model's keywords,"
+                f" not {type(batch).__name__}"
             )
         if has_state(data):
             try:
                 encode_loader_state(data, trial=trial.name)  # refused now, not at the first checkpoint
             except LoaderError as problem:
                 raise InputError(str(problem)) from None
-        return tuple(batch), _count_batches(data)
+        return pair, _count_batches(data)
     raise InputError(f"trial {trial.name!r}: data is empty")
 
 
