@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loadmaster.core.errors import InputError
 from loadmaster.modules import python_state, randomness
 from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.modules.module_calls import standing_around
@@ -35,7 +34,7 @@ from loadmaster.shards.model.profile import (
     preserve_attributes,
     tree_bytes,
 )
-from loadmaster.shards.model.refusals import refuse_value_reads, reads_values
+from loadmaster.shards.model.refusals import refuse_value_reads
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 
 _MOST_LOOKS = 6
@@ -78,12 +77,14 @@ def profile_calls(trial: Trial, chain: Chain, batch: Any, *, device: torch.devic
 
 
 def _look_at(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> "_Look":
-    """One run on fake tensors; where values are looked at, on the host."""
+    """One run on fake tensors; where that does not go (values are looked at, a kernel that has no shapes) on
+    the host, with the batch and the weights as they are. An error of the model's own is raised there, too.
+    """
     try:
         with refuse_value_reads(trial):
             return _look_fake(trial, chain, batch, device)
-    except InputError as problem:
-        if not reads_values(problem) or any(p.is_meta or _is_hollow(p) for p in chain.parameters):
+    except Exception:
+        if any(p.is_meta or _is_hollow(p) for p in chain.parameters):
             raise
     return _look_real(trial, chain, batch)
 

@@ -112,11 +112,6 @@ def _select_plain_options(options: Mapping[str, Any], begins: str) -> dict[str, 
     return found
 
 
-def reads_values(problem: BaseException) -> bool:
-    """Whether an error says that a model looks at values of tensors."""
-    return type(problem.__cause__).__name__ in _OF_VALUES
-
-
 @contextmanager
 def refuse_value_reads(trial: Trial) -> Iterator[None]:
     """While a model runs on tensors without values: one that looks at them is told why it cannot."""
