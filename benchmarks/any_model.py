@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -343,7 +344,7 @@ def make_trial(name: str) -> Any:
     )
 
 
-def train_plain(trial: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_plain(trial: Any, device: str = "cpu") -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loop that anyone would write."""
     import random
 
@@ -352,10 +353,10 @@ def train_plain(trial: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(trial.seed)
     random.seed(trial.seed)
     np.random.seed(trial.seed)
-    model = trial.build().train()
+    model = trial.build().to(device).train()
     optimizer = trial.optim([each for each in model.parameters() if each.requires_grad])
     losses = []
-    for batch in trial.data():
+    for batch in (_move(each, device) for each in trial.data()):
         if isinstance(batch, dict):
             loss = model(**batch).loss
         else:
@@ -365,7 +366,42 @@ def train_plain(trial: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return losses, {name: each.cpu() for name, each in model.state_dict().items()}
+
+
+def _move(tree: Any, device: str) -> Any:
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def train_on_gpu(trial: Any) -> dict[str, Any]:
+    """Every weight comes and goes, and every other shard that may runs again."""
+    from dataclasses import replace
+
+    from loadmaster.shards.device.cuda_device import CudaDevice
+    from loadmaster.train.execute.runner import open_runner
+
+    device = CudaDevice(cap_bytes=8 << 30)
+    runner = open_runner(trial, device=device, placement="device", num_slots=2)
+    try:
+        calls = runner.state.facts.calls
+        if calls is not None:
+            again = tuple(may and shard % 2 == 0 for shard, may in enumerate(calls.may_recompute))
+            runner.config = replace(runner.config, recompute=again)
+        losses = [done.loss for done in runner.steps(device, STEPS)]
+        return {
+            "losses": losses,
+            "state": {name: each.clone() for name, each in runner.state_dict().items()},
+            "verified": runner.verified,
+            "by": "call" if runner.state.chain.by_call else "chain",
+            "shards": runner.state.layout.num_shards,
+            "again": sum(runner.config.recompute),
+            "need_bytes": 0, "cap_bytes": 0, "peak_bytes": 0,
+        }  # fmt: skip
+    finally:
+        runner.close()
+        device.close()
 
 
 def train_by_shards(trial: Any) -> dict[str, Any]:
@@ -413,7 +449,7 @@ def train_by_shards(trial: Any) -> dict[str, Any]:
         device.close()
 
 
-def try_family(name: str) -> dict[str, Any]:
+def try_family(name: str, device: str = "cpu") -> dict[str, Any]:
     """One row."""
     began = time.process_time()
     row: dict[str, Any] = {"family": name, "kind": FAMILIES[name][0]}
@@ -421,10 +457,11 @@ def try_family(name: str) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = make_trial(name)
-            losses, state = train_plain(trial)
-            ours = train_by_shards(trial)
+            losses, state = train_plain(trial, device)
+            ours = train_by_shards(trial) if device == "cpu" else train_on_gpu(trial)
     except Exception as problem:
-        return row | {"error": f"{type(problem).__name__}: {problem}"[:400]}
+        where = traceback.format_exc().splitlines()[-6:] if device != "cpu" else []
+        return row | {"error": f"{type(problem).__name__}: {problem}"[:400], "where": where}
     found = ours.pop("state")
     apart = [key for key, value in state.items() if not torch.equal(value, found[key])]
     row |= ours | {"equal": losses == ours["losses"] and not apart, "apart": apart[:3]}
@@ -435,6 +472,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--json")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--table", nargs="*")
     given = parser.parse_args()
     if given.table:
@@ -442,9 +480,11 @@ def main() -> None:
         print_table([rows[name] for name in FAMILIES if name in rows])
         return
     torch.set_num_threads(1)
+    if given.device == "cuda":  # CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set, too
+        torch.use_deterministic_algorithms(True, warn_only=True)
     rows = []
     for name in given.families or FAMILIES:
-        rows.append(try_family(name))
+        rows.append(try_family(name, given.device))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         if given.json:
             with open(given.json, "w") as out:
