@@ -93,8 +93,8 @@ def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
         console.print(str(study.plan()), style="dim", soft_wrap=True)
     if not console.is_terminal:
         study.callbacks.append(LineReporter(console))
-        return study.fit(**how)
+        return study.fit(progress=False, **how)
     table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)
     with table:
-        return study.fit(**how)
+        return study.fit(progress=False, **how)

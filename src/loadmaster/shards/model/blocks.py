@@ -104,6 +104,17 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
 
 def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chain:
     """Modules that the model's own forward calls, as blocks; what else it reads is the rest."""
+    if trial.rng == "counter":
+        raise InputError(
+            f"trial {trial.name!r}: rng='counter' seeds block by block, and its model runs its own forward;"
+            " give Trial(blocks=...), or leave rng out"
+        )
+    compiled = next((n for n, m in model.named_modules() if m._compiled_call_impl is not None), None)
+    if compiled is not None:
+        raise InputError(
+            f"trial {trial.name!r}: module {compiled or 'itself'!r} was compiled with .compile(), which goes"
+            " around the calls that weights are brought for; leave it uncompiled"
+        )
     modules = dict(model.named_modules())
     blocks = tuple(modules[name] for name in shards.names)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

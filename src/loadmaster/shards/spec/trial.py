@@ -76,6 +76,18 @@ class Trial:
         if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
             raise InputError(f"trial {self.name!r}: clip_norm must be a number above 0, not {clip!r}")
 
+    @classmethod
+    def from_trainer(cls, trainer: Any, *, name: str | None = None, **changes: Any) -> "Trial":
+        """The trial of a `transformers.Trainer`: its model, data and arguments.
+
+        Optimizer, schedule, accumulation, clipping, precision, epochs, seed and evaluation come along. What
+        would change the numbers and cannot is refused by name. `changes` are fields that overrule.
+        """
+        from loadmaster.shards.spec.hf_trainer import trial_from_trainer
+
+        found: Trial = trial_from_trainer(trainer, name=name, make=cls, **changes)
+        return found
+
     @property
     def counted_rng(self) -> bool:
         """Whether random numbers are seeded by (step, micro-batch, block), not drawn from one stream."""
