@@ -214,15 +214,24 @@ def test_layer_in_another_thread_is_run() -> None:
     check(trial_of(Threaded), again="none")
 
 
+class Scaling(Layer):
+    """Saves nothing of its input."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value * 2.0)
+
+
 class Writing(Net):
     """A layer's input is written in place after the call."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaling() for _ in range(4))
+
     def run(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            made = layer(value * 1.0)
-            value = value * 1.0
-            given = value.clone()
-            made = made + layer(given)
+            given = value * 1.0
+            made = layer(given)
             given.add_(1.0)
             value = made + given
         return value
@@ -446,3 +455,30 @@ class _Stop:
     def on_step(self, trial: str, done: Any) -> None:
         if done.step == self._step:
             raise RuntimeError("enough")
+
+
+def test_scalar_parameter_is_stepped_by_the_fused_kernel() -> None:
+    class Tempered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(1.5))
+
+        def run(self, value: torch.Tensor) -> torch.Tensor:
+            return super().run(value) * self.temperature
+
+    for placement in ("device", "host", "pinned"):
+        check(trial_of(Tempered), placement=placement)
+
+
+def test_recurrent_layers_keep_the_bits_of_a_plain_loop() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+        def run(self, value: torch.Tensor) -> torch.Tensor:
+            for cell in self.cells:
+                value = value + cell(value)[0]
+            return super().run(value)
+
+    check(trial_of(Recurrent), again="all")

@@ -143,7 +143,12 @@ def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chai
 
 
 def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
-    """Blocks cut out of a model's graph; empty where it cannot be traced."""
+    """Blocks cut out of a model's graph; empty where it cannot be traced.
+
+    A recurrent layer rounds otherwise without gradients than with them, so it had better run once, by call.
+    """
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return ()
     try:
         return cut_blocks_from_graph(model)
     except InputError:
