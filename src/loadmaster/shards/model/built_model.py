@@ -4,12 +4,14 @@ What was found out about it (`BuildRecord`) is plain data: another process that 
 neither an example batch nor a profile nor a probe of the optimizer.
 """
 
+import time
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
@@ -18,7 +20,7 @@ from loadmaster.shards.model.blocks import Chain, build_chain
 from loadmaster.shards.model.call_profile import profile_calls
 from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state, open_source
 from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
-from loadmaster.shards.model.profile import Profile, profile
+from loadmaster.shards.model.profile import Profile, profile, tree_bytes
 from loadmaster.shards.model.refusals import (
     check_dense_grads,
     check_extra_state,
@@ -29,6 +31,10 @@ from loadmaster.shards.model.shared_storage import check_shared_memory
 from loadmaster.shards.spec.trial import Trial, split_batch
 
 
+_MOST_LOOKED_AT = 1000  # batches, to find the longest
+_LONGEST_LOOK_S = 2.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BuildRecord:
     """What was found out about a trial when it was built; the same in every process that builds it."""
@@ -37,6 +43,7 @@ class BuildRecord:
     probe: OptimizerProbe
     num_batches: int | None  # of an epoch, where the data says
     empty: bool  # built without memory: its numbers are drawn when it is held
+    note: str = ""  # what else is to be said of it, such as which batch memory is planned for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,25 +97,44 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
         check_extra_state(trial, model)
         model.train()
         if known is None:
-            chain, facts, num_batches = _profile_first_batch(trial, chain, device)
+            chain, facts, num_batches, note = _profile_batch(trial, chain, device)
         else:
-            facts, num_batches = known.facts, known.num_batches
+            facts, num_batches, note = known.facts, known.num_batches, known.note
         if empty is not None:
             free_weights(model)
             chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
         probe = probe_optimizer(trial, chain) if known is None else known.probe
-    record = BuildRecord(facts, probe, num_batches, empty is not None)
+    record = BuildRecord(facts, probe, num_batches, empty is not None, note)
     return BuiltModel(trial, chain, generators, device, record)
 
 
-def _profile_first_batch(
+def _profile_batch(
     trial: Trial, chain: Chain, device: torch.device
-) -> tuple[Chain, Profile, int | None]:
+) -> tuple[Chain, Profile, int | None, str]:
     batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
     if chain.by_call:
-        return *profile_calls(trial, chain, batch, device=device), num_batches
+        batch, note = _find_longest_batch(trial, batch)
+        return *profile_calls(trial, chain, batch, device=device), num_batches, note
     with refuse_value_reads(trial):
-        return chain, profile(trial, chain, batch, device=device), num_batches
+        return chain, profile(trial, chain, batch, device=device), num_batches, ""
+
+
+def _find_longest_batch(trial: Trial, first: Any) -> tuple[Any, str]:
+    """The largest of the batches that can be looked at: collators pad to the longest row of each batch."""
+    began, longest, seen = time.monotonic(), first, 0
+    sizes = {tree_bytes(first[0])}
+    for batch in open_source(trial.data, trial=trial.name):
+        pair = split_batch(batch)
+        if pair is None or seen >= _MOST_LOOKED_AT or time.monotonic() - began > _LONGEST_LOOK_S:
+            break
+        seen += 1
+        sizes.add(tree_bytes(pair[0]))
+        if tree_bytes(pair[0]) > tree_bytes(longest[0]):
+            longest = pair
+    if len(sizes) == 1:
+        return first, ""
+    shape = next((tuple(e.shape) for e in tree_leaves(longest[0]) if isinstance(e, torch.Tensor)), ())
+    return longest, f"memory is planned for the longest of {seen} batches looked at, {shape}"
 
 
 def take_first_batch(trial: Trial, data: Iterable[Any]) -> tuple[Any, int | None]:

@@ -6,7 +6,7 @@ files is named in a warning.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ _REFUSED = {  # argument: what to do
     "torch_compile": "the model runs as it is written; leave it out",
     "max_steps_per_epoch": "give max_steps",
 }
+_IGNORED = -100  # a label that does not count
 _OWN = ("compute_loss", "training_step")  # methods that a subclass may have changed
 
 
@@ -36,7 +37,7 @@ def trial_from_trainer(trainer: Any, *, name: str | None, make: Callable[..., An
     fields = {
         "name": name or type(model).__name__,
         "build": lambda: trainer.model.to("cpu"),
-        "data": lambda: make_loader(trainer),
+        "data": lambda: _count_tokens(trainer, make_loader(trainer), per_step),
         "optim": _make_optim(trainer),
         "lr_schedule": _make_schedule(trainer, num_steps),
         "epochs": epochs,
@@ -79,6 +80,51 @@ def make_loader(trainer: Any, *, evaluation: bool = False) -> Any:
     return DataLoader(dataset, sampler=sampler, **given)
 
 
+def _count_tokens(trainer: Any, loader: Any, per_step: int) -> Any:
+    """The batches with what the trainer's loss is divided by, where its model takes that."""
+    return _Counted(loader, per_step) if getattr(trainer, "model_accepts_loss_kwargs", False) else loader
+
+
+class _Counted:
+    """Adds `num_items_in_batch`: labels that count, of all micro-batches of a step.
+
+    A step divides each loss by its number of micro-batches, so each is told its share.
+    """
+
+    def __init__(self, loader: Any, per_step: int) -> None:
+        self._loader, self._per_step = loader, per_step
+        if hasattr(type(loader), "__len__"):
+            self.__class__ = _CountedSized
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, a step's at a time."""
+        waiting: list[Any] = []
+        for batch in self._loader:
+            waiting.append(batch)
+            if len(waiting) == self._per_step:
+                yield from self._told(waiting)
+                waiting = []
+        yield from self._told(waiting)
+
+    @staticmethod
+    def _told(batches: list[Any]) -> Iterator[Any]:
+        if not batches or not all("labels" in each for each in batches):
+            yield from batches
+            return
+        count = sum(int((each["labels"] != _IGNORED).sum()) for each in batches)
+        share = count if len(batches) == 1 else count / len(batches)
+        for each in batches:
+            yield {**each, "num_items_in_batch": share}
+
+
+class _CountedSized(_Counted):
+    """One whose length is known."""
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._loader)
+
+
 def _refuse(trainer: Any) -> None:
     args = trainer.args
     for field, instead in _REFUSED.items():
@@ -107,7 +153,7 @@ def _warn(trainer: Any, per_step: int) -> None:
             left.append(field)
     if getattr(trainer.args, "push_to_hub", False):
         left.append("push_to_hub")
-    if per_step > 1:
+    if per_step > 1 and not getattr(trainer, "model_accepts_loss_kwargs", False):
         left.append("averaging of the loss over the tokens of all micro-batches (each counts alike)")
     if left:
         warnings.warn(f"not carried over from the trainer: {', '.join(left)}", UserWarning, stacklevel=5)

@@ -12,11 +12,11 @@ from loadmaster.train.coordination.searchers import Decision, Entrant, RunAll, m
 class Patience(RunAll):
     """Stops a trial after `patience` reports in a row that were not better by more than `min_delta`.
 
-    Reports come every `every` steps, and at every evaluation of the trial's own (`eval_every`).
+    A report is due every `every` steps: the trial's own evaluation, or the loss where it has none.
     """
 
+    every: int
     patience: int = 3
-    every: int | None = None
     min_delta: float = 0.0
     metric: str | None = None
     mode: str | None = None
@@ -28,7 +28,7 @@ class Patience(RunAll):
         """Check what was given."""
         for name in ("patience", "every"):
             value = getattr(self, name)
-            if not (name == "every" and value is None) and (not isinstance(value, int) or value < 1):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}; give a whole number >= 1")
         if self.mode not in (None, "min", "max"):
             raise InputError(f"mode is {self.mode!r}; give 'min' or 'max'")
@@ -44,8 +44,6 @@ class Patience(RunAll):
 
     def milestone(self, trial: str, step: int) -> int | None:
         """The next report, before the end."""
-        if self.every is None:
-            return None
         following = (step // self.every + 1) * self.every
         return following if following < self._steps[trial] else None
 

@@ -22,6 +22,7 @@ from loadmaster.modules.module_calls import stand_around
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model.blocks import call_block
+from loadmaster.shards.model.profile import tree_bytes
 from loadmaster.shards.plan.shard_plan import call_activation_bytes
 from loadmaster.shards.plan.unit_order import UnitOrder, order_calls
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, compute_loss
@@ -89,7 +90,10 @@ class CallExecutor(ShardExecutor):
         name, follower = self.state.trial.name, self.device_slots.following
         losses: list[torch.Tensor] = []
         last = len(self._moments) - 1
-        with self._in_place(), self.device.arena.hold(f"{name} activations", self._activation_bytes):
+        largest = max(tree_bytes(each) for each in self._inputs)
+        planned = max(1, self.state.facts.input_bytes)  # a longer batch than was seen takes more
+        held = int(self._activation_bytes * max(1.0, largest / planned))
+        with self._in_place(), self.device.arena.hold(f"{name} activations", held):
             for moment in self._moments:
                 number = moment.micro_batch
                 self.device_slots.following = follower if number == last else None
