@@ -12,6 +12,7 @@ third of it, or what the largest part that cannot be divided needs, where that i
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -457,15 +458,36 @@ def try_family(name: str, device: str = "cpu") -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = make_trial(name)
+            row["phase"] = "plain loop"
             losses, state = train_plain(trial, device)
+            row["phase"] = "by shards"
             ours = train_by_shards(trial) if device == "cpu" else train_on_gpu(trial)
     except Exception as problem:
-        where = traceback.format_exc().splitlines()[-6:] if device != "cpu" else []
+        where = traceback.format_exc().splitlines()[-24:] if device != "cpu" else []
         return row | {"error": f"{type(problem).__name__}: {problem}"[:400], "where": where}
+    row.pop("phase")
     found = ours.pop("state")
     apart = [key for key, value in state.items() if not torch.equal(value, found[key])]
     row |= ours | {"equal": losses == ours["losses"] and not apart, "apart": apart[:3]}
     return row | {"cpu_s": round(time.process_time() - began, 1)}
+
+
+def _try_in_a_process(name: str) -> dict[str, Any]:
+    """An error of a GPU ends all that its process could still do there, so each family has one of its own."""
+    import transformers  # noqa: F401 - once, before processes part
+
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        with os.fdopen(write, "w") as out:
+            json.dump(try_family(name, "cuda"), out)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        text = told.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text)) if text else {"family": name, "kind": FAMILIES[name][0], "error": "died"}
 
 
 def main() -> None:
@@ -484,7 +506,7 @@ def main() -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     rows = []
     for name in given.families or FAMILIES:
-        rows.append(try_family(name, given.device))
+        rows.append(try_family(name, "cpu") if given.device == "cpu" else _try_in_a_process(name))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         if given.json:
             with open(given.json, "w") as out:
