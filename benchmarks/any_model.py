@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def whisper() -> Any:
 
     cfg = transformers.WhisperConfig(
         d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=50, max_target_positions=32, num_mel_bins=16,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=50, max_target_positions=32,
+        num_mel_bins=16,
     )  # fmt: skip
     data = []
     for seed in range(STEPS):
@@ -200,6 +202,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(64, 30000)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """As it is called."""
         value = self.embed(ids)
         for layer in self.layers:
             value = value + layer(value)[0]
@@ -216,6 +219,7 @@ class Seq2Seq(nn.Module):
         self.head = nn.Linear(64, 20000)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """As it is called."""
         mask = self.core.generate_square_subsequent_mask(ids.shape[1])
         value = self.embed(ids)
         return self.head(self.core(value, value, tgt_mask=mask))
@@ -234,6 +238,7 @@ class Residual(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As it is called."""
         value = self.stem(pixels)
         for block in self.blocks:
             value = value + block(value)
@@ -249,7 +254,9 @@ def own(kind: type[nn.Module], vocab: int = 0) -> Callable[[], Any]:
                 ids = torch.randint(0, vocab, (2, 16), generator=made)
                 data.append((ids, ids))
             else:
-                data.append((torch.randn(4, 3, 16, 16, generator=made), torch.randint(0, 10, (4,), generator=made)))
+                data.append(
+                    (torch.randn(4, 3, 16, 16, generator=made), torch.randint(0, 10, (4,), generator=made))
+                )
 
         def loss(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(out.flatten(0, -2), wanted.flatten())
@@ -283,7 +290,6 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
     "qwen3": ("decoder, GQA", lm("Qwen3Config", "Qwen3ForCausalLM", **_GQA, head_dim=16)),
     "gemma": ("decoder, tied", lm("GemmaConfig", "GemmaForCausalLM", **_GQA, head_dim=16)),
     "phi": ("decoder, partial rotary", lm("PhiConfig", "PhiForCausalLM", **_LLAMA)),
-    "stablelm": ("decoder", lm("StableLmConfig", "StableLmForCausalLM", **_LLAMA)),
     "falcon": ("decoder, multi-query", lm("FalconConfig", "FalconForCausalLM", hidden_size=64,
                                           num_hidden_layers=4, num_attention_heads=4)),
     "mixtral": ("MoE, router loss", lm("MixtralConfig", "MixtralForCausalLM", **_MOE)),
@@ -299,8 +305,10 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
     "distilbert": ("encoder", masked("DistilBertConfig", "DistilBertForMaskedLM", dim=64, hidden_dim=128,
                                      n_layers=4, n_heads=4)),
     "electra": ("encoder", masked("ElectraConfig", "ElectraForMaskedLM", **_BERT, embedding_size=64)),
-    "albert": ("encoder, shared layers", masked("AlbertConfig", "AlbertForMaskedLM", **_BERT, embedding_size=32)),
-    "deberta_v2": ("encoder", masked("DebertaV2Config", "DebertaV2ForMaskedLM", **_BERT, relative_attention=True,
+    "albert": ("encoder, shared layers", masked("AlbertConfig", "AlbertForMaskedLM", **_BERT,
+                                                embedding_size=32)),
+    "deberta_v2": ("encoder", masked("DebertaV2Config", "DebertaV2ForMaskedLM", **_BERT,
+                                     relative_attention=True,
                                      pos_att_type=["p2c", "c2p"], position_buckets=16)),
     "modernbert": ("encoder", masked("ModernBertConfig", "ModernBertForMaskedLM", **_BERT)),
     "t5": ("encoder-decoder", lm("T5Config", "T5ForConditionalGeneration", **_T5, decoder_start_token_id=0)),
@@ -310,14 +318,17 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
     "whisper": ("speech, encoder-decoder", whisper),
     "wav2vec2": ("speech", wav2vec2()),
     "hubert": ("speech", wav2vec2("HubertConfig", "HubertForCTC")),
-    "vit": ("vision", image("ViTConfig", "ViTForImageClassification", 32, **_BERT, image_size=32, patch_size=8)),
+    "vit": ("vision", image("ViTConfig", "ViTForImageClassification", 32, **_BERT, image_size=32,
+                            patch_size=8)),
     "deit": ("vision", image("DeiTConfig", "DeiTForImageClassification", 32, **_BERT, image_size=32,
                              patch_size=8)),
-    "swin": ("vision, stages", image("SwinConfig", "SwinForImageClassification", 32, image_size=32, patch_size=2,
+    "swin": ("vision, stages", image("SwinConfig", "SwinForImageClassification", 32, image_size=32,
+                                     patch_size=2,
                                      embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4)),
     "convnext": ("vision, stages", image("ConvNextConfig", "ConvNextForImageClassification", 32,
                                          hidden_sizes=[32, 64], depths=[2, 2], num_stages=2)),
-    "resnet": ("vision, batch norm", image("ResNetConfig", "ResNetForImageClassification", 32, embedding_size=16,
+    "resnet": ("vision, batch norm", image("ResNetConfig", "ResNetForImageClassification", 32,
+                                           embedding_size=16,
                                            hidden_sizes=[32, 64], depths=[2, 2], layer_type="basic")),
     "clip": ("text and vision", clip),
     "diffusers UNet": ("diffusion", unet),
@@ -498,7 +509,7 @@ def main() -> None:
     parser.add_argument("--table", nargs="*")
     given = parser.parse_args()
     if given.table:
-        rows = {row["family"]: row for path in given.table for row in json.load(open(path))}
+        rows = {row["family"]: row for path in given.table for row in json.loads(Path(path).read_text())}
         print_table([rows[name] for name in FAMILIES if name in rows])
         return
     torch.set_num_threads(1)
@@ -514,15 +525,20 @@ def main() -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| family | kind | run by | shards | run again | need, MB | cap, MB | same bits as plain training |")
+    print(
+        "| family | kind | run by | shards | run again | need, MB | cap, MB | same bits as plain training |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         if "error" in row:
-            print(f"| {row['family']} | {row['kind']} | - | - | - | - | - | not trained: {row['error'][:80]} |")
+            print(
+                f"| {row['family']} | {row['kind']} | - | - | - | - | - | not trained: {row['error'][:80]} |"
+            )
             continue
         print(
             f"| {row['family']} | {row['kind']} | {row['by']} | {row['shards']} | {row['again']} |"
-            f" {row['need_bytes'] / 1e6:.1f} | {row['cap_bytes'] / 1e6:.1f} | {'yes' if row['equal'] else 'no'} |"
+            f" {row['need_bytes'] / 1e6:.1f} | {row['cap_bytes'] / 1e6:.1f} |"
+            f" {'yes' if row['equal'] else 'no'} |"
         )
 
 

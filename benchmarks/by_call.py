@@ -2,8 +2,8 @@
 
     python -m benchmarks.by_call chain-gpt call-gpt chain-hf call-hf [--cap 6.5] [--hf-cap 14]
 
-`gpt` is the benchmark's GPT of 1.64 B weights (its loss never holds all logits), as the chain it is or behind a
-forward of its own; `hf` is GPT-2 of transformers in the same size with its own loss, with blocks written by
+`gpt` is the benchmark's GPT of 1.64 B weights (its loss never holds all logits), as the chain it is or behind
+a forward of its own; `hf` is GPT-2 of transformers in the same size with its own loss, with blocks written by
 hand or as it is. 8 x 1024 tokens, bf16 autocast, fused AdamW.
 """
 
@@ -28,6 +28,7 @@ class OwnForward(nn.Module):
         self.embed, self.layers, self.head = first, nn.ModuleList(layers), last
 
     def forward(self, tokens: torch.Tensor) -> Any:
+        """One after the other."""
         value = self.embed(tokens)
         for layer in self.layers:
             value = layer(value)
@@ -53,6 +54,7 @@ class First(nn.Module):
         self.wte, self.wpe, self.drop = model.wte, model.wpe, model.drop
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The residual stream."""
         at = torch.arange(tokens.shape[1], device=tokens.device)
         return self.drop(self.wte(tokens) + self.wpe(at))
 
@@ -65,6 +67,7 @@ class Last(nn.Module):
         self.norm, self.head = model.transformer.ln_f, model.lm_head
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The logits."""
         return self.head(self.norm(value))
 
 
@@ -84,11 +87,10 @@ def make_trial(kind: str, layers: int, template: nn.Module | None) -> Any:
         "optim": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     }  # fmt: skip
     if kind.endswith("gpt"):
-        build: Any = lambda: gpt(layers)
         data = tokens(40, batch=8, length=1024, vocab=50257)
         if kind == "call-gpt":
             return lt.Trial(build=lambda: OwnForward(gpt(layers)), loss=gpt_loss, data=data, **common)
-        return lt.Trial(build=build, loss=gpt_loss, data=data, **common)
+        return lt.Trial(build=lambda: gpt(layers), loss=gpt_loss, data=data, **common)
     build = (lambda: copy.deepcopy(template)) if template is not None else (lambda: make_hf(layers))
     made = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 50257, (8, 1024), generator=made) for _ in range(40)]
@@ -116,7 +118,8 @@ def measure(kind: str, cap_gib: float, layers: int, steps: int, template: nn.Mod
         row["build_and_plan_s"] = time.perf_counter() - began
         layout = runner.plan.layout
         row |= {
-            "by_call": runner.state.chain.by_call, "shards": layout.num_shards, "again": sum(layout.recompute),
+            "by_call": runner.state.chain.by_call, "shards": layout.num_shards,
+            "again": sum(layout.recompute),
             "predicted_s": runner.plan.step_s, "peak_gib": runner.plan.peak_bytes / 2**30,
             "slots": runner.plan.num_slots, "rings": runner.plan.num_rings,
             "placement": {w: runner.plan.placement.count(w) for w in ("pinned", "host", "device")},
@@ -129,8 +132,10 @@ def measure(kind: str, cap_gib: float, layers: int, steps: int, template: nn.Mod
         executor = runner._executor
         waited.append(executor.ledger.waited_s if executor else 0)
         row |= {
-            "first_s": times[0], "step_s": statistics.median(times[4:]), "least_s": min(times), "losses": losses[:4],
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, "waited_s": waited, "notes": runner.notes,
+            "first_s": times[0], "step_s": statistics.median(times[4:]), "least_s": min(times),
+            "losses": losses[:4],
+            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, "waited_s": waited,
+            "notes": runner.notes,
             "retries": device.num_retries(), "times": [round(each, 3) for each in times],
         }  # fmt: skip
         runner.close()

@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.core.errors import InputError
 from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.shards.model.blocks import build_chain
 

@@ -1,4 +1,4 @@
-"""Models that run their own forward, weights brought around the calls of their layers: the bits of a plain loop."""
+"""Models that run their own forward, weights brought around calls: the bits of a plain loop."""
 
 import random
 import threading
@@ -23,7 +23,11 @@ WIDTH, VOCAB = 16, 96
 class Layer(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -94,7 +98,12 @@ def plain(trial: lt.Trial) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def by_call(
-    trial: lt.Trial, placement: Any = "device", *, again: Any = "every other", jitter_s: float = 0.0, num_slots: int = 2
+    trial: lt.Trial,
+    placement: Any = "device",
+    *,
+    again: Any = "every other",
+    jitter_s: float = 0.0,
+    num_slots: int = 2,
 ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """By shards; by hand, so that weights do come and go."""
     device = CpuDevice(cap_bytes=1 << 28, jitter_s=jitter_s)
@@ -102,7 +111,9 @@ def by_call(
     try:
         assert runner.state.chain.by_call
         calls = runner.state.facts.calls
-        wanted = {"every other": lambda at: at % 2 == 0, "all": lambda at: True, "none": lambda at: False}[again]
+        wanted = {"every other": lambda at: at % 2 == 0, "all": lambda at: True, "none": lambda at: False}[
+            again
+        ]
         chosen = tuple(may and wanted(at) for at, may in enumerate(calls.may_recompute))
         runner.config = replace(runner.config, recompute=chosen)
         losses = [done.loss for done in runner.steps(device, 99)]
@@ -132,7 +143,9 @@ def test_late_copies_change_nothing() -> None:
     check(trial_of(), jitter_s=2e-3, num_slots=3)
 
 
-@pytest.mark.parametrize("fields", [{"accumulate": 2}, {"clip_norm": 0.1}, {"accumulate": 2, "clip_norm": 0.1}])
+@pytest.mark.parametrize(
+    "fields", [{"accumulate": 2}, {"clip_norm": 0.1}, {"accumulate": 2, "clip_norm": 0.1}]
+)
 @pytest.mark.parametrize("placement", ["device", "host", "pinned"])
 def test_accumulation_and_clipping_by_call_are_those_of_a_plain_loop(placement: str, fields: Any) -> None:
     check(trial_of(**fields), placement=placement)
@@ -266,7 +279,9 @@ class Counted(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.between = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(7)) for _ in range(3))
+        self.between = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(7)) for _ in range(3)
+        )
         self.register_buffer("seen", torch.zeros(()))
 
     def run(self, value: torch.Tensor) -> torch.Tensor:
@@ -436,7 +451,12 @@ def test_killed_and_resumed_study_by_call_has_the_same_weights(tmp_path: Any) ->
 
     first = lt.Study(trial(), dir=tmp_path / "whole", devices="cpu", memory_cap="1MiB").fit()
     halted = lt.Study(
-        trial(), dir=tmp_path / "parts", devices="cpu", memory_cap="1MiB", checkpoint_every=1, callbacks=[_Stop(3)]
+        trial(),
+        dir=tmp_path / "parts",
+        devices="cpu",
+        memory_cap="1MiB",
+        checkpoint_every=1,
+        callbacks=[_Stop(3)],
     )
     with pytest.raises(RunError, match="enough"):
         halted.fit()

@@ -45,7 +45,11 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def make_gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=120, n_positions=16, bos_token_id=1, eos_token_id=1))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=120, n_positions=16, bos_token_id=1, eos_token_id=1
+        )
+    )
 
 
 def test_one_line_trains_a_model_where_it_stands(tmp_path: Path) -> None:
@@ -82,7 +86,9 @@ def test_dataset_becomes_shuffled_batches(tmp_path: Path) -> None:
 def test_loader_with_dynamic_padding_is_planned_for_its_longest_batch(tmp_path: Path) -> None:
     loader = DataLoader(Rows(), batch_size=2, collate_fn=pad)
     study = lt.Study(
-        lt.Trial(name="gpt", build=make_gpt2, data=lambda: loader, optim=lambda p: torch.optim.SGD(p, lr=0.1)),
+        lt.Trial(
+            name="gpt", build=make_gpt2, data=lambda: loader, optim=lambda p: torch.optim.SGD(p, lr=0.1)
+        ),
         dir=tmp_path, devices="cpu", memory_cap="64MiB",
     )  # fmt: skip
     assert "longest" in str(study.plan())
@@ -112,13 +118,15 @@ def _trainer(tmp_path: Path, **options: Any) -> Any:
 
     given = {
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "per_device_train_batch_size": 2, "seed": 4,
-        "learning_rate": 1e-3, "weight_decay": 0.1, "num_train_epochs": 2, "warmup_steps": 2, "report_to": [],
-        "train_sampling_strategy": "sequential", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
+        "learning_rate": 1e-3, "weight_decay": 0.1, "num_train_epochs": 2, "warmup_steps": 2,
+        "report_to": [],
+        "train_sampling_strategy": "sequential", "save_strategy": "no", "disable_tqdm": True,
+        "logging_steps": 1,
     }  # fmt: skip
     torch.manual_seed(9)
     return Trainer(
-        model=make_gpt2(), args=TrainingArguments(**(given | options)), train_dataset=Rows(), data_collator=pad,
-        eval_dataset=Rows(count=4),
+        model=make_gpt2(), args=TrainingArguments(**(given | options)), train_dataset=Rows(),
+        data_collator=pad, eval_dataset=Rows(count=4),
     )  # fmt: skip
 
 
@@ -162,7 +170,9 @@ def test_patience_stops_a_trial_that_gets_no_better(tmp_path: Path) -> None:
         data=lambda: batches(12), optim=lambda p: torch.optim.SGD(p, lr=0.0),
         evaluate=lambda predict: {"loss": 1.0},
     )  # fmt: skip
-    study = lt.Study(trial, dir=tmp_path, devices="cpu", memory_cap="64MiB", searcher=lt.Patience(every=2, patience=2))
+    study = lt.Study(
+        trial, dir=tmp_path, devices="cpu", memory_cap="64MiB", searcher=lt.Patience(every=2, patience=2)
+    )
     found = study.fit()["net"]
     assert found.status == "stopped"
     assert found.step == 6

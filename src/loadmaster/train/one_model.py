@@ -72,7 +72,9 @@ def train(
         callbacks=callbacks,
         launcher="inline",
     )
-    note = _NARROW if precision == "fp32" and where.startswith("cuda") and torch.cuda.is_bf16_supported() else ""
+    note = (
+        _NARROW if precision == "fp32" and where.startswith("cuda") and torch.cuda.is_bf16_supported() else ""
+    )
     found = study.fit(progress=progress, note=note)[called]
     if found.status == TrialStatus.FAILED:
         raise RunError(f"training of {called!r} failed at step {found.step}: {found.error.strip()}")
@@ -114,4 +116,8 @@ def _is_dataset(data: Any) -> bool:
 
 
 def _name_of(model: Any) -> str:
-    return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model").strip("<>")
+    return (
+        type(model).__name__
+        if isinstance(model, nn.Module)
+        else getattr(model, "__name__", "model").strip("<>")
+    )

@@ -145,14 +145,20 @@ def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chai
 def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
     """Blocks cut out of a model's graph; empty where it cannot be traced.
 
-    A recurrent layer rounds otherwise without gradients than with them, so it had better run once, by call.
+    A recurrent layer rounds otherwise without gradients than with them, and a norm that counts its batches in
+    a forward of its own counts them in the graph: both had better run as they are, by call.
     """
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in model.modules()):
         return ()
     try:
         return cut_blocks_from_graph(model)
     except InputError:
         return ()
+
+
+def _counts_batches(module: nn.Module) -> bool:
+    kind = type(module)
+    return isinstance(module, nn.modules.batchnorm._NormBase) and not kind.__module__.startswith("torch.nn.")
 
 
 def cut_blocks_from_tree(model: nn.Module) -> tuple[Any, ...]:

@@ -30,7 +30,6 @@ from loadmaster.shards.model.refusals import (
 from loadmaster.shards.model.shared_storage import check_shared_memory
 from loadmaster.shards.spec.trial import Trial, split_batch
 
-
 _MOST_LOOKED_AT = 1000  # batches, to find the longest
 _LONGEST_LOOK_S = 2.0
 

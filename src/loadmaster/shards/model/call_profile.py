@@ -1,9 +1,10 @@
 """What calls of shards need, found out on fake tensors: no weight is allocated, no random number drawn.
 
 One run of the model's own forward, loss and backward. Of each call: what autograd keeps for its backward,
-what its output takes, its FLOPs, and the most that lives while it runs, forward and backward. A weight that is
-read outside of its shard's calls goes to the rest; a shard that is not called is opened; then all is looked at
-again. A model whose forward looks at values (a router that sends tokens to experts) runs on the host instead.
+what its output takes, its FLOPs, and the most that lives while it runs, forward and backward. A weight that
+is read outside of its shard's calls goes to the rest; a shard that is not called is opened; then all is
+looked at again. A model whose forward looks at values (a router that sends tokens to experts) runs on the
+host instead.
 """
 
 import warnings
@@ -102,6 +103,7 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
         preserve_attributes(chain.model),
         mute_fake_tensor_log(),
         warnings.catch_warnings(),
+        torch.jit.optimized_execution(False),  # scripted functions op by op: a fused kernel reads memory
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         warnings.simplefilter("ignore")
@@ -121,7 +123,9 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
                 first.run_forward(trial, given, wanted, device)
             castable = first.castable(dtype)
             parameters = [
-                p.detach().to(dtype).requires_grad_(p.requires_grad) if narrow and p.dtype == torch.float32 else p
+                p.detach().to(dtype).requires_grad_(p.requires_grad)
+                if narrow and p.dtype == torch.float32
+                else p
                 for p, narrow in zip(parameters, castable, strict=True)
             ]
         look = _Look(chain, parameters, dtype)
@@ -153,7 +157,9 @@ def _look_real(trial: Trial, chain: Chain, batch: Any) -> "_Look":
 def _bind_everywhere(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
     """Every place in the model where a parameter or buffer is looked up sees these tensors."""
     whole = build_slots(chain)
-    with bind_tensors(replace(chain, parameter_slots=(whole[0],), buffer_slots=(whole[1],)), parameters, buffers):
+    with bind_tensors(
+        replace(chain, parameter_slots=(whole[0],), buffer_slots=(whole[1],)), parameters, buffers
+    ):
         yield
 
 
@@ -351,7 +357,9 @@ def _to_profile(trial: Trial, chain: Chain, batch: Any, look: _Look) -> Profile:
         for shard in range(num)
     )
     calls = CallFacts(
-        shards=CallShards(chain.block_name, tuple(chain.parameter_name[n] for n in sorted(_kept_back(chain)))),
+        shards=CallShards(
+            chain.block_name, tuple(chain.parameter_name[n] for n in sorted(_kept_back(chain)))
+        ),
         order=tuple(call.shard for call in look.calls),
         kept_bytes=tuple(kept),
         lean_bytes=tuple(lean),
@@ -377,9 +385,7 @@ def _to_profile(trial: Trial, chain: Chain, batch: Any, look: _Look) -> Profile:
 
 def _kept_back(chain: Chain) -> set[int]:
     """Parameters of a shard's module that are in the rest."""
-    inside = {
-        id(parameter) for block in chain.blocks for parameter in block.parameters()
-    }
+    inside = {id(parameter) for block in chain.blocks for parameter in block.parameters()}
     return {number for number in chain.rest if id(chain.parameters[number]) in inside}
 
 

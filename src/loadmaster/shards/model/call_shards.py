@@ -1,7 +1,7 @@
 """Which modules of a model become shards by call: its own forward runs, and weights come around these calls.
 
-1. The children of a list of layers (`ModuleList`, `Sequential`, `ModuleDict`: two or more with weights, of few
-   types) are a shard each.
+1. The children of a list of layers (`ModuleList`, `Sequential`, `ModuleDict`: two or more with weights, of
+   few types) are a shard each.
 2. A large child that holds such lists itself is opened (stages of Swin or ConvNeXt).
 3. What is left over and not small, such as an embedding or a head, is a shard too.
 4. What is smaller, and a weight of the model itself, is the *rest*: it stays for the whole step. So does any
@@ -29,7 +29,9 @@ class CallShards:
     rest: tuple[str, ...] = ()
 
 
-def find_call_shards(model: nn.Module, *, opened: Collection[str] = (), rest: tuple[str, ...] = ()) -> CallShards:
+def find_call_shards(
+    model: nn.Module, *, opened: Collection[str] = (), rest: tuple[str, ...] = ()
+) -> CallShards:
     """The shards of a model; modules that are `opened` are none themselves."""
     total = max(1, count_bytes(model))
     found: list[str] = []
@@ -47,7 +49,7 @@ def prepare_to_train(model: nn.Module) -> None:
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False
         if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+            module.gradient_checkpointing = False
 
 
 def count_bytes(module: nn.Module) -> int:
@@ -65,7 +67,9 @@ def _iter_configs(config: Any) -> Iterator[Any]:
             yield inner
 
 
-def _visit(module: nn.Module, path: str, total: int, opened: frozenset[str], found: list[str], seen: set[int]) -> None:
+def _visit(
+    module: nn.Module, path: str, total: int, opened: frozenset[str], found: list[str], seen: set[int]
+) -> None:
     """Shards below a module that is none itself."""
     listed = _is_list_of_layers(module)
     for name, child in module.named_children():
@@ -75,16 +79,16 @@ def _visit(module: nn.Module, path: str, total: int, opened: frozenset[str], fou
             continue
         seen.add(id(child))
         large, parted = size > _LARGE * total, _holds_layers(child)
-        if at in opened or isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        if at in opened or isinstance(
+            child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+        ):
             _visit(child, at, total, opened, found, seen)
         elif listed:
             if large and parted:
                 _visit(child, at, total, opened, found, seen)
             else:
                 found.append(at)
-        elif parted:
-            _visit(child, at, total, opened, found, seen)
-        elif large and len([each for each in child.children() if count_bytes(each)]) > 1:
+        elif parted or (large and len([each for each in child.children() if count_bytes(each)]) > 1):
             _visit(child, at, total, opened, found, seen)
         elif size > _SMALL * total:
             found.append(at)

@@ -37,8 +37,8 @@ def order_calls(forward: Sequence[int], backward: Sequence[int] | None = None) -
 def count_forwards(trial: Trial, facts: Profile) -> int:
     """Forward passes of a step: one for all micro-batches, or one for each where random numbers are drawn.
 
-    A plain loop draws for a whole micro-batch before it draws for the next one. By call, each micro-batch goes
-    forward and backward by itself.
+    A plain loop draws for a whole micro-batch before it draws for the next one. By call, each micro-batch
+    goes forward and backward by itself.
     """
     if facts.calls is not None:
         return trial.accumulate

@@ -224,7 +224,9 @@ def _make_schedule(trainer: Any, num_steps: int) -> Callable[[Any], Any]:
     args = trainer.args
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if kind in ("reduce_lr_on_plateau", "greedy"):
-        raise InputError(f"the trainer's lr_scheduler_type={kind!r} cannot be carried over: it is told metrics")
+        raise InputError(
+            f"the trainer's lr_scheduler_type={kind!r} cannot be carried over: it is told metrics"
+        )
     warm = args.get_warmup_steps(num_steps)
     more = args.lr_scheduler_kwargs or None
     return lambda optimizer: get_scheduler(

@@ -1,4 +1,4 @@
-"""What `fit` shows while it runs: a live table on a terminal or in a notebook, a line now and then elsewhere."""
+"""What `fit` shows while it runs: a live table on a terminal or in a notebook, lines elsewhere."""
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -63,7 +63,6 @@ class TrialResult:
         except OSError as problem:
             raise make_write_error(Path(path), problem) from None
 
-
     def save_pretrained(self, folder: str | Path, model: Any) -> None:
         """Write its weights as `model.save_pretrained` does: `from_pretrained` of transformers reads them.
 

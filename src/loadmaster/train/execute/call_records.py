@@ -1,16 +1,16 @@
-"""What a call of a shard leaves in autograd's graph: handles in the place of weights, or of everything it saved.
+"""What a call of a shard leaves in autograd's graph: handles instead of weights, or of everything saved.
 
     keep       saved weights become handles, which fetch the weight again; activations stay
     run again  every saved tensor becomes a handle; the first one that is asked for runs the call once more,
-               as it ran (generators, autocast, buffers, attributes, the same arguments), up to the last tensor
-               that is needed
+               as it ran (generators, autocast, buffers, attributes, the same arguments), up to the last
+               tensor that is needed
 
 The graph itself is that of the plain model in both, so gradients are summed as it sums them.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,9 @@ class WeightRanges:
     """Where the weights of a call lie in memory, to know a view of one."""
 
     def __init__(self, views: Mapping[int, torch.Tensor]) -> None:
-        rows = sorted((view.data_ptr(), view.nbytes, number) for number, view in views.items() if view.numel())
+        rows = sorted(
+            (view.data_ptr(), view.nbytes, number) for number, view in views.items() if view.numel()
+        )
         self._starts = [row[0] for row in rows]
         self._rows = rows
 
@@ -89,7 +91,7 @@ class CallRecord:
         assert self.run is not None, "its forward has noted it"
         if [leaf._version for leaf in _list_tensors((self.args, self.kwargs))] != self.versions:
             raise RunError(
-                f"an input of {self.name!r} was written in place after the call, and the call is to run again;"
+                f"an input of {self.name!r} was written in place after the call, which is to run again;"
                 " raise memory_cap so that its activations stay, or write into a copy"
             )
         made: list[Any] = []
@@ -110,18 +112,14 @@ class CallRecord:
             stack.enter_context(_as_it_was(self, device))
             stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype, cache in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                )
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _refuse_unpacking))
-            try:
+            with suppress(_EnoughError):
                 self.run(*self.args, **self.kwargs)
-            except _EnoughError:
-                pass
         if len(made) < len(self.saved):
             raise RunError(
-                f"{self.name!r} saved {len(made)} tensors where it had saved {len(self.saved)} the first time:"
-                " it does not do the same twice; raise memory_cap so that its activations stay"
+                f"{self.name!r} saved {len(made)} tensors where it had saved {len(self.saved)}"
+                " the first time: it does not do the same twice; raise memory_cap so that its activations stay"
             )
         self.made = made
 

@@ -212,7 +212,9 @@ def _compute_loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whol
     except Exception:
         if trial.blocks is None or not hasattr(out, "logits"):
             raise
-        return _require_scalar(compute_loss(trial, out.logits, targets))  # of transformers: the blocks give logits
+        return _require_scalar(
+            compute_loss(trial, out.logits, targets)
+        )  # of transformers: the blocks give logits
 
 
 def _require_scalar(loss: Any) -> torch.Tensor:

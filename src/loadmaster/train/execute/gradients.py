@@ -78,8 +78,8 @@ class Gradients:
         if silent and self._state.chain.by_call:
             warnings.warn(
                 f"trial {trial.name!r}: {len(silent)} of {len(names)} parameters got no gradient in the first"
-                f" step ({', '.join(silent[:3])}); the model's own forward does not use them here, so they are"
-                " not trained until it does. Freeze them, or name them in Trial(unused=...), to say so",
+                f" step ({', '.join(silent[:3])}); the model's own forward does not use them here, so they"
+                " are not trained until it does. Freeze them, or name them in Trial(unused=...), to say so",
                 RuntimeWarning,
                 stacklevel=2,
             )
