@@ -83,7 +83,7 @@ def _load_study(source: str) -> "Study":
     return load_study(source)
 
 
-def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
+def _fit_with_progress(study: "Study", *, quiet: bool, **how: Any) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
     from loadmaster.report.study_table import LineReporter, LiveTable

@@ -233,7 +233,7 @@ def _count_call_work(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> Work:
         if where == "pinned":
             continue
         calls = [shard for shard in order if shard in piece.shards]
-        visits = 1 if piece.index == layout.rest else m * (2 * len(calls) - (order[-1:] == calls[-1:]))
+        visits = 1 if piece.index == layout.rest else m * (2 * len(calls) - (list(order[-1:]) == calls[-1:]))
         up += visits * weights
         host += visits * weights
         if where == "host":

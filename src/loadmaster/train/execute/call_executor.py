@@ -75,7 +75,14 @@ class CallExecutor(ShardExecutor):
         self._running: list[int] = []  # shards whose call runs
         self._active = False
         self._summed: dict[int, tuple[int, ...]] = {}  # [piece] positions whose sums wait on the host
-        self._reset_backward()
+        self._log: list[int] = []  # shards in the order of this micro-batch's calls
+        self._records: list[CallRecord] = []  # of those with a graph
+        self._open: list[int] = []  # [shard] calls whose backward is still to come
+        self._done: set[int] = set()  # pieces whose gradients have been taken
+        self._entered: CallRecord | None = None  # whose backward runs
+        self._views: dict[int, torch.Tensor] = {}  # its weights
+        self._used: list[DeviceSlot] = []
+        self._moment: MicroBatch | None = None  # whose backward pass runs
         self._undo: list[Callable[[], None]] = []
         if not self._stays:
             self._undo.append(stand_around(state.chain.blocks, self._called))
@@ -151,14 +158,10 @@ class CallExecutor(ShardExecutor):
         self._reset_backward()
 
     def _reset_backward(self) -> None:
-        self._log: list[int] = []  # shards in the order of this micro-batch's calls
-        self._records: list[CallRecord] = []  # of those with a graph
-        self._open: list[int] = []  # [shard] calls whose backward is still to come
-        self._done: set[int] = set()  # pieces whose gradients have been taken
-        self._now: CallRecord | None = None  # whose backward runs
-        self._views: dict[int, torch.Tensor] = {}  # its weights
-        self._used: list[DeviceSlot] = []
-        self._moment: MicroBatch | None = None
+        self._log, self._records, self._open = [], [], []
+        self._done = set()
+        self._entered, self._moment = None, None
+        self._views, self._used = {}, []
 
     def predict(self, inputs: Any) -> Any:
         """The model's own output, without gradients; nothing is kept."""
@@ -340,7 +343,7 @@ class CallExecutor(ShardExecutor):
             return find(tensor) or keep_saved(tensor)
 
         def unpack(kept: Any) -> torch.Tensor:
-            if self._now is not record:
+            if self._entered is not record:
                 self._enter_call(record)
             return kept.view(self._views[kept.number]) if type(kept) is WeightHandle else kept
 
@@ -354,7 +357,7 @@ class CallExecutor(ShardExecutor):
             return len(saved) - 1
 
         def unpack(at: int) -> torch.Tensor:
-            if self._now is not record:
+            if self._entered is not record:
                 self._enter_call(record)
             assert record.made is not None, "it ran again when it was entered"
             kept = record.made[at]
@@ -376,7 +379,7 @@ class CallExecutor(ShardExecutor):
                 " (retain_graph), or in an order that shards do not follow; give Trial(blocks=...)"
             )
         self.weights.position = max(self.weights.position, record.position)
-        self._now = record
+        self._entered = record
         self._views, self._used = self._fetch(record.shard)
         if record.is_again:
             with self._lock:
@@ -390,7 +393,7 @@ class CallExecutor(ShardExecutor):
 
     def _leave_call(self) -> None:
         """The backward of a call is over; so may be that of its shard."""
-        record, self._now = self._now, None
+        record, self._entered = self._entered, None
         if record is None:
             return
         record.let_go()
