@@ -39,7 +39,7 @@ def command(
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.cli.question import parse_pins, parse_size
-    from loadmaster.cli.verbs import _demo_training
+    from loadmaster.cli.verbs import _demo_shards, _demo_training
     from loadmaster.cli.verbs.compare import run_all
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
@@ -74,6 +74,7 @@ def command(
     console = stdout()
     if train:
         _demo_training.show(out_dir, steps)
+        _demo_shards.show()
     console.print()
     for what, path, then in (
         ("plan", plan_path, f"{program_name()} simulate {plan_path}"),

@@ -83,7 +83,7 @@ def _load_study(source: str) -> "Study":
     return load_study(source)
 
 
-def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
+def _fit_with_progress(study: "Study", *, quiet: bool, **how: Any) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
     from loadmaster.report.study_table import LineReporter, LiveTable
@@ -93,8 +93,8 @@ def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
         console.print(str(study.plan()), style="dim", soft_wrap=True)
     if not console.is_terminal:
         study.callbacks.append(LineReporter(console))
-        return study.fit(**how)
+        return study.fit(progress=False, **how)
     table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)
     with table:
-        return study.fit(**how)
+        return study.fit(progress=False, **how)
