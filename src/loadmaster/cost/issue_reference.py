@@ -20,21 +20,21 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.issue import BACKWARD, FORWARD, MIXED_BACKWARD, MIXED_FORWARD, UPDATE
-from loadmaster.cost.keys import ISSUE_CALL, collect_keys, issue_keys
+from loadmaster.cost.keys import ISSUE_CALL, ISSUE_PASSES, collect_keys, issue_keys
 from loadmaster.cost.reference_models import WIDTH, make_model, small_input
 from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
 from loadmaster.graph.capture import capture
 
-_DEPTH = 24
-_WARM_UP_STEPS, _STEPS = 5, 24
-_MOST_S = 2.0  # of steps in one precision
+DEPTH = 24
+_WARM_UP_STEPS, _STEPS = 5, 32  # in each precision
+_MOST_S = 5.0
 _MIXED = torch.bfloat16
 
 
-def capture_issue_references() -> tuple[Graph, Graph]:
+def capture_issue_references(depth: int = DEPTH) -> tuple[Graph, Graph]:
     """The step of the deep model, and its step in mixed precision."""
     with torch.device("meta"):
-        model, given = make_model(WIDTH, _DEPTH), (small_input(),)
+        model, given = make_model(WIDTH, depth), (small_input(),)
     mixed = capture(
         model, given, optimizer=None, autocast=_MIXED, target="cuda", name="issue in mixed precision"
     )
@@ -42,14 +42,18 @@ def capture_issue_references() -> tuple[Graph, Graph]:
 
 
 def measure_issue(
-    graphs: tuple[Graph, Graph], rows: Mapping[str, CostRow], torch_name: str, chip: str, watch: BusyWatch
+    graphs: tuple[Graph, Graph],
+    rows: Mapping[str, CostRow],
+    torch_name: str,
+    chip: str,
+    watch: BusyWatch,
+    depth: int = DEPTH,
 ) -> list[CostRow]:
     """Every pass as a whole and by its ops, and the call; a pass with a missing op is left out."""
     device = torch.device(torch_name)
     plain, mixed = graphs
     call_s = time_optimizer_call(device)
-    passes = dict(zip((FORWARD, BACKWARD, UPDATE), time_passes(device, None), strict=True))
-    passes |= dict(zip((MIXED_FORWARD, MIXED_BACKWARD), time_passes(device, _MIXED)[:2], strict=True))
+    passes = time_passes(device, depth)
     passes[UPDATE] = [max(0.0, seconds - call_s) for seconds in passes[UPDATE]]
     watch.wait_to_tell()
     moment, date, version = BUSY if watch.is_busy_now() else CALM, today(), torch_version()
@@ -68,36 +72,40 @@ def measure_issue(
     return found
 
 
-def time_passes(
-    device: torch.device, mixed: torch.dtype | None
-) -> tuple[list[float], list[float], list[float]]:
-    """The host's seconds of forward, backward, and clearing and updating, of steps of the deep model."""
-    model = make_model(WIDTH, _DEPTH).to(device)
+def time_passes(device: torch.device, depth: int = DEPTH) -> dict[str, list[float]]:
+    """The host's seconds of every pass of steps of the deep model; the precisions take turns.
+
+    A host that is slow for a while is so for both, and what they are set beside each other for is true.
+    """
+    model = make_model(WIDTH, depth).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     given = small_input(device)
-    seen: list[tuple[float, float, float]] = []
+    found: dict[str, list[float]] = {name: [] for name in ISSUE_PASSES}
     end = time.perf_counter() + _MOST_S
     with torch.enable_grad():
-        for step in range(_WARM_UP_STEPS + _STEPS):
-            if step > _WARM_UP_STEPS + 4 and time.perf_counter() > end:
+        for step in range(2 * (_WARM_UP_STEPS + _STEPS)):
+            if step > 2 * (_WARM_UP_STEPS + 4) and time.perf_counter() > end:
                 break
+            mixed = step % 2 == 1
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             clocks = [time.perf_counter()]
             optimizer.zero_grad()
             clocks.append(time.perf_counter())
-            with torch.autocast(device.type, dtype=mixed) if mixed is not None else nullcontext():
+            with torch.autocast(device.type, dtype=_MIXED) if mixed else nullcontext():
                 loss: Any = model(given).mean()
             clocks.append(time.perf_counter())
             loss.backward()
             clocks.append(time.perf_counter())
             optimizer.step()
             clocks.append(time.perf_counter())
+            if step < 2 * _WARM_UP_STEPS:
+                continue
             clear_s, forward_s, backward_s, update_s = np.diff(clocks).tolist()
-            if step >= _WARM_UP_STEPS:
-                seen.append((forward_s, backward_s, clear_s + update_s))
-    forward, backward, update = (list(each) for each in zip(*seen, strict=True))
-    return forward, backward, update
+            found[MIXED_FORWARD if mixed else FORWARD].append(forward_s)
+            found[MIXED_BACKWARD if mixed else BACKWARD].append(backward_s)
+            found[UPDATE].append(clear_s + update_s)
+    return found
 
 
 def _sum_issues(graph: Graph, phase: Phase, rows: Mapping[str, CostRow]) -> float | None:
