@@ -43,7 +43,7 @@ def _pair_groups(group: Ints) -> list[tuple[int, int]]:
 
 def _pair_modules(graph: Graph) -> list[tuple[int, int]]:
     """Pairs of ops that hooks run on one device."""
-    base = _find_viewed_ops(graph)
+    base = find_viewed_ops(graph)
     read, readers = _find_first_reads(graph, base)
     first: dict[str, int] = {}
     pairs = []
@@ -78,7 +78,7 @@ def _find_first_reads(graph: Graph, base: Mapping[int, int]) -> tuple[dict[int, 
     return read, readers
 
 
-def _find_viewed_ops(graph: Graph) -> dict[int, int]:
+def find_viewed_ops(graph: Graph) -> dict[int, int]:
     """[op that only gives views] the op whose memory they look at; a view of a weight is with its module."""
     made: dict[int, set[int]] = {}
     for op, storage in zip(graph.tensor_op.tolist(), graph.tensor_storage.tolist(), strict=True):

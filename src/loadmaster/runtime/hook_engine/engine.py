@@ -60,7 +60,7 @@ class HookEngine:
         return sum(
             self.known.device[name] != self.places[module]
             for name, module in self.known.forward
-            if module in self.places
+            if module in self.places and name not in self.known.views
         )
 
     def settle(self) -> bool:
