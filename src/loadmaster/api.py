@@ -29,6 +29,7 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.framework import is_tensorflow_model
 from loadmaster.graph.origin import is_tensorflow_graph
+from loadmaster.graph.source import is_model
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
@@ -154,7 +155,17 @@ def plan(
         objective = only[0] if len(only) == 1 else None
     asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, asked)
-    return find_placement(asked, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
+
+    def ask(one: Problem, limit: Budget) -> Placement:
+        return find_placement(one, PlanRequest(chosen, limit, seed, order, spill, progress))
+
+    if isinstance(problem_or_source, Problem) or not is_model(problem_or_source):
+        return ask(asked, parse_budget(budget))
+    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
+
+    source, shape = problem_or_source, (objective, links, split)
+    again = Question(source, devices, *shape, pipeline=pipeline, target="cpu")
+    return plan_with_own_kernels(asked, parse_budget(budget), ask, lambda: build_problem(again))
 
 
 def fit(
@@ -207,6 +218,7 @@ def place(
     """
     if is_tensorflow_model(model):
         return _place_tensorflow(model, plan_or_inputs, devices, wishes)
+    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
     from loadmaster.runtime import place_request
 
     place_request.check_place_request(model, wishes)
@@ -220,8 +232,19 @@ def place(
         order = "captured" if model.training else "free"  # autograd has an order of its own
         budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
         costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")
-        asked = problem(graph, devices if isinstance(devices, str) else cluster, costs=costs)
-        placement = plan(asked, budget=budget, spill=spill, order=order)
+        where = devices if isinstance(devices, str) else cluster
+
+        def ask(one: Problem, limit: Budget) -> Placement:
+            return plan(one, budget=limit, spill=spill, order=order)
+
+        def on_cpus() -> Problem:
+            captured = place_request.capture_step(model, plan_or_inputs, wishes, target="cpu")
+            by_hooks = place_request.is_run_by_hooks(model, plan_or_inputs, wishes)
+            return problem(group_by_module(captured) if by_hooks else captured, where, costs=costs)
+
+        placement = plan_with_own_kernels(
+            problem(graph, where, costs=costs), parse_budget(budget), ask, on_cpus
+        )
     else:
         place_request.refuse_planning_options(devices, wishes)
     # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was

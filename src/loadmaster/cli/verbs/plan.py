@@ -8,6 +8,8 @@ from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
+    from loadmaster.core.problem import Problem
+    from loadmaster.core.run import Budget
     from loadmaster.core.timeline import Timeline
 
 SUMMARY = "Place a graph on devices."
@@ -52,19 +54,25 @@ def command(
     best plan found so far: it is printed and written as asked, and the exit code is 130.
     """
     options = locals()  # by name, for build_question; before any other name is bound
+    from dataclasses import replace
+
     from loadmaster import api
+    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
     from loadmaster.cli.console import print_json, progress, stderr
     from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
+    from loadmaster.graph.source import is_model
     from loadmaster.placers.ask import PlanInterrupted
     from loadmaster.placers.registry import objectives_of, placer
+    from loadmaster.questions.problem import build_problem
     from loadmaster.report import documents
     from loadmaster.report.plain_text import escape_control_characters
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    problem = read_problem(build_question({"usual_costs": "auto", **options}))
+    question = build_question({"usual_costs": "auto", **options})
+    problem = read_problem(question)
     asked: dict[str, str | None] = {}
     served = objectives_of(chosen)
     if objective is None and pipeline is None and problem.objective not in served:
@@ -74,16 +82,25 @@ def command(
     interrupted = False
     try:
         with progress("planning") as say:
-            placement = api.plan(
-                problem,
-                algorithm=chosen,
-                budget=limit,
-                seed=seed,
-                spill=spill,
-                order=order,
-                progress=say,
-                **asked,
-            )
+
+            def ask(one: "Problem", share: "Budget") -> "Placement":
+                return api.plan(
+                    one,
+                    algorithm=chosen,
+                    budget=share,
+                    seed=seed,
+                    spill=spill,
+                    order=order,
+                    progress=say,
+                    **asked,
+                )
+
+            if target is None and is_model(question.source):
+                placement = plan_with_own_kernels(
+                    problem, limit, ask, lambda: build_problem(replace(question, target="cpu"), progress=say)
+                )
+            else:
+                placement = ask(problem, limit)
     except PlanInterrupted as stopped:
         placement, interrupted = stopped.placement, True
         stderr().print("interrupted: this is the best plan so far", soft_wrap=True)
@@ -157,6 +174,7 @@ def _describe_written_file(what: str, path: str, *, fits: bool) -> str:
 
 def _note_torch_order(placement: "Placement") -> list[str]:
     """What to know of a captured step whose plan has another order than torch's."""
+
     from loadmaster import api
     from loadmaster.core.check import why_not_runnable
     from loadmaster.core.plan import in_graph_order
