@@ -12,6 +12,7 @@ from loadmaster.core.pins import resolve_pins
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
+from loadmaster.core.schedule import OF_THROUGHPUT, parse_schedule
 from loadmaster.core.units import parse_bytes
 from loadmaster.cost.cost_request import (
     AUTO,
@@ -119,8 +120,13 @@ def target_of(cluster: Cluster) -> str:
 def choose_objective(
     objective: Objective | str | None, pipeline: str | None, default: Objective
 ) -> Objective:
-    """The objective that is named; stages are for throughput."""
-    return parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else default)
+    """The objective that is named; '1f1b:8' alone is about throughput, other schedules are about a step."""
+    named = parse_choice(Objective, objective)
+    if named is not None or not pipeline:
+        return named or default
+    schedule = parse_schedule(pipeline)
+    steady = schedule.name in OF_THROUGHPUT and schedule.stages_per_rank == 1
+    return Objective.THROUGHPUT if steady else Objective.STEP
 
 
 def default_split(objective: Objective) -> Split:
