@@ -20,7 +20,7 @@ from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.traits import Traits, read_traits, traits_of
 
-FAMILIES = ("heuristic", "exact", "search", "learned")
+FAMILIES = ("heuristic", "exact", "search", "pipelined", "learned")
 _HERE = Path(__file__).parent
 
 

@@ -40,20 +40,17 @@ class Layout:
     devices: Ints  # [R, S]
     microbatches: tuple[int, ...]  # [R]
     stages_per_rank: int
-    shares: tuple[float, ...] = ()  # [M] of a whole micro-batch; () = all whole
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
         """That of a plan with a pipeline."""
         pipeline = plan.pipeline
         assert pipeline is not None
-        rows = pipeline.microbatch_rows
         return cls(
             schedule=pipeline.schedule,
             devices=pipeline.devices_of(plan.device),
             microbatches=pipeline.microbatches,
             stages_per_rank=pipeline.stages_per_rank,
-            shares=tuple(row / max(rows) for row in rows),
         )
 
     @property
@@ -146,7 +143,6 @@ class _Lowering:
 
     def _add_pass(self, replica: int, action: Action) -> None:
         facts, (work, stage, batch) = self.facts, (action.work, action.stage, action.microbatch)
-        share = self._share(replica, batch)
         builder, last = self.builder, self.layout.num_stages - 1
         forward = work == Work.FORWARD
         whole = {
@@ -160,15 +156,15 @@ class _Lowering:
             temporary = np.zeros_like(temporary)
         number = self._global_batch(replica, batch)
         name = self._name(replica, f"{work.value}{number} of stage {stage}")
-        op = self._op(name, work, replica, stage, number, whole * share, int(temporary[stage] * share))
+        op = self._op(name, work, replica, stage, number, whole, int(temporary[stage]))
         if forward:
             self.made[replica, work, stage, batch] = op
             if stage < last:
                 size, given = facts.forward_bytes[stage], facts.forward_transfer_s[stage]
-                self.sent[replica, work, stage, batch] = self._tensor(op, int(size * share), given)
+                self.sent[replica, work, stage, batch] = self._tensor(op, int(size), given)
             if stage > 0:
                 builder.use(self.sent[replica, work, stage - 1, batch], op)
-            kept = self._tensor(op, int(facts.stash_bytes[stage] * share))
+            kept = self._tensor(op, int(facts.stash_bytes[stage]))
             self.sent[replica, Work.UPDATE, stage, batch] = kept  # under a name of its own: what is kept
             return
         builder.use(self.sent[replica, Work.UPDATE, stage, batch], op)
@@ -178,12 +174,12 @@ class _Lowering:
         self.made[replica, Work.BACKWARD_INPUT, stage, batch] = op
         if stage > 0:
             size, given = facts.backward_bytes[stage], facts.backward_transfer_s[stage]
-            sent = self._tensor(op, int(size * share), given)
+            sent = self._tensor(op, int(size), given)
             self.sent[replica, Work.BACKWARD_INPUT, stage, batch] = sent
         if stage < last:
             builder.use(self.sent[replica, Work.BACKWARD_INPUT, stage + 1, batch], op)
         if work == Work.BACKWARD_INPUT:
-            left = self._tensor(op, int(facts.put_off_bytes[stage] * share))
+            left = self._tensor(op, int(facts.put_off_bytes[stage]))
             self.sent[replica, Work.BACKWARD_WEIGHT, stage, batch] = left
 
     def _add_sums(self) -> dict[tuple[int, int], int]:
@@ -220,10 +216,6 @@ class _Lowering:
             before = ops
         for member, op in zip(members, before, strict=True):
             last[member] = op
-
-    def _share(self, replica: int, batch: int) -> float:
-        shares = self.layout.shares
-        return shares[self._global_batch(replica, batch)] if shares else 1.0
 
     def _global_batch(self, replica: int, batch: int) -> int:
         return sum(self.layout.microbatches[:replica]) + batch

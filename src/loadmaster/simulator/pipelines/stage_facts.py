@@ -136,6 +136,10 @@ class _Crossing:
         self.forward_bytes, self.forward_s = _sum_borders(problem, home, forward_end, num)
         down, down_s = _sum_borders(problem, backward_end, home, num)
         # border b lies between stages b and b + 1: gradients go over it from b + 1
+        # Where a tensor was sent, its gradients are summed before one of its size comes back.
+        down = np.minimum(down, self.forward_bytes)
+        both = (down_s != BY_ROUTE) & (self.forward_s != BY_ROUTE)
+        down_s = np.where(both, np.minimum(down_s, self.forward_s), down_s)
         self.backward_bytes, self.backward_s = np.roll(down, 1), np.roll(down_s, 1)
         across = (forward_end > home) | (backward_end < home)
         root = graph.tensor_storage
