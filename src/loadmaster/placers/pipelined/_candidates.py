@@ -126,7 +126,8 @@ def _fresh(
     cluster = problem.cluster
     alike = tuple(
         tuple(
-            (int(cluster.kind[d]) << 20) + int(cluster.host[d]) if problem.pinned.max() < 0 else d for d in row
+            (int(cluster.kind[d]) << 20) + int(cluster.host[d]) if problem.pinned.max() < 0 else d
+            for d in row
         )
         for row in rows
     )

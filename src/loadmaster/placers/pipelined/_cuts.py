@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
-from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.core.problem import Links
+from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.placers.pipelined._line import Line
 
 _LIMITS = (1.0, 1.01, 1.03, 1.07, 1.15, 1.3, 1.6, np.inf)

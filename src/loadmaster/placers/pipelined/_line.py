@@ -7,8 +7,10 @@ least is sent. Seconds and bytes of any run of segments are then differences of 
 
 import heapq
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import Phase
@@ -17,6 +19,7 @@ from loadmaster.core.problem import BY_ROUTE, Problem, allowed_devices
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.simulator.pipelines.stage_facts import StageFacts, find_facts
 
+T = TypeVar("T", bound=np.generic)
 MOST_SEGMENTS = 128
 
 
@@ -125,13 +128,13 @@ def _sum_up(problem: Problem, segment: Ints) -> Line:
     )
 
 
-def _sums(column: "np.typing.NDArray[np.generic]") -> "np.typing.NDArray[np.generic]":
+def _sums(column: NDArray[T]) -> NDArray[T]:
     """Sums over all rows before each border."""
     start = np.zeros((1, *column.shape[1:]), dtype=column.dtype)
     return np.concatenate([start, np.cumsum(column, axis=0, dtype=column.dtype)])
 
 
-def _borders(after: "np.typing.NDArray[np.generic]", ends: float) -> "np.typing.NDArray[np.generic]":
+def _borders(after: NDArray[T], ends: float) -> NDArray[T]:
     """What goes over the border after each segment, by border; nothing over both ends."""
     found = np.full(len(after) + 1, ends, dtype=after.dtype)
     found[1:-1] = after[:-1]

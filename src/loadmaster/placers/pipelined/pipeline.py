@@ -176,7 +176,7 @@ class _Search:
                 return
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
-        """Borders moved, recomputation left out, micro-batches handed on, other schedules, devices swapped."""
+        """Borders moved, recomputation changed, micro-batches handed on, other schedules, devices swapped."""
         for s in range(1, at.num_stages):
             for by in (-1, 1, -2, 2, -4, 4):
                 moved = at.border[s] + by
@@ -185,9 +185,7 @@ class _Search:
                     yield replace(at, border=border)
         for s in range(at.num_stages):
             if at.schedule != ZERO_BUBBLE:
-                yield replace(
-                    at, recompute=(*at.recompute[:s], not at.recompute[s], *at.recompute[s + 1 :])
-                )
+                yield replace(at, recompute=(*at.recompute[:s], not at.recompute[s], *at.recompute[s + 1 :]))
         for one in range(len(at.devices)):
             for other in range(len(at.devices)):
                 if one != other and at.microbatches[one] > 1:

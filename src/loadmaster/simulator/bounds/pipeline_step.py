@@ -71,7 +71,7 @@ def _prove_no_room(problem: Problem) -> str:
 
 
 def _one_pass_s(problem: Problem, seconds: Floats) -> float:
-    """The longest path of one micro-batch; what only adds up gradients takes no time, as that may come early."""
+    """The longest path of one micro-batch; adding up gradients takes no time there, as it may come early."""
     graph = problem.graph
     fastest = seconds.min(axis=1)
     fastest[(graph.phase == Phase.BACKWARD) & (graph.mirror == NO_MIRROR)] = 0.0
@@ -207,5 +207,3 @@ def _replicated_s(seconds: Floats, count: int, most: int) -> float:
         for number in range(1, most + 1)
     )
     return count * whole / most_pace
-
-

@@ -1,12 +1,12 @@
-"""Lowering: a step of micro-batches as a bigger flat graph with a plan, which the event loop runs unchanged.
+"""Lowering: a step of micro-batches as a bigger flat graph with a plan; the event loop runs it unchanged.
 
-Each action of `core/pipeline_order.py` becomes one op, on the device of its rank and in the order of its rank:
+Each action of `core/pipeline_order.py` becomes one op, on the device and in the order of its rank:
 
     weights -> F0 F1 ... B0 B1 ... (W0 ...) -> sum of gradients -> update        per stage and replica
 
 An op runs when everything it needs has arrived. What a stage keeps of a micro-batch is a tensor from its
-forward op to its last backward op, so memory follows the schedule. Sums of gradients are rings: 2 (n - 1) turns
-in which each of n devices sends an n-th to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+forward op to its last backward op, so memory follows the schedule. Sums of gradients are rings: 2 (n - 1)
+turns in which each of n devices sends an n-th to the next (Patarasuk and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009). First stages that share a weight sum its gradient, then
 replicas sum those of each stage.
 """
@@ -56,13 +56,11 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """S."""
-        return self.devices.shape[1]
+        return int(self.devices.shape[1])
 
     def order_of(self, replica: int) -> Order:
         """What the ranks of a replica do."""
-        return make_order(
-            self.schedule, self.num_stages, self.microbatches[replica], self.stages_per_rank
-        )
+        return make_order(self.schedule, self.num_stages, self.microbatches[replica], self.stages_per_rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,7 +246,9 @@ class _Lowering:
     def _finish(self) -> Lowered:
         graph = self.builder.build()  # ops were added in topological order, so it keeps theirs
         num = graph.num_ops
-        device, stage, replica, batch = (np.array(column, dtype=np.int32) for column in zip(*self.at, strict=True))
+        device, stage, replica, batch = (
+            np.array(column, dtype=np.int32) for column in zip(*self.at, strict=True)
+        )
         source = self.problem
         problem = Problem(
             graph=graph,

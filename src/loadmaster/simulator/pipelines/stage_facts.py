@@ -7,8 +7,7 @@ stage is a few numbers, and a step is unrolled from them (`lowering.py`).
   earlier stage is carried as well. Inputs of the graph are at hand on every stage.
 * A weight that several stages use is held by each of them, with gradient and optimizer state, and updated by
   each; their gradients are summed before (`tied`).
-* The part of a backward pass that may wait (`weight_s`) are the ops that make gradients of weights and nothing
-  else.
+* The part of a backward pass that may wait (`weight_s`) is the ops that make gradients of weights alone.
 """
 
 from dataclasses import dataclass
@@ -60,11 +59,12 @@ def find_facts(problem: Problem, stage: Ints, recompute: Bools, num_stages: int)
     forward_s = _block_seconds(problem, stage, num, graph.phase == Phase.FORWARD)
     backward_s = _block_seconds(problem, stage, num, backward)
     again_s = _block_seconds(problem, stage, num, rerun)
+    update_s = _block_seconds(problem, stage, num, graph.phase == Phase.UPDATE)
     return StageFacts(
         forward_s=forward_s,
         backward_s=backward_s + again_s,
         weight_s=np.minimum(_block_seconds(problem, stage, num, backward & weight_only), backward_s),
-        update_s=_block_seconds(problem, stage, num, graph.phase == Phase.UPDATE) + ties.update_s(problem, num),
+        update_s=update_s + ties.update_s(problem, num),
         forward_bytes=crossing.forward_bytes,
         backward_bytes=crossing.backward_bytes,
         forward_transfer_s=crossing.forward_s,
@@ -80,7 +80,7 @@ def find_facts(problem: Problem, stage: Ints, recompute: Bools, num_stages: int)
 
 
 def find_weight_ops(graph: Graph) -> Bools:
-    """[N] backward ops that only make, or add up, gradients of weights: what they make is for updates alone."""
+    """[N] backward ops that only make, or add up, gradients of weights, for updates alone."""
     backward = graph.phase == Phase.BACKWARD
     found: Bools = backward.copy()
     maker = graph.tensor_op[graph.use_tensor]
@@ -90,19 +90,22 @@ def find_weight_ops(graph: Graph) -> Bools:
     ends = np.zeros(graph.num_ops, dtype=np.bool_)
     ends[maker[np.isin(graph.phase[graph.use_op], (Phase.UPDATE,)) | adding[graph.use_op]]] = True
     ends[graph.tensor_op[graph.keep]] = True
-    return found & ends
+    both: Bools = found & ends
+    return both
 
 
 def find_rerun(graph: Graph, recompute: Bools) -> Bools:
     """[N] forward ops that run again before the backward pass."""
-    return recompute & (graph.phase == Phase.FORWARD)
+    again: Bools = recompute & (graph.phase == Phase.FORWARD)
+    return again
 
 
 def find_inputs(graph: Graph) -> Bools:
     """[N] forward ops that take nothing and cost nothing: inputs of the step, at hand on every stage."""
     needs = np.zeros(graph.num_ops, dtype=np.bool_)
     needs[graph.use_op] = True
-    return (graph.phase == Phase.FORWARD) & ~needs & (graph.flops == 0) & (graph.bytes_moved == 0)
+    found: Bools = (graph.phase == Phase.FORWARD) & ~needs & (graph.flops == 0) & (graph.bytes_moved == 0)
+    return found
 
 
 def _block_seconds(problem: Problem, stage: Ints, num: int, ops: Bools) -> Floats:
@@ -127,7 +130,7 @@ def _block_seconds(problem: Problem, stage: Ints, num: int, ops: Bools) -> Float
 
 
 class _Crossing:
-    """What goes from stage to stage: each tensor once over every border between its maker and its last user."""
+    """What goes from stage to stage: each tensor once over every border up to its last user."""
 
     def __init__(self, problem: Problem, stage: Ints, num: int) -> None:
         graph = problem.graph
@@ -201,7 +204,8 @@ def gradient_tensors(graph: Graph) -> Bools:
     read = np.zeros(graph.num_tensors, dtype=np.bool_)
     read[graph.use_tensor[graph.phase[graph.use_op] == Phase.UPDATE]] = True
     owns = graph.tensor_storage == np.arange(graph.num_tensors)
-    return read & owns & (graph.phase[graph.tensor_op] == Phase.BACKWARD)
+    found: Bools = read & owns & (graph.phase[graph.tensor_op] == Phase.BACKWARD)
+    return found
 
 
 def _put_off(graph: Graph, stage: Ints, weight_only: Bools, num: int) -> Longs:
@@ -327,4 +331,3 @@ def find_ties(graph: Graph, stage: Ints) -> Ties:
     op, at = (pair // num).astype(np.int32), (pair % num).astype(np.int32)
     owns = param[maker] & (graph.phase[graph.use_op] == Phase.UPDATE)
     return Ties(op, at, at == stage[op], graph.use_op[owns], maker[owns])
-
