@@ -101,7 +101,7 @@ def command(
         documents.save_trace(placement, timeline, trace)
         written["trace"] = trace
     if json:
-        print_json({"source": source, **documents.placement_document(placement), **written})
+        print_json({"source": source, **documents.placement_document(placement, timeline), **written})
         for line in [] if placement.fits else why_none_fits(placement):
             stderr().print(escape_control_characters(line), soft_wrap=True)
     else:
@@ -115,11 +115,11 @@ def command(
 def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str, str]) -> None:
     from loadmaster.cli.console import stdout
     from loadmaster.core.reasons import why_none_fits
-    from loadmaster.report import tables
+    from loadmaster.report import pipelines, tables
     from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
-    console.print(tables.summary(placement))
+    console.print(tables.summary(placement, timeline))
     console.print()
     told = tables.findings(placement.problem.graph)
     for line in told:
@@ -129,7 +129,12 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     if not placement.fits:
         console.print("the plan that came nearest:")
     console.print(tables.devices(placement, timeline))
-    if placement.plan is not None and any(placement.problem.graph.module):
+    if pipelines.stepped_plan(placement) is not None:
+        console.print()
+        console.print(pipelines.stages(placement, timeline))
+        for line in pipelines.why(placement):
+            console.print(escape_control_characters(line), soft_wrap=True)
+    elif placement.plan is not None and any(placement.problem.graph.module):
         console.print()
         console.print(tables.modules(placement))
     if placement.members:
