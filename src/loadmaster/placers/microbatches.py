@@ -56,7 +56,7 @@ def plan_microbatches(whole: Whole, ask: PlanRequest) -> Placement:
     quick = placer("pipeline", simulated=2, moves=0)
     for count in counts:
         ask.progress(f"{count} micro-batches", 0.0)
-        each = replace(ask, algorithm=quick, budget=_share(ask.budget, _FOR_COUNTS / len(counts)))
+        each = replace(ask, algorithm=quick, spill=None, budget=_share(ask.budget, _FOR_COUNTS / len(counts)))
         tried.append((count, find_placement(with_steps(make_microbatch(problem, count), count), each)))
     if not tried:
         return plain
@@ -97,7 +97,7 @@ def _refine(whole: Whole, tried: list[tuple[int, Placement]], ask: PlanRequest, 
     left = _share(ask.budget, 1.0 - _FOR_PLAIN - _FOR_COUNTS)
     if left.seconds is not None and ask.budget.seconds is not None:
         left = Budget(seconds=max(left.seconds, ask.budget.seconds - spent_s))
-    found = find_placement(problem, replace(ask, algorithm=placer("pipeline"), budget=left))
+    found = find_placement(problem, replace(ask, algorithm=placer("pipeline"), spill=None, budget=left))
     if problem is first.problem and _rank(first) < _rank(found):
         return first
     return found
