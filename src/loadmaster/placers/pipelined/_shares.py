@@ -15,11 +15,12 @@ _NEAR = 0.02  # of the work: how far a border may be from its share
 
 
 def answer_by_share(problem: Problem, run: Run, *, by_speed: bool, algorithm: str) -> Placement:
-    """One plan of all devices, in the order in which they were named."""
+    """One plan of all accelerators, else of all devices, in the order in which they were named."""
     line, tally = make_line(problem), Tally(problem, run)
     speed = device_speeds(line)
+    on_host = problem.cluster.on_host[problem.cluster.kind]
     usable = [d for d in range(len(speed)) if line.refused[-1, d] == 0]
-    usable = usable or list(range(len(speed)))
+    usable = [d for d in usable if not on_host[d]] or usable or list(range(len(speed)))
     schedule, each = schedules_asked(problem)[0]
     count = problem.schedule.num_microbatches if problem.schedule is not None else 1
     while len(usable) * each > line.num and len(usable) > 1:
