@@ -20,7 +20,8 @@ from loadmaster.cost.microbatch import make_microbatch
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.placers.bounds import quick_bound
 from loadmaster.placers.microbatches import counts_of
-from loadmaster.simulator.pipelines.unrolled import bubble_share, simulate_step
+from loadmaster.report.pipelines import bubble_share
+from loadmaster.simulator.pipelines.unrolled import simulate_step
 from tests import pipeline_steps
 from tests.builders import problem_of, star_cluster
 from tests.pipeline_steps import Layer, layers_problem, stage_seconds, step_seconds

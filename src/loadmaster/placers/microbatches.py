@@ -74,7 +74,7 @@ def plan_microbatches(whole: Whole, ask: PlanRequest) -> Placement:
 
 
 def propose_pipeline(placement: Placement, batch: int | None) -> tuple[Placement, float | None] | None:
-    """A pipeline that is faster by a tenth than one pass as it trains, or fits where that does not; else None.
+    """A pipeline that is a tenth faster than one pass as it trains, or fits where that does not; else None.
 
     With it the seconds of that pass.
 

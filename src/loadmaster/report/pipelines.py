@@ -14,7 +14,6 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.text_columns import columns, one_line
 from loadmaster.simulator.pipelines.stage_facts import find_facts
-from loadmaster.simulator.pipelines.unrolled import bubble_share
 
 _BLOCK = re.compile(r"((?:^|.*?\.)\D[^.]*)\.(\d+)(?=\.|$)")
 _UNEVEN = 1.05  # shares of layers and of speed that differ by less are not worth a word
@@ -177,3 +176,11 @@ def pipeline_document(placement: Placement, timeline: Timeline | None) -> dict[s
         "bubble_share": None if timeline is None else bubble_share(timeline, plan),
         "why": why(placement),
     }
+
+
+def bubble_share(timeline: Timeline, plan: Plan) -> float:
+    """The share of the step in which the devices of a pipeline wait."""
+    assert plan.pipeline is not None
+    used = np.unique(plan.pipeline.devices_of(plan.device))
+    busy: Floats = timeline.busy_s[used]
+    return float(1.0 - busy.sum() / (len(used) * timeline.step_s)) if timeline.step_s > 0 else 0.0

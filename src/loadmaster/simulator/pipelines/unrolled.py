@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loadmaster.core.arrays import Floats
 from loadmaster.core.check import check_plan
 from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan, in_graph_order
@@ -59,11 +58,3 @@ def simulate_step(problem: Problem, plan: Plan, *, links: Links | None = None) -
     moved = lowered.problem.graph.tensor_op[timeline.item[~compute]]
     batch[~compute] = lowered.microbatch[moved]
     return replace(timeline, microbatch=np.maximum(batch, 0)), lowered
-
-
-def bubble_share(timeline: Timeline, plan: Plan) -> float:
-    """The share of the step in which the devices of a pipeline wait."""
-    assert plan.pipeline is not None
-    used = np.unique(plan.pipeline.devices_of(plan.device))
-    busy: Floats = timeline.busy_s[used]
-    return float(1.0 - busy.sum() / (len(used) * timeline.step_s)) if timeline.step_s > 0 else 0.0
