@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loadmaster import api
-from loadmaster.core.errors import PlanError, ProblemError
+from loadmaster.core.errors import InputError, PlanError, ProblemError
 from loadmaster.core.graph import Phase
 from loadmaster.core.pipeline_order import in_flight_of, make_order
 from loadmaster.core.placement import Placement, Status
@@ -22,9 +22,10 @@ from loadmaster.placers.bounds import quick_bound
 from loadmaster.placers.microbatches import counts_of
 from loadmaster.report.pipelines import bubble_share
 from loadmaster.simulator.pipelines.unrolled import simulate_step
-from tests import pipeline_steps
+from tests import pipeline_steps, pipelines
 from tests.builders import problem_of, star_cluster
 from tests.pipeline_steps import Layer, layers_problem, stage_seconds, step_seconds
+from tests.strategies import problems
 
 PLAIN = ("gpipe", "1f1b")
 
@@ -146,7 +147,7 @@ layer = st.builds(
 paces = st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=1, max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_step_takes_what_the_second_evaluator_says(data: st.DataObject) -> None:
     layers, pace = data.draw(st.lists(layer, min_size=1, max_size=5)), data.draw(paces)
@@ -229,6 +230,37 @@ def test_a_pinned_op_and_equal_engines_keep_bounds_valid() -> None:
     assert placement.plan.device[problem.graph.op_name.index("f1")] == 1
     assert placement.score_s is not None
     assert placement.bound_s <= placement.score_s == pytest.approx(min(4 * 30.0 + 2.0, 4 * 36.0))
+
+
+ASKED = ("auto:3", "1f1b:2", "zb-h1:3", "interleaved:4x2", "gpipe:3")
+
+
+def require_sound(problem: Problem) -> None:
+    """The answer breaks no rule, is simulated as scored, and obeys its bound; or says why there is none."""
+    try:
+        placement = api.plan(problem, algorithm="pipeline", budget="20x")
+    except InputError as refusal:
+        if "cannot be cut into 2 or more stages" not in str(refusal):
+            raise
+        return
+    plan = placement.plan or placement.least_overflow_plan
+    assert plan is not None
+    assert [v for v in api.check_plan(problem, plan) if v.rule != "memory"] == []
+    if placement.score_s is not None:
+        assert api.simulate(problem, plan).step_s == placement.score_s >= placement.bound_s
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_training_graph_has_a_sound_answer(seed: int) -> None:
+    drawn = pipelines.random_pipeline(seed)
+    require_sound(replace(drawn, objective="step", split="free", pipeline=ASKED[seed % len(ASKED)]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.sampled_from(ASKED))
+def test_graphs_without_any_chain_have_a_sound_answer(problem: Problem, asked: str) -> None:
+    assume((problem.graph.phase == Phase.BACKWARD).any())
+    require_sound(replace(problem, objective="step", split="free", pipeline=asked))
 
 
 # ----------------------------------------------------------------------------------------- memory

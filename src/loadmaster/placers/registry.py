@@ -186,7 +186,7 @@ def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     if problem.objective not in known.objectives:
         return f"ask for --objective {known.objectives[0]}, or choose another algorithm"
     if known.stepped and not known.pipelines and not problem.is_stepped:
-        return "ask for some, e.g. --pipeline auto, or --pipeline 1f1b:8 --objective step"
+        return "ask for some, e.g. --pipeline 1f1b:8 --objective step, or choose another algorithm"
     if problem.is_stepped and not known.stepped:
         able = [name for name, entry in own_algorithms().items() if entry.traits.stepped]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"

@@ -76,11 +76,12 @@ class _Search:
         # Weights that no op holds by itself have gradients of unknown size: their sums cannot be priced.
         priced = line.gradient_bytes[-1] > 0 or line.resident_bytes[-1] == 0
         replicas = replicas and bool(priced)
+        is_free = len(schedules_asked(self.problem)) > 1
         layouts = [rows for rows in list_layouts(line, replicas=replicas) if len(rows) <= total]
         for schedule, each in schedules_asked(self.problem):
             rated: list[tuple[float, int, Candidate]] = []
             for at, rows in enumerate(layouts):
-                if each > 1 and len(rows[0]) < 2:
+                if each > 1 and len(rows[0]) < 2 and is_free:
                     continue  # stages of one device in turn are one stage
                 counts = share_microbatches(line, rows, total)
                 found = self._cut(Candidate(rows, counts, schedule, each), self._usable(_ROOM))

@@ -148,7 +148,7 @@ class _Lowering:
         whole = {
             Work.FORWARD: facts.forward_s[stage],
             Work.BACKWARD: facts.backward_s[stage],
-            Work.BACKWARD_INPUT: facts.backward_s[stage] - facts.weight_s[stage],
+            Work.BACKWARD_INPUT: facts.input_s[stage],
             Work.BACKWARD_WEIGHT: facts.weight_s[stage],
         }[work]
         temporary = facts.forward_temporary_bytes if forward else facts.backward_temporary_bytes

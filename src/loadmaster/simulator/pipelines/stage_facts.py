@@ -45,6 +45,12 @@ class StageFacts:
         """S."""
         return len(self.forward_bytes)
 
+    @property
+    def input_s(self) -> Floats:
+        """[S, K] backward passes without their part for weights, inf where they cannot run."""
+        runs = np.isfinite(self.backward_s)
+        return np.where(runs, self.backward_s - np.where(runs, self.weight_s, 0.0), np.inf)
+
 
 def find_facts(problem: Problem, stage: Ints, recompute: Bools, num_stages: int) -> StageFacts:
     """What stages of ops take and hold when op n is in `stage[n]`."""
