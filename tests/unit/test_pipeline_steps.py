@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loadmaster import api
+from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.errors import InputError, PlanError, ProblemError
 from loadmaster.core.graph import Phase
 from loadmaster.core.pipeline_order import in_flight_of, make_order
@@ -23,7 +24,7 @@ from loadmaster.placers.microbatches import counts_of
 from loadmaster.report.pipelines import bubble_share
 from loadmaster.simulator.pipelines.unrolled import simulate_step
 from tests import pipeline_steps, pipelines
-from tests.builders import problem_of, star_cluster
+from tests.builders import cluster_of, problem_of, star_cluster
 from tests.pipeline_steps import Layer, layers_problem, stage_seconds, step_seconds
 from tests.strategies import problems
 
@@ -369,6 +370,36 @@ def test_a_tensor_that_skips_a_stage_is_carried_through_it() -> None:
     sizes = sorted(lowered.problem.graph.tensor_bytes[moved].tolist())
     assert sizes == [5, 5, 5, 5, 55, 55, 55, 55]
     assert set(timeline.microbatch.tolist()) == {0, 1}
+
+
+def test_cpu_devices_of_one_host_are_processes_side_by_side() -> None:
+    graph = pipeline_steps.layers_graph([Layer(1.0, 1.0)] * 4)
+    cluster = parse_cluster("cpu#0-4GB, cpu#1-4GB")
+    assert len(set(cluster.engine.tolist())) == 1
+    seconds = [1.0 if name[0] in "fb" else 0.0 for name in graph.op_name]
+    problem = problem_of(graph, cluster, seconds, links="parallel", pipeline="1f1b:4")
+    placement = api.plan(problem, algorithm="pipeline", budget="60x")
+    assert placement.score_s is not None
+    assert placement.bound_s <= placement.score_s < 0.8 * 32.0
+
+
+def test_the_pipeline_stays_on_one_host_where_the_network_is_slow() -> None:
+    def hosts_used(bytes_per_s: float) -> int:
+        inside, outside = [0], [1]
+        routes = {
+            (i, j): inside if i // 2 == j // 2 else outside for i in range(4) for j in range(4) if i != j
+        }
+        cluster = cluster_of(routes, kind=[0] * 4, rate=[1e9, bytes_per_s])
+        graph = pipeline_steps.layers_graph([Layer(1.0, 2.0, sent=1000, weight=10**6)] * 8)
+        seconds = [{"f": 1.0, "b": 2.0}.get(name[0], 0.0) for name in graph.op_name]
+        problem = problem_of(graph, cluster, seconds, pipeline="1f1b:8")
+        plan = api.plan(problem, algorithm="pipeline", budget="80x").plan
+        assert plan is not None
+        assert plan.pipeline is not None
+        return len(set((plan.pipeline.devices_of(plan.device) // 2).reshape(-1).tolist()))
+
+    assert hosts_used(1e6) == 2
+    assert hosts_used(20.0) == 1
 
 
 # -------------------------------------------------------------------------------------- auto

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from loadmaster.core.arrays import Floats
+from loadmaster.core.cluster import process_engines
 from loadmaster.core.graph import NO_MIRROR, Phase, units
 from loadmaster.core.pipeline_order import INTERLEAVED, ZERO_BUBBLE
 from loadmaster.core.problem import Problem, allowed_devices
@@ -93,7 +94,7 @@ def _work_s(problem: Problem, seconds: Floats, count: int) -> float:
     """All work spread over engines in fractions."""
     graph, cluster = problem.graph, problem.cluster
     times = np.where(graph.phase == Phase.UPDATE, 1.0, float(count))
-    engines, engine = np.unique(cluster.engine, return_inverse=True)
+    engines, engine = np.unique(process_engines(cluster), return_inverse=True)
     by_engine = np.stack([seconds[:, engine == e].min(axis=1) for e in range(len(engines))], axis=1)
     columns, of_engine = np.unique(by_engine, axis=1, return_inverse=True)
     of_engine = of_engine.reshape(-1)
@@ -110,7 +111,7 @@ def _filling_s(problem: Problem, seconds: Floats, schedule: Schedule) -> float:
     """The bound of filling and draining, 0 where interleaved stages or shared engines may avoid it."""
     cluster = problem.cluster
     several = schedule.name in (AUTO, INTERLEAVED) or schedule.stages_per_rank > 1
-    if several or len(np.unique(cluster.engine)) < cluster.num_devices:
+    if several or len(np.unique(process_engines(cluster))) < cluster.num_devices:
         return 0.0
     most = _most_replicas(problem, schedule.num_microbatches)
     alone = _single_s(problem, seconds, schedule)
