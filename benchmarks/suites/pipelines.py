@@ -66,7 +66,12 @@ def run(report: Report) -> None:
         problem = replace(lm.problem(GRAPHS / path), objective=Objective.STEP, split=Split.FREE)
         began = time.process_time()
         placement = lm.plan(replace(problem, pipeline="auto:16"), algorithm="pipeline", budget=BUDGET)
-        _note(report, f"{Path(path).stem}, 16 micro-batches", placement, time.process_time() - began)
+        _note(
+            report,
+            f"{Path(path).parent.name}/{Path(path).stem}, 16 micro-batches",
+            placement,
+            time.process_time() - began,
+        )
 
 
 def _note(report: Report, what: str, placement: Placement, cpu_s: float) -> None:
