@@ -206,6 +206,7 @@ def test_compare_sets_all_algorithms_side_by_side_best_first(say: Say) -> None:
     names = {row["name"] for row in ask(say, "algorithms")["algorithms"]}
     assert {"auto", "single_device", "round_robin", "fastest_device", "chain_balance", "brute_force"} <= names
     for_pipelines = {"cpsat_throughput", "ideal_dp", "linear_dp", "local_search"}
+    for_pipelines |= {"pipeline", "pipeline_equal", "pipeline_by_speed"}
     said = ask(say, "compare", "gen:chain:8", "--budget", "50x")
     assert {row["name"] for row in said["results"]} == names - for_pipelines
     assert all(row["status"] for row in said["results"])
