@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from loadmaster.runtime.distributed.pipeline.deferred_weights import DEFERRABLE
 from loadmaster.runtime.distributed.pipeline.stage_cut import StageCut
 from loadmaster.runtime.graph_engine.input_binding import Fill, make_fills
 from loadmaster.runtime.graph_engine.op_facts import Facts
@@ -53,9 +54,13 @@ def build_stage(
     *,
     where: torch.device,
     outputs: Sequence[Any],
+    deferrable: bool = False,
 ) -> Stage:
-    """One stage of a cut; `outputs` are what the graph gives, None where nobody asks for it."""
-    writer = _StageWriter(program, facts, cut, index, where)
+    """One stage of a cut; `outputs` are what the graph gives, None where nobody asks for it.
+
+    `deferrable`: gradients of weights may be computed after those of inputs.
+    """
+    writer = _StageWriter(program, facts, cut, index, where, deferrable=deferrable)
     module, used = writer.write(outputs)
     reads = frozenset(node.meta["slot"].place for node in used if node.meta["slot"].kind == "input")
     stage = Stage(index, module, len(writer.received), reads)
@@ -93,10 +98,17 @@ class _StageWriter:
     """Writes the graph of one stage: (regions, received tensors, own inputs) -> outputs."""
 
     def __init__(
-        self, program: Program, facts: Facts, cut: StageCut, index: int, where: torch.device
+        self,
+        program: Program,
+        facts: Facts,
+        cut: StageCut,
+        index: int,
+        where: torch.device,
+        *,
+        deferrable: bool,
     ) -> None:
         self._program, self._facts, self._cut, self._index = program, facts, cut, index
-        self._where = where
+        self._where, self._deferrable = where, deferrable
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._region: Any = ()
@@ -136,9 +148,19 @@ class _StageWriter:
         self._enter(node.meta["region"])
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._new.__getitem__)
         args, kwargs = self._set_devices(node, args, kwargs)
-        made = self._graph.call_function(node.target, args, kwargs)
+        target = self._deferred(node) if self._deferrable and not kwargs else None
+        made = self._graph.call_function(target or node.target, args, kwargs)
         made.meta = {"op": node.meta["op"]}
         self._new[node] = made
+
+    def _deferred(self, node: fx.Node) -> Any:
+        """What runs instead of a layer whose weights are the model's own."""
+        instead, weights = DEFERRABLE.get(node.target, (None, ()))
+        for at in weights:
+            one = node.args[at] if at < len(node.args) else None
+            if one is not None and (not isinstance(one, fx.Node) or one.op != "placeholder"):
+                return None
+        return instead
 
     def _enter(self, region: Any) -> None:
         if region != self._region:
