@@ -35,6 +35,7 @@ from loadmaster.questions.problem import build_problem, revise_problem, target_o
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.runtime.distributed.launch import PipelineRun
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
@@ -45,6 +46,7 @@ __all__ = [
     "check_plan",
     "compare_timelines",
     "fit",
+    "launch",
     "load",
     "lower_bound",
     "place",
@@ -261,6 +263,37 @@ def run(
     return run_placed(
         placed, rebuilt, predicted, steps=steps, calibrate=calibrate, database=database, seed=seed, tell=tell
     )
+
+
+def launch(
+    plan: "Placement | str | os.PathLike[str]",
+    model: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    clip: float | None = None,
+    autocast: Any = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    source: str | None = None,
+) -> "PipelineRun":
+    """The processes of a pipeline, started here or, in a script that torchrun started, joined (docs/pipelines.md).
+
+    `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
+    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most seconds
+    that a process waits for another. With `emulate` hosts of the plan are network namespaces of this machine.
+    """
+    from loadmaster.runtime.distributed.launch import LaunchOptions, TrainOptions
+    from loadmaster.runtime.distributed.launch import launch as start
+    from loadmaster.runtime.place_request import load_placement, require_model
+
+    if model is not None:
+        require_model(model)
+    train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
+    return start(load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate))
 
 
 def simulate(

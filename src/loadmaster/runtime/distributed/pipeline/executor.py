@@ -14,6 +14,7 @@ had, and leaves buffers as they are.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,7 @@ class Executor:
     trained: Mapping[Any, Sequence[bool]] = field(default_factory=dict)
     before: Callable[[Action], None] | None = None
     spans: list[Span] = field(default_factory=list)
+    sizes: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: work, stage, bytes sent
     _layouts: dict[Any, Layout] = field(default_factory=dict)
     _told: set[Any] = field(default_factory=set)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
@@ -95,6 +97,7 @@ class Executor:
     _leaving: deque[Pending] = field(default_factory=deque)
     _batches: Sequence[MicroBatch] = ()
     _step: int = 0
+    _waited_s: float = 0.0
     _grad: bool = True
 
     def run(
@@ -108,12 +111,12 @@ class Executor:
     ) -> None:
         """One step; `finally_` does what is no work of a micro-batch: sums and updates."""
         self._batches, self._step, self._grad = batches, step, grad
-        self.spans = []
+        self.spans, self.sizes = [], []
         for at, action in enumerate(actions):
             if self.before is not None:
                 self.before(action)
             self._begin_receives(actions, at)
-            begun = time.monotonic()
+            begun, self._waited_s = time.monotonic(), 0.0
             if action.work in (Work.REDUCE, Work.UPDATE):
                 if finally_ is not None:
                     finally_(action)
@@ -121,7 +124,7 @@ class Executor:
                 self._do(action)
             if self.synchronize and self.where.type == "cuda":
                 torch.cuda.synchronize(self.where)
-            self.spans.append(Span(action, begun, time.monotonic()))
+            self.spans.append(Span(action, begun + self._waited_s, time.monotonic()))  # waits come first
         while self._leaving:
             self._leaving.popleft().wait()
         self._kept.clear()
@@ -226,8 +229,6 @@ class Executor:
         return given
 
     def _entered(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext() if self.context is None else self.context()
 
     def _set_generators(self, stage: int, batch: MicroBatch, states: Sequence[Any]) -> None:
@@ -237,7 +238,7 @@ class Executor:
             if self.where.type == "cuda":
                 torch.cuda.default_generators[self.where.index or 0].manual_seed(seed)
         elif states:
-            _restore(tuple(one.cpu() for one in states), self.where)
+            _restore(tuple(one.cpu().clone() for one in states), self.where)  # torch reads past a view's end
 
     # ------------------------------------------------------------------------------------- transfers
 
@@ -249,7 +250,7 @@ class Executor:
         if rank_of(source, len(self.ranks)) == self.place:
             tensors, wants = self._ready.pop((sent, source, number))
             return [one if one is None else one.detach() for one in tensors], wants
-        action = Action(work, stage, number)
+        action, begun = Action(work, stage, number), time.monotonic()
         pending = self._coming.pop(action, None)
         layout = self._layouts.get(self._key(action))
         if layout is None:
@@ -257,6 +258,7 @@ class Executor:
         if pending is None:
             pending = self._begin(action, layout)
         tensors = unpack(pending.wait(), layout) if layout.num_bytes else [None] * len(layout.entries)
+        self._waited_s += time.monotonic() - begun
         return list(tensors), [one.wants_grad for one in layout.entries]
 
     def _begin_receives(self, actions: Sequence[Action], at: int) -> None:
@@ -294,6 +296,7 @@ class Executor:
             for piece in (length, text):
                 moved = piece.to(self.where)
                 self._leaving.append(self.transport.send(moved, self.ranks[to], self._tag(action), words))
+        self.sizes.append((action.work.value, action.stage, layout.num_bytes))
         if layout.num_bytes:
             data = pack(tensors, layout, self.where)
             self._leaving.append(self.transport.send(data, self.ranks[to], self._tag(action), words))

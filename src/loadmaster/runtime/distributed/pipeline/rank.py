@@ -81,8 +81,8 @@ class PipelineRank:
     _orders: dict[bool, Order] = field(default_factory=dict)
     _readers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    _moved: bool = False
     _leftovers: dict[str, torch.Tensor] = field(default_factory=dict)
+    _waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Everything that needs no batch."""
@@ -309,6 +309,9 @@ class PipelineRank:
                 self.optimizer = make_optimizer(self.options.optimizer, weights)
                 if self.options.scheduler is not None:
                     self.scheduler = self.options.scheduler(self.optimizer)
+        waiting, self._waiting = self._waiting, []
+        for way in waiting:
+            way()
 
     def _all_tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -319,6 +322,29 @@ class PipelineRank:
         return {
             name: one for name, one in self.model.named_parameters() if self._readers.get(name, frozenset()) & own
         }
+
+    def saved_names(self) -> set[str]:
+        """Weights and buffers that this rank writes to checkpoints: the first place that has one does."""
+        if self.replica:
+            return set()
+        found = {name for name in self._readers if self.places_of(name)[:1] == (self.place,)}
+        return found | set(self._leftovers)
+
+    def held_names(self) -> set[str]:
+        """Weights and buffers that this rank has."""
+        found = {name for name in self._readers if self.place in self.places_of(name)}
+        return found | set(self._leftovers)
+
+    def plan_digest(self) -> str:
+        """Of the plan that is run."""
+        return self.placement.digest
+
+    def after_settling(self, way: Callable[[], None]) -> None:
+        """Do something as soon as this rank has its weights."""
+        if self._readers:
+            way()
+        else:
+            self._waiting.append(way)
 
     def places_of(self, name: str) -> tuple[int, ...]:
         """The places of a pipeline that have a weight or buffer."""
