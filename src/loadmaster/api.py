@@ -25,12 +25,14 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
+from loadmaster.core.schedule import AUTO
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
+from loadmaster.graph.source import is_model
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
-from loadmaster.questions.problem import build_problem, revise_problem, target_of
+from loadmaster.questions.problem import batch_of, build_problem, revise_problem, target_of
 
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
@@ -138,17 +140,26 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
+    question: Question | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
-    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'. With `spill` 'host' (or
+    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'; 'auto' weighs pipelines
+    of any schedule and number of micro-batches against other plans, for a step of the whole batch (then
+    `question` says how a Problem's micro-batches are captured). With `spill` 'host' (or
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
     """
     chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
+    if pipeline == AUTO:
+        question = question or _question_of(problem_or_source, devices)
+        whole = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
+        return _plan_microbatches(
+            whole, question, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress)
+        )
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
@@ -304,6 +315,10 @@ def simulate(
     from loadmaster.simulator.events import engine
 
     how = parse_choice(engine.Dispatch, dispatch)
+    if problem.is_stepped:
+        from loadmaster.simulator.pipelines.unrolled import simulate_step
+
+        return simulate_step(problem, plan, links=parse_choice(Links, links))[0]
     return engine.simulate(problem, plan, links=parse_choice(Links, links), dispatch=how)
 
 
@@ -333,7 +348,7 @@ def lower_bound(
 def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
-    from loadmaster.simulator.events.peak_check import check_plan_and_peaks
+    from loadmaster.simulator.peak_check import check_plan_and_peaks
 
     return check_plan_and_peaks(problem, plan)
 
@@ -359,6 +374,27 @@ def _resolve_problem(
     if devices is not None:
         raise InputError("a Problem has its devices already; give a source to plan on others")
     return revise_problem(given, objective=objective, links=links, split=split, pipeline=pipeline)
+
+
+def _question_of(given: Problem | Source, devices: Devices | None) -> Question | None:
+    """How a source would be captured again; a Problem does not know."""
+    return None if isinstance(given, Problem) else Question(given, devices)
+
+
+def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanRequest) -> Placement:
+    """Pipelines weighed against other plans, micro-batches captured anew where a question says how."""
+    from loadmaster.placers.microbatches import Whole, plan_microbatches
+
+    if question is None:
+        return plan_microbatches(Whole(whole), ask)
+    again = replace(question, pipeline=None, objective=Objective.STEP)
+    can = is_model(question.source)
+
+    def capture(batch: int) -> Problem:
+        part = build_problem(replace(again, batch=batch), progress=ask.progress)
+        return replace(part, links=whole.links)
+
+    return plan_microbatches(Whole(whole, batch_of(question), capture if can else None), ask)
 
 
 def _repair_plan(problem: Problem, start: Plan) -> Placement:

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from loadmaster.core.errors import InputError, UnknownNameError
 
@@ -81,6 +82,7 @@ def rank_of(stage: int, num_ranks: int) -> int:
     return stage % num_ranks
 
 
+@lru_cache(maxsize=1024)
 def make_order(schedule: str, num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Order:
     """What each rank computes, in order; `with_transfers` adds what it sends and receives."""
     num_ranks = _check(schedule, num_stages, num_microbatches, stages_per_rank)

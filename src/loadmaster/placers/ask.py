@@ -75,9 +75,10 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     from loadmaster.placers.bounds import quick_bound
     from loadmaster.placers.warm import warm_up_for
     from loadmaster.simulator.events import engine
+    from loadmaster.simulator.pipelines.unrolled import Unrolled
 
     bound = quick_bound(problem)
-    simulator = engine.prepare(problem)
+    simulator = Unrolled(problem) if problem.is_stepped else engine.prepare(problem)
     simulator.warm_up(ask.progress)
     warm_up_for(problem, ask.algorithm, ask.progress)
     captured = ask.order == CAPTURED

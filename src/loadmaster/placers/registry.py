@@ -20,7 +20,7 @@ from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.traits import Traits, read_traits, traits_of
 
-FAMILIES = ("heuristic", "exact", "search", "learned")
+FAMILIES = ("heuristic", "exact", "search", "pipelined", "learned")
 _HERE = Path(__file__).parent
 
 
@@ -118,7 +118,9 @@ def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
         return f"{known.name} serves {' and '.join(known.objectives)}, not {problem.objective}"
     if known.max_ops is not None and problem.graph.num_ops > known.max_ops:
         return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
-    if problem.pipeline and not known.pipelines:
+    if problem.is_stepped and not known.stepped:
+        return f"{known.name} makes no steps of micro-batches, and {problem.pipeline} is asked for"
+    if problem.pipeline and not (known.pipelines or known.stepped):
         return f"{known.name} makes no pipelines, and {problem.pipeline} is asked for"
     if problem.objective == Objective.THROUGHPUT and problem.split not in known.splits:
         return f"{known.name} makes {' or '.join(known.splits)} splits, not {problem.split}"
@@ -181,6 +183,9 @@ def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     known = traits_of(algorithm)
     if problem.objective not in known.objectives:
         return f"ask for --objective {known.objectives[0]}, or choose another algorithm"
+    if problem.is_stepped and not known.stepped:
+        able = [name for name, entry in own_algorithms().items() if entry.traits.stepped]
+        return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"
     if problem.pipeline and not known.pipelines:
         able = [name for name, entry in own_algorithms().items() if entry.traits.pipelines]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"

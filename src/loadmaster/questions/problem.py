@@ -12,6 +12,8 @@ from loadmaster.core.pins import resolve_pins
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
+from loadmaster.core.schedule import AUTO as AUTO_PIPELINE
+from loadmaster.core.schedule import OF_THROUGHPUT, parse_schedule
 from loadmaster.core.units import parse_bytes
 from loadmaster.cost.cost_request import (
     AUTO,
@@ -23,7 +25,7 @@ from loadmaster.cost.cost_request import (
     measure_unasked,
 )
 from loadmaster.cost.roofline import roofline_costs
-from loadmaster.graph.models import CaptureOptions
+from loadmaster.graph.models import DEFAULT_BATCH, CaptureOptions
 from loadmaster.graph.source import is_model, read_source
 
 
@@ -59,7 +61,9 @@ def build_problem(
         given = load_or_measure_costs(graph, cluster, budget_s, question.database, tell, progress)
     elif question.costs == AUTO and given is None and is_here(devices):
         given = measure_unasked(graph, cluster, question.database, tell, progress)
-    pipeline = question.pipeline
+    pipeline = None if question.pipeline == AUTO_PIPELINE else question.pipeline
+    if question.pipeline == AUTO_PIPELINE and question.objective is None:
+        question = replace(question, objective=Objective.STEP)
     asked = choose_objective(question.objective, pipeline, workload.objective)
     own = named is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
@@ -81,6 +85,13 @@ def _name_devices(source: object) -> str:
     return f"source {name} brings no devices; name some, e.g. --devices '2xA100-80GB'"
 
 
+def batch_of(question: Question) -> int | None:
+    """How many samples a step of a question's model has, None where nobody knows."""
+    if not is_model(question.source):
+        return question.batch
+    return question.batch or DEFAULT_BATCH
+
+
 def revise_problem(
     problem: Problem,
     *,
@@ -90,6 +101,8 @@ def revise_problem(
     pipeline: str | None,
 ) -> Problem:
     """The same problem asked differently; it keeps what is None."""
+    if pipeline == AUTO_PIPELINE:
+        objective, pipeline = objective or Objective.STEP, ""
     asked = choose_objective(objective, pipeline, problem.objective)
     kept = problem.split if asked == problem.objective else default_split(asked)
     staged = pipeline or (problem.pipeline if pipeline is None and asked == problem.objective else "")
@@ -119,8 +132,13 @@ def target_of(cluster: Cluster) -> str:
 def choose_objective(
     objective: Objective | str | None, pipeline: str | None, default: Objective
 ) -> Objective:
-    """The objective that is named; stages are for throughput."""
-    return parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else default)
+    """The objective that is named; '1f1b:8' alone is about throughput, other schedules are about a step."""
+    named = parse_choice(Objective, objective)
+    if named is not None or not pipeline:
+        return named or default
+    schedule = parse_schedule(pipeline)
+    steady = schedule.name in OF_THROUGHPUT and schedule.stages_per_rank == 1
+    return Objective.THROUGHPUT if steady else Objective.STEP
 
 
 def default_split(objective: Objective) -> Split:

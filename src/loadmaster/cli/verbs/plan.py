@@ -57,6 +57,7 @@ def command(
     from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
+    from loadmaster.core.schedule import AUTO
     from loadmaster.placers.ask import PlanInterrupted
     from loadmaster.placers.registry import objectives_of, placer
     from loadmaster.report import documents
@@ -64,7 +65,8 @@ def command(
 
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
-    problem = read_problem(build_question({"usual_costs": "auto", **options}))
+    question = build_question({"usual_costs": "auto", **options})
+    problem = read_problem(question)
     asked: dict[str, str | None] = {}
     served = objectives_of(chosen)
     if objective is None and pipeline is None and problem.objective not in served:
@@ -81,6 +83,8 @@ def command(
                 seed=seed,
                 spill=spill,
                 order=order,
+                pipeline=AUTO if pipeline == AUTO else None,
+                question=question,
                 progress=say,
                 **asked,
             )
