@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
     from loadmaster.runtime.distributed.launch import PipelineRun
+    from loadmaster.runtime.distributed.trial_run import PipelineOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
@@ -305,6 +306,46 @@ def launch(
         require_model(model)
     train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
     return start(load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate))
+
+
+def run_pipeline(
+    plan: "Placement | str | os.PathLike[str]",
+    *,
+    model: str | None = None,
+    steps: int = 20,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    every: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
+) -> "PipelineOutcome":
+    """Train a captured model on a pipeline for some steps of synthetic data: predicted beside measured.
+
+    With `checkpoint` the run goes on from the newest checkpoint in that folder, and leaves one at its end and
+    every so many steps.
+    """
+    from loadmaster.graph.origin import origin_of
+    from loadmaster.runtime.distributed.trial_run import run_steps
+    from loadmaster.runtime.place_request import load_placement
+    from loadmaster.runtime.run.launch import require_steps
+
+    require_steps(steps)
+    placement = load_placement(plan)
+    found = origin_of(placement.problem.graph)
+    source = model or (found[0] if found is not None else "")
+    with launch(
+        placement, source=model, seed=seed, timeout=timeout, threads=threads, emulate=emulate
+    ) as running:
+        return run_steps(
+            running,
+            steps,
+            tell or (lambda *_: None),
+            source=source,
+            checkpoint=checkpoint,
+            every=every,
+        )
 
 
 def simulate(

@@ -26,6 +26,7 @@ from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOpti
 from loadmaster.runtime.distributed.synthetic import SyntheticBatches
 from loadmaster.runtime.distributed.transports import Waits
 from loadmaster.runtime.transport.devices import locate_device
+from loadmaster.zoo.hf import restore_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class Member:
             model = parts["model"]
             self.batches = SyntheticBatches.of(parts, sum(layout.micro_batches), options.seed)
             options = self.batches.complete(options)
+        else:
+            restore_attention(model)
         self.rank = PipelineRank(self.placement, model, options, rank, self.where, transport, self.waits)
         self.offset_s = clock_offset_s(self.waits) if layout.world > 1 else 0.0
 
@@ -97,7 +100,8 @@ class Member:
             case "save":
                 return checkpoints.save(rank, Path(given), self.waits)
             case "load":
-                return checkpoints.load(rank, Path(given))
+                rank.after_settling(lambda: checkpoints.load(rank, Path(given)))
+                return None
             case "state":
                 return checkpoints.own_state(rank)
             case "clocked":

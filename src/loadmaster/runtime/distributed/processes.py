@@ -14,7 +14,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any
 
 from loadmaster.core.errors import InputError, LoadmasterError, RunError
 from loadmaster.runtime.distributed.network_space import enter_space
+from loadmaster.runtime.distributed.peers import leave
 
 _GRACE_S = 1.5  # for others to say what they know
 _STOPPED_S = 2.0
@@ -244,9 +244,7 @@ def _work(pipe: Connection, lifeline: Connection, rank: int, space: str | None) 
     except BaseException as problem:
         _tell_failure(pipe, rank, problem)
         os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of transports may still wait for ranks that have ended
+    leave()
 
 
 def _end_with_parent(lifeline: Connection) -> None:

@@ -77,7 +77,7 @@ def layout_of(placement: Placement) -> PipelineLayout:
         raise PlanError("the plan has no pipeline; run it with lm.place or `loadmaster run` without --launch")
     pipeline = plan.pipeline
     stages = len(pipeline.replicas)
-    device = tuple(tuple(int(d) for d in row) for row in getattr(pipeline, "replica_device", ()))
+    device = tuple(tuple(int(d) for d in row) for row in pipeline.replica_device)
     if not device:
         if (pipeline.replicas > 1).any():
             raise PlanError(
@@ -85,17 +85,17 @@ def layout_of(placement: Placement) -> PipelineLayout:
                 " pipeline are run. Plan with --pipeline auto"
             )
         device = (_stage_devices(placement, stages),)
-    places = max(getattr(pipeline, "rank", ()), default=stages - 1) + 1
+    places = max(pipeline.rank, default=stages - 1) + 1
     for row in device:
         for stage, at in enumerate(row):
             if at != row[stage % places]:
                 raise PlanError(
                     f"stages {stage % places} and {stage} share a process, but the plan has them on two devices"
                 )
-    batches = tuple(getattr(pipeline, "replica_microbatches", ())) or (pipeline.num_microbatches,)
+    batches = tuple(pipeline.replica_microbatches) or (pipeline.num_microbatches,)
     again = frozenset(s for s in range(stages) if _is_recomputed(placement, s))
     return PipelineLayout(
-        stages, places, batches, tuple(getattr(pipeline, "microbatch_rows", ())), device, pipeline.schedule, again
+        stages, places, batches, tuple(pipeline.microbatch_rows), device, pipeline.schedule, again
     )
 
 
