@@ -96,7 +96,14 @@ class Trained:
 
 
 def train_plainly(
-    example: Example, given: Any, rows: list[int], make: Any, *, steps: int, seed: int = 0, clip: float | None = None
+    example: Example,
+    given: Any,
+    rows: list[int],
+    make: Any,
+    *,
+    steps: int,
+    seed: int = 0,
+    clip: float | None = None,
 ) -> Trained:
     """One process that runs the micro-batches one after the other, each with its own random numbers."""
     optimizer, losses = make(list(example.model.parameters())), []

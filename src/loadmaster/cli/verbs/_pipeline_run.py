@@ -50,9 +50,13 @@ def run_pipeline(asked: PipelineRequest, bar: Callable[[], AbstractContextManage
             " torchrun --nproc-per-node N -m loadmaster run PLAN"
         )
     if asked.launch is not None and under_torchrun:
-        raise InputError("--launch local starts processes, and torchrun did so already; leave out one of both")
+        raise InputError(
+            "--launch local starts processes, and torchrun did so already; leave out one of both"
+        )
     if not isinstance(asked.placement, Placement):
-        raise InputError(f"{asked.path} holds no placement; save one with: loadmaster plan MODEL --out plan.json")
+        raise InputError(
+            f"{asked.path} holds no placement; save one with: loadmaster plan MODEL --out plan.json"
+        )
     if asked.every < 0 or (asked.every and asked.checkpoint is None):
         raise InputError(f"--every {asked.every} needs --checkpoint DIR, and a whole number >= 1")
     with bar() as (say, tell):
@@ -108,7 +112,9 @@ def _show(ran: "PipelineRan", written: dict[str, str]) -> None:
     console = stdout()
     rows: dict[str, object] = {"model": ran.source}
     copies = f", {ran.replicas} replicas" if ran.replicas > 1 else ""
-    rows["pipeline"] = f"{ran.processes} processes{copies}, {ran.schedule}, {ran.num_microbatches} micro-batches"
+    rows["pipeline"] = (
+        f"{ran.processes} processes{copies}, {ran.schedule}, {ran.num_microbatches} micro-batches"
+    )
     rows["steps"] = f"{ran.steps_done} of {ran.steps_asked} ({ran.ended})"
     finite = [loss for loss in ran.losses if loss is not None]
     if finite:

@@ -98,7 +98,20 @@ def command(
         from loadmaster.cli.verbs._pipeline_run import PipelineRequest, run_pipeline
 
         request = PipelineRequest(
-            plan, placement, launch, model, steps, seed, checkpoint, every, timeout, threads, emulate, out, trace, json
+            plan,
+            placement,
+            launch,
+            model,
+            steps,
+            seed,
+            checkpoint,
+            every,
+            timeout,
+            threads,
+            emulate,
+            out,
+            trace,
+            json,
         )
         run_pipeline(request, lambda: _show_progress_bar(plan, steps))
         return

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import loadmaster
 from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.core.io import write_bytes
 from loadmaster.modules.checkpoint import Checkpoint
@@ -144,10 +144,14 @@ def load(holder: Holder, folder: Path) -> int:
     for name, tensor in holder.model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and name in weights.names:
             alias.setdefault(first[id(tensor)], name)
-    lasting = {first[id(t)] for t in holder.model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)}
+    lasting = {
+        first[id(t)] for t in holder.model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)
+    }
     lacking = sorted((held & lasting) - set(alias))
     if lacking:
-        raise InputError(f"{source} lacks {lacking[0]!r}, which the model has; is it a checkpoint of another model?")
+        raise InputError(
+            f"{source} lacks {lacking[0]!r}, which the model has; is it a checkpoint of another model?"
+        )
     tensors = {**dict(holder.model.named_parameters()), **dict(holder.model.named_buffers())}
     with torch.no_grad():
         for name in sorted(held & set(alias)):
@@ -185,11 +189,14 @@ def _finish(holder: Holder, scratch: Path, target: Path, told: Sequence[Any]) ->
         weight_map |= own_map
         groups += own_groups
         scalars |= own_scalars
-    index = {"metadata": {"total_size": sum(one[3] for one in told)}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": sum(one[3] for one in told)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     write_bytes(msgspec.json.encode(index), scratch / INDEX)
     scheduler = _plain(holder.scheduler.state_dict()) if holder.scheduler is not None else None
     facts = _Facts(
-        holder.steps_done, loadmaster.__version__, holder.plan_digest(), groups, scheduler, scalars
+        holder.steps_done, version("loadmaster"), holder.plan_digest(), groups, scheduler, scalars
     )
     write_bytes(msgspec.json.encode(facts), scratch / FACTS)
     _sync(scratch)
@@ -273,7 +280,9 @@ def _load_optimizer(holder: Holder, source: Path, facts: _Facts) -> None:
     for group in holder.optimizer.param_groups:
         names = [first[id(weight)] for weight in group["params"]]
         options = next((by_name[name] for name in names if name in by_name), {})
-        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in options.items() if key in group})
+        group.update(
+            {key: tuple(v) if isinstance(v, list) else v for key, v in options.items() if key in group}
+        )
         for weight, name in zip(group["params"], names, strict=True):
             state = {
                 key: _on_device(key, read_tensor(key, entries[f"{name}{_SEPARATOR}{key}"]), weight)

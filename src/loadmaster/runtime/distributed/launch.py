@@ -269,7 +269,7 @@ def _start(
         spaces = [network.space(host) for host in hosts] if network is not None else [None] * layout.world
         address = network.address if network is not None else "127.0.0.1"
         store = dist.TCPStore(
-            "0.0.0.0" if network is not None else "127.0.0.1",  # noqa: S104  # the bridge of our own namespaces
+            "0.0.0.0" if network is not None else "127.0.0.1",  # the bridge of our own namespaces
             0,
             layout.world,
             is_master=True,
@@ -280,7 +280,14 @@ def _start(
         specs = [
             MemberSpec(
                 data,
-                Meeting(rank, layout.world, address, store.port, options.timeout_s, "lo" if network is None else "eth0"),
+                Meeting(
+                    rank,
+                    layout.world,
+                    address,
+                    store.port,
+                    options.timeout_s,
+                    "lo" if network is None else "eth0",
+                ),
                 options.train,
                 model,
                 options.source,

@@ -1,18 +1,18 @@
 """Member: one process of a launched pipeline, answering commands; the same whether it is a worker or torchrun's.
 
-    prepare, step, evaluate, predict, save, load, state, spans, notes
+prepare, step, evaluate, predict, save, load, state, spans, notes
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import loadmaster
 from loadmaster.core.errors import ClusterError, InputError, LoadmasterError
 from loadmaster.core.io import decode
 from loadmaster.core.placement import Placement
@@ -20,7 +20,14 @@ from loadmaster.graph.models import CaptureOptions, load_model_parts
 from loadmaster.graph.origin import origin_of
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.clocks import clock_offset_s
-from loadmaster.runtime.distributed.peers import Meeting, describe_process, leave, meet, open_transport, require_agreement
+from loadmaster.runtime.distributed.peers import (
+    Meeting,
+    describe_process,
+    leave,
+    meet,
+    open_transport,
+    require_agreement,
+)
 from loadmaster.runtime.distributed.pipeline.layout import layout_of
 from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOptions
 from loadmaster.runtime.distributed.synthetic import SyntheticBatches
@@ -63,7 +70,7 @@ class Member:
             except LoadmasterError as failure:
                 problem = str(failure)
         meet(spec.meeting)
-        versions = {"loadmaster": loadmaster.__version__, "plan": self.placement.digest}
+        versions = {"loadmaster": version("loadmaster"), "plan": self.placement.digest}
         facts = describe_process(rank, str(self.where), versions, problem)
         everyone = require_agreement(facts, layout.world, ("loadmaster", "plan", "torch"))
         transport = open_transport(self.where, everyone, self.waits)
@@ -115,7 +122,13 @@ class Member:
         """What the last step took, on the common clock, and what this process holds."""
         rank = self.rank
         spans = [
-            (one.action.work.value, one.action.stage, one.action.microbatch, one.start_s + self.offset_s, one.end_s + self.offset_s)
+            (
+                one.action.work.value,
+                one.action.stage,
+                one.action.microbatch,
+                one.start_s + self.offset_s,
+                one.end_s + self.offset_s,
+            )
             for one in rank.executor.spans
         ]
         weights = sum(one.numel() * one.element_size() for one in rank.own_parameters().values())

@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from loadmaster.core.errors import InputError, LoadmasterError, RunError
-from loadmaster.runtime.distributed.transports import GLOO, NCCL, HostTransport, NcclTransport, Transport, Waits, choose_backend
+from loadmaster.runtime.distributed.transports import (
+    GLOO,
+    NCCL,
+    HostTransport,
+    NcclTransport,
+    Transport,
+    Waits,
+    choose_backend,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,11 @@ def meet(meeting: Meeting) -> None:
             dist.init_process_group(GLOO, rank=meeting.rank, world_size=meeting.world, timeout=limit)
             return
         store = dist.TCPStore(
-            meeting.address, meeting.port, meeting.world, is_master=meeting.is_server, timeout=limit,
+            meeting.address,
+            meeting.port,
+            meeting.world,
+            is_master=meeting.is_server,
+            timeout=limit,
             wait_for_workers=False,
         )
         dist.init_process_group(GLOO, store=store, rank=meeting.rank, world_size=meeting.world, timeout=limit)

@@ -69,7 +69,10 @@ class WorkerGroup:
                 line, ends = context.Pipe(duplex=False)
                 space = self.spaces[rank] if self.spaces else None
                 process = context.Process(
-                    target=_work, args=(theirs, line, rank, space), name=f"loadmaster rank {rank}", daemon=True
+                    target=_work,
+                    args=(theirs, line, rank, space),
+                    name=f"loadmaster rank {rank}",
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -161,7 +164,7 @@ class WorkerGroup:
     def _hear(self, rank: int, answers: dict[int, Any]) -> _Failure | None:
         try:
             if self._pipes[rank].poll():
-                kind, given = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301  # from our own worker
+                kind, given = pickle.loads(self._pipes[rank].recv_bytes())  # from our own worker
                 if kind == "done":
                     answers[rank] = given
                     return None
@@ -229,13 +232,13 @@ def _work(pipe: Connection, lifeline: Connection, rank: int, space: str | None) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     try:
-        entry, blob = pickle.loads(pipe.recv_bytes())  # noqa: S301  # from our own parent
+        entry, blob = pickle.loads(pipe.recv_bytes())  # from our own parent
         if space is not None:
             enter_space(space)
-        handler = entry(pickle.loads(blob))  # noqa: S301
+        handler = entry(pickle.loads(blob))
         pipe.send_bytes(pickle.dumps(("done", None)))
         while True:
-            command, arguments = pickle.loads(pipe.recv_bytes())  # noqa: S301
+            command, arguments = pickle.loads(pipe.recv_bytes())
             if command == "end":
                 break
             pipe.send_bytes(pickle.dumps(("done", handler(command, arguments))))
@@ -263,9 +266,7 @@ def _tell_failure(pipe: Connection, rank: int, problem: BaseException) -> None:
     known = isinstance(problem, LoadmasterError)
     words = str(problem) if known else f"rank {rank} raised {type(problem).__name__}: {problem}"
     lost = isinstance(problem, WaitError) or "onnection closed by peer" in str(problem)
-    failure = _Failure(
-        rank, words, text.getvalue(), is_input=isinstance(problem, InputError), follows=lost
-    )
+    failure = _Failure(rank, words, text.getvalue(), is_input=isinstance(problem, InputError), follows=lost)
     try:
         pipe.send_bytes(pickle.dumps(("failed", failure)))
     except OSError:

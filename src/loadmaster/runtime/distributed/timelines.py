@@ -34,7 +34,9 @@ class StageTimes:
     bubble_share: float  # of its rank
 
 
-def merge_spans(placement: Placement, devices: Sequence[int], reports: Sequence[Mapping[str, Any]]) -> Timeline:
+def merge_spans(
+    placement: Placement, devices: Sequence[int], reports: Sequence[Mapping[str, Any]]
+) -> Timeline:
     """One step as all ranks measured it: `devices[r]` is rank r's; transfers are where they were waited for."""
     cluster, graph, plan = placement.problem.cluster, placement.problem.graph, placement.plan
     assert plan is not None, "it ran"
@@ -67,9 +69,7 @@ def merge_spans(placement: Placement, devices: Sequence[int], reports: Sequence[
     )
 
 
-def stage_times(
-    reports: Sequence[Mapping[str, Any]], device_names: Sequence[str]
-) -> tuple[StageTimes, ...]:
+def stage_times(reports: Sequence[Mapping[str, Any]], device_names: Sequence[str]) -> tuple[StageTimes, ...]:
     """Each stage of each rank; the bubble is what its rank did not compute between the first span and the last."""
     spans = [span for report in reports for span in report["spans"]]
     if not spans:

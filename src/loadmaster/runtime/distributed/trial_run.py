@@ -133,6 +133,3 @@ def _predicted_step_s(placement: Placement) -> float:
     if placement.problem.objective == Objective.STEP or pipeline is None:
         return score
     return score * (pipeline.num_microbatches + len(pipeline.replicas) - 1)
-
-
-

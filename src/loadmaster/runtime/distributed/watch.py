@@ -89,7 +89,11 @@ class PeerWatch:
             f"rank {lost} has given no sign of life for {self.lost_s:g} s; it was stopped, or its host is gone"
         ]
         waiting = {rank: text.partition("|")[2] for rank, text in said.items()} | {self.rank: self.waits.now}
-        lines += [f"rank {rank} waited for {what}" for rank, what in sorted(waiting.items()) if what and rank != lost]
+        lines += [
+            f"rank {rank} waited for {what}"
+            for rank, what in sorted(waiting.items())
+            if what and rank != lost
+        ]
         return "; ".join(lines)
 
     def _end(self, words: str) -> None:

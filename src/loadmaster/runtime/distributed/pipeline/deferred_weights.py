@@ -176,7 +176,13 @@ def addmm(bias: Any, x: Any, weight: Any) -> Any:
 
 
 def conv2d(
-    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Any:
     """`aten.conv2d`."""
     return _Layer.apply(_Conv2d, (stride, padding, dilation, groups), x, weight, bias)

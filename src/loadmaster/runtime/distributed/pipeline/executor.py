@@ -88,7 +88,9 @@ class Executor:
     trained: Mapping[Any, Sequence[bool]] = field(default_factory=dict)
     before: Callable[[Action], None] | None = None
     spans: list[Span] = field(default_factory=list)
-    sizes: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: work, stage, bytes sent
+    sizes: list[tuple[str, int, int]] = field(
+        default_factory=list
+    )  # of the last step: work, stage, bytes sent
     _layouts: dict[Any, Layout] = field(default_factory=dict)
     _told: set[Any] = field(default_factory=set)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
@@ -343,7 +345,9 @@ class _Nothing:
 
 def _require_tensor(value: Any, stage: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise RunError(f"stage {stage} gives a {type(value).__name__}, and only tensors go from stage to stage")
+        raise RunError(
+            f"stage {stage} gives a {type(value).__name__}, and only tensors go from stage to stage"
+        )
     return value
 
 

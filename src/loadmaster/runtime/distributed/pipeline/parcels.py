@@ -14,7 +14,11 @@ import torch
 from loadmaster.core.errors import RunError
 
 _ALIGN = 64
-_TYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_TYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -65,7 +69,9 @@ def make_layout(tensors: Sequence[torch.Tensor | None], wants_grad: Sequence[boo
 
 def pack(tensors: Sequence[torch.Tensor | None], layout: Layout, where: torch.device) -> torch.Tensor:
     """The parcel as bytes on a device; a lone contiguous tensor is its own parcel."""
-    present = [(t.detach(), e) for t, e in zip(tensors, layout.entries, strict=True) if t is not None and e.dtype]
+    present = [
+        (t.detach(), e) for t, e in zip(tensors, layout.entries, strict=True) if t is not None and e.dtype
+    ]
     lacking = [e for t, e in zip(tensors, layout.entries, strict=True) if (t is None) != (not e.dtype)]
     for tensor, entry in present:
         if tuple(tensor.shape) != entry.shape or str(tensor.dtype).removeprefix("torch.") != entry.dtype:

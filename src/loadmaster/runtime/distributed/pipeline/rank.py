@@ -40,7 +40,9 @@ from loadmaster.runtime.graph_engine.program import Program, export_program
 class TrainOptions:
     """How a pipeline trains; in a launched run these travel to the workers."""
 
-    loss: Callable[..., torch.Tensor] | None = None  # of what the model gives, and of the target if there is one
+    loss: Callable[..., torch.Tensor] | None = (
+        None  # of what the model gives, and of the target if there is one
+    )
     optimizer: Any = None  # a class, a name, or a function of a list of weights; None: gradients only
     scheduler: Callable[[Any], Any] | None = None  # makes one of the optimizer
     clip: float | None = None  # largest norm of all gradients together
@@ -276,9 +278,13 @@ class PipelineRank:
             for index in self.own_stages
         }
         for index, stage in stages.items():
-            lacking = [name for name, one in (*stage.named_parameters(), *stage.named_buffers()) if one.is_meta]
+            lacking = [
+                name for name, one in (*stage.named_parameters(), *stage.named_buffers()) if one.is_meta
+            ]
             if lacking:
-                raise RunError(f"stage {index} reads {lacking[0]!r}, which belongs to another stage in training")
+                raise RunError(
+                    f"stage {index} reads {lacking[0]!r}, which belongs to another stage in training"
+                )
         if training:
             shape = len(self._built)
             trained = {
@@ -320,7 +326,9 @@ class PipelineRank:
         """Weights of this rank's stages by their first name."""
         own = set(self.own_stages)
         return {
-            name: one for name, one in self.model.named_parameters() if self._readers.get(name, frozenset()) & own
+            name: one
+            for name, one in self.model.named_parameters()
+            if self._readers.get(name, frozenset()) & own
         }
 
     def saved_names(self) -> set[str]:
