@@ -292,11 +292,11 @@ def launch(
     emulate: bool = False,
     source: str | None = None,
 ) -> "PipelineRun":
-    """The processes of a pipeline, started here or, in a script that torchrun started, joined (docs/pipelines.md).
+    """The processes of a pipeline, started here or, under torchrun, joined (docs/pipelines.md).
 
     `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
-    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most seconds
-    that a process waits for another. With `emulate` hosts of the plan are network namespaces of this machine.
+    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
+    seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
     """
     from loadmaster.runtime.distributed.launch import LaunchOptions, TrainOptions
     from loadmaster.runtime.distributed.launch import launch as start

@@ -1,4 +1,4 @@
-"""Pipelines over real processes: the numbers of plain training, checkpoints, and what happens when one dies."""
+"""Pipelines over real processes: numbers, checkpoints, and what happens when one dies."""
 
 import copy
 import os

@@ -244,7 +244,8 @@ def require_plan(placement: Placement) -> Plan:
         )
     if plan.pipeline is not None:
         raise PlanError(
-            "the plan has a pipeline, whose stages are processes; run it with lm.launch, or with: loadmaster run"
+            "the plan has a pipeline, whose stages are processes; run it with lm.launch,"
+            " or with: loadmaster run"
             " PLAN --launch local"
         )
     if plan.recompute.any():

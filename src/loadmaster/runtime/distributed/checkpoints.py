@@ -6,9 +6,9 @@
         optimizer-00001-of-00002.safetensors NAME|exp_avg, ...
         training.json                        step, options of the optimizer, scheduler, the plan's digest
 
-The names are those of the plain model's `state_dict`, so it loads there, or into any other plan. All files are
-written into a hidden folder, which gets its name when every rank has written and synced its part: a checkpoint
-is whole, or is not there.
+The names are those of the plain model's `state_dict`, so it loads there, or into any other plan. All files
+are written into a hidden folder, which gets its name when every rank has written and synced its part: a
+checkpoint is whole, or is not there.
 """
 
 import os
@@ -92,7 +92,8 @@ def save(holder: Holder, folder: Path, waits: Waits) -> str:
     waits.now = "all ranks to begin a checkpoint"
     if not scratch.is_dir():
         raise FileError(
-            f"rank {holder.rank} does not see {folder} as rank 0 does; all hosts must write checkpoints to one"
+            f"rank {holder.rank} does not see {folder} as rank 0 does; all hosts must write"
+            " checkpoints to one"
             " shared folder"
         )
     weight_map = {}
@@ -195,9 +196,7 @@ def _finish(holder: Holder, scratch: Path, target: Path, told: Sequence[Any]) ->
     }
     write_bytes(msgspec.json.encode(index), scratch / INDEX)
     scheduler = _plain(holder.scheduler.state_dict()) if holder.scheduler is not None else None
-    facts = _Facts(
-        holder.steps_done, version("loadmaster"), holder.plan_digest(), groups, scheduler, scalars
-    )
+    facts = _Facts(holder.steps_done, version("loadmaster"), holder.plan_digest(), groups, scheduler, scalars)
     write_bytes(msgspec.json.encode(facts), scratch / FACTS)
     _sync(scratch)
     try:

@@ -5,8 +5,8 @@
         host 2 [ns] ── eth0 ── veth ──┘
 
 Each host's way out is shaped by a token bucket (`tc tbf`), so every link of a host together is as fast as its
-port. A delay needs `netem`, which not every kernel has: then it is said, and links have the right speed but no
-delay. It needs root (or CAP_NET_ADMIN) and the programs `ip` and `tc`.
+port. A delay needs `netem`, which not every kernel has: then it is said, and links have the right
+speed but no delay. It needs root (or CAP_NET_ADMIN) and the programs `ip` and `tc`.
 """
 
 import os

@@ -88,8 +88,8 @@ class PipelineRun:
     def step(self, batch: Any, target: Any = None, *, update: bool = True) -> float:
         """One training step; gives the mean loss over the rows of the batch.
 
-        `batch` is a tensor, a tuple of arguments or a dict of named ones; `loss(output, target)` compares. With
-        `update=False` gradients are only added up.
+        `batch` is a tensor, a tuple of arguments or a dict of named ones; `loss(output, target)` compares.
+        With `update=False` gradients are only added up.
         """
         args, kwargs = parse_batch(batch)
         answers = self._all("step", (args, kwargs, target, update))
@@ -193,7 +193,8 @@ class PipelineRun:
     def _require_member(self, what: str) -> Member:
         if self._member is None:
             raise InputError(
-                f"{what} are in the worker processes; pass optimizer=, scheduler= and clip= to lm.launch, or start"
+                f"{what} are in the worker processes; pass optimizer=, scheduler= and clip="
+                " to lm.launch, or start"
                 " the script with torchrun, where each process has its own"
             )
         return self._member
@@ -233,7 +234,8 @@ def layout_of_runnable(placement: Placement) -> PipelineLayout:
             needs, has = int(placement.peak_bytes[device]), int(cluster.usable_bytes[device])
             if needs > has:
                 raise PlanError(
-                    f"stage {stage} does not fit on {cluster.device_name[device]}: it needs {format_bytes(needs)},"
+                    f"stage {stage} does not fit on {cluster.device_name[device]}: it needs"
+                    f" {format_bytes(needs)},"
                     f" {format_bytes(has)} are there; plan more stages, fewer micro-batches or recomputation"
                 )
     return layout
@@ -248,7 +250,8 @@ def _join(
 ) -> PipelineRun:
     if meeting.world != layout.world:
         raise InputError(
-            f"the plan needs {layout.world} processes, {meeting.world} were started; start {layout.world}, e.g."
+            f"the plan needs {layout.world} processes, {meeting.world} were started; start"
+            f" {layout.world}, e.g."
             f" with torchrun --nproc-per-node {layout.world}, or plan for {meeting.world}"
         )
     spec = MemberSpec(b"", meeting, options.train, model, options.source, options.threads)
@@ -314,7 +317,8 @@ def _require_one_host(placement: Placement, options: LaunchOptions) -> None:
     hosts = sorted(set(cluster.host.tolist()))
     if len(hosts) > 1 and not options.emulate:
         raise PlanError(
-            f"the plan is for {len(hosts)} hosts and would all run on this one ({socket.gethostname()}); start it"
+            f"the plan is for {len(hosts)} hosts and would all run on this one"
+            f" ({socket.gethostname()}); start it"
             " with torchrun on each host, or emulate the hosts here (--emulate, emulate=True)"
         )
 

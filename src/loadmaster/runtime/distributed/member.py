@@ -1,4 +1,4 @@
-"""Member: one process of a launched pipeline, answering commands; the same whether it is a worker or torchrun's.
+"""Member: one process of a launched pipeline, started here or by torchrun; it answers commands.
 
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """

@@ -98,7 +98,8 @@ def _describe_meeting(meeting: Meeting, problem: str) -> str:
         return f"port {meeting.port} of {meeting.address} is in use; give another one (--master-port)"
     if "timed out" in lower or "timeout" in lower or "unreachable" in lower or "no route" in lower:
         return (
-            f"rank {meeting.rank} could not meet the others at {where} within {meeting.timeout_s:g} s ({first});"
+            f"rank {meeting.rank} could not meet the others at {where} within"
+            f" {meeting.timeout_s:g} s ({first});"
             " is that host up, is its port open, and were all processes started?"
         )
     return f"rank {meeting.rank} could not meet the others at {where}: {first}"
@@ -120,7 +121,8 @@ def require_agreement(facts: Facts, world_needed: int, names: Sequence[str]) -> 
         other = next((rank for rank, value in said.items() if value != said[0]), None)
         if other is not None:
             raise InputError(
-                f"rank 0 on {everyone[0].host} has {name} {said[0][:16]}, rank {other} on {everyone[other].host} has"
+                f"rank 0 on {everyone[0].host} has {name} {said[0][:16]}, rank {other} on"
+                f" {everyone[other].host} has"
                 f" {said[other][:16]}; give every process the same"
             )
     wrong = [one for one in everyone if one.problem]

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -93,10 +94,8 @@ class WorkerGroup:
         try:
             for rank, pipe in enumerate(self._pipes):
                 given = arguments[rank] if each else arguments
-                try:
+                with suppress(OSError):  # it has died; that is found below
                     pipe.send_bytes(pickle.dumps((command, given)))
-                except OSError:
-                    pass  # it has died; that is found below
             return self._collect()
         except BaseException:
             self.kill()
@@ -105,10 +104,8 @@ class WorkerGroup:
     def close(self) -> None:
         """Let workers end by themselves; those that do not are killed."""
         for pipe in self._pipes:
-            try:
+            with suppress(OSError):
                 pipe.send_bytes(pickle.dumps(("end", None)))
-            except OSError:
-                pass
         until = time.monotonic() + _END_S
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -220,7 +217,8 @@ def _pickle_spec(spec: Any) -> bytes:
         return pickle.dumps(spec)
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise InputError(
-            f"what workers need cannot be sent to them ({problem}); functions and classes must stand at the top"
+            f"what workers need cannot be sent to them ({problem}); functions and classes"
+            " must stand at the top"
             " level of a module: no lambda, nothing defined within a function. Under torchrun nothing is sent"
         ) from None
 
@@ -251,10 +249,8 @@ def _work(pipe: Connection, lifeline: Connection, rank: int, space: str | None) 
 
 
 def _end_with_parent(lifeline: Connection) -> None:
-    try:
+    with suppress(EOFError, OSError):
         lifeline.recv_bytes()
-    except (EOFError, OSError):
-        pass
     os._exit(1)
 
 
@@ -267,7 +263,5 @@ def _tell_failure(pipe: Connection, rank: int, problem: BaseException) -> None:
     words = str(problem) if known else f"rank {rank} raised {type(problem).__name__}: {problem}"
     lost = isinstance(problem, WaitError) or "onnection closed by peer" in str(problem)
     failure = _Failure(rank, words, text.getvalue(), is_input=isinstance(problem, InputError), follows=lost)
-    try:
+    with suppress(OSError):
         pipe.send_bytes(pickle.dumps(("failed", failure)))
-    except OSError:
-        pass

@@ -23,7 +23,7 @@ _PHASE = {
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage in one step: seconds of a micro-batch, and how much of the step its process had nothing to do."""
+    """One stage in one step: seconds of a micro-batch, and the share without work."""
 
     stage: int
     rank: int
@@ -37,7 +37,7 @@ class StageTimes:
 def merge_spans(
     placement: Placement, devices: Sequence[int], reports: Sequence[Mapping[str, Any]]
 ) -> Timeline:
-    """One step as all ranks measured it: `devices[r]` is rank r's; transfers are where they were waited for."""
+    """One step as all ranks measured it: `devices[r]` is rank r's."""
     cluster, graph, plan = placement.problem.cluster, placement.problem.graph, placement.plan
     assert plan is not None, "it ran"
     assert plan.pipeline is not None, "it ran as a pipeline"
@@ -70,7 +70,7 @@ def merge_spans(
 
 
 def stage_times(reports: Sequence[Mapping[str, Any]], device_names: Sequence[str]) -> tuple[StageTimes, ...]:
-    """Each stage of each rank; the bubble is what its rank did not compute between the first span and the last."""
+    """Each stage of each rank; the bubble is what is left of the step."""
     spans = [span for report in reports for span in report["spans"]]
     if not spans:
         return ()

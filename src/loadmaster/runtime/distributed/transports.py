@@ -47,7 +47,8 @@ class Waits:
         lower = problem.lower()
         if "time" in lower and "out" in lower:
             return (
-                f"rank {self.rank} waited {self.timeout_s:g} s for {what}; look at what that rank did meanwhile, or"
+                f"rank {self.rank} waited {self.timeout_s:g} s for {what}; look at what"
+                " that rank did meanwhile, or"
                 " give more time (--timeout)"
             )
         first = problem.splitlines()[0] if problem else "the connection was lost"

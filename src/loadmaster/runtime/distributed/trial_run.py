@@ -39,7 +39,7 @@ def run_steps(
     checkpoint: str | None = None,
     every: int = 0,
 ) -> PipelineOutcome:
-    """Train; with a folder go on from its newest checkpoint, and write one at the end and every so many steps."""
+    """Train; with a folder go on from its newest checkpoint, and write more there."""
     saved: str | None = None
     if checkpoint is not None:
         newest = checkpoints.find_latest(Path(checkpoint))

@@ -86,7 +86,8 @@ class PeerWatch:
 
     def _describe(self, lost: int, words: str, said: dict[int, str]) -> str:
         lines = [
-            f"rank {lost} has given no sign of life for {self.lost_s:g} s; it was stopped, or its host is gone"
+            f"rank {lost} has given no sign of life for {self.lost_s:g} s; it was stopped,"
+            " or its host is gone"
         ]
         waiting = {rank: text.partition("|")[2] for rank, text in said.items()} | {self.rank: self.waits.now}
         lines += [

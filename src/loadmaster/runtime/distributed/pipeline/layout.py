@@ -1,4 +1,4 @@
-"""Layout: which process runs which stage of which replica, on which device, and which rows of a batch it gets."""
+"""Layout: the stages, the device and the rows of a batch of each process."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,8 @@ class PipelineLayout:
         count = sum(self.micro_batches)
         if rows < count:
             raise InputError(
-                f"a batch of {rows} cannot be split into {count} micro-batches; give at least {count} rows, or"
+                f"a batch of {rows} cannot be split into {count} micro-batches; give at"
+                f" least {count} rows, or"
                 " plan fewer micro-batches"
             )
         if self.rows and sum(self.rows) == rows:
@@ -72,7 +73,7 @@ class PipelineLayout:
 
 def layout_of(placement: Placement) -> PipelineLayout:
     """The layout of a plan; refuses what is not run."""
-    plan, graph = placement.plan, placement.problem.graph
+    plan = placement.plan
     if plan is None or plan.pipeline is None:
         raise PlanError("the plan has no pipeline; run it with lm.place or `loadmaster run` without --launch")
     pipeline = plan.pipeline
@@ -81,7 +82,8 @@ def layout_of(placement: Placement) -> PipelineLayout:
     if not device:
         if (pipeline.replicas > 1).any():
             raise PlanError(
-                f"the plan copies single stages {pipeline.replicas.tolist()} times; only replicas of the whole"
+                f"the plan copies single stages {pipeline.replicas.tolist()} times; only"
+                " replicas of the whole"
                 " pipeline are run. Plan with --pipeline auto"
             )
         device = (_stage_devices(placement, stages),)
@@ -90,7 +92,8 @@ def layout_of(placement: Placement) -> PipelineLayout:
         for stage, at in enumerate(row):
             if at != row[stage % places]:
                 raise PlanError(
-                    f"stages {stage % places} and {stage} share a process, but the plan has them on two devices"
+                    f"stages {stage % places} and {stage} share a process, but the plan has"
+                    " them on two devices"
                 )
     batches = tuple(pipeline.replica_microbatches) or (pipeline.num_microbatches,)
     again = frozenset(s for s in range(stages) if _is_recomputed(placement, s))
@@ -110,7 +113,8 @@ def _stage_devices(placement: Placement, stages: int) -> tuple[int, ...]:
             raise PlanError(f"stage {stage} of {stages} has no op; plan fewer stages")
         if len(set(own.tolist())) > 1:
             raise PlanError(
-                f"stage {stage} has ops on {len(set(own.tolist()))} devices; a stage is run by one process on one device"
+                f"stage {stage} has ops on {len(set(own.tolist()))} devices; a stage is run"
+                " by one process on one device"
             )
         found.append(int(own[0]))
     return tuple(found)

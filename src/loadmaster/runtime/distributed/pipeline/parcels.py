@@ -79,7 +79,8 @@ def pack(tensors: Sequence[torch.Tensor | None], layout: Layout, where: torch.de
     if lacking:
         raise RunError(
             "a micro-batch gives other tensors than the one before it, so the next stage cannot receive them:"
-            f" {lacking[0].shape} {lacking[0].dtype or 'nothing'} was expected; the model's shapes must not depend on values"
+            f" {lacking[0].shape} {lacking[0].dtype or 'nothing'} was expected; the model's"
+            " shapes must not depend on values"
         )
     if len(present) == 1 and present[0][0].is_contiguous() and present[0][0].device == where:
         return present[0][0].reshape(-1).view(torch.uint8)

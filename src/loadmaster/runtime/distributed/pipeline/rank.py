@@ -150,7 +150,7 @@ class PipelineRank:
         return self._sum_losses(batches)
 
     def predict(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Any]] | None:
-        """What the model gives for every micro-batch of this replica, in eval mode; None: not the last rank."""
+        """What the model gives for every micro-batch of this replica, in eval mode; None: not the last."""
         self.model.eval()
         try:
             batches = self._make_batches(args, kwargs, None, training=False, outputs=True)
@@ -295,7 +295,7 @@ class PipelineRank:
         return _Built(program, cut, stages, chosen, readers)
 
     def _settle(self, readers: Mapping[str, frozenset[int]]) -> None:
-        """Once: own weights go to the device, others are let go, copies are made equal, the optimizer is made."""
+        """Once: own weights go to the device, others are let go, copies are made equal."""
         self._readers = readers
         own = {name for name, stages in readers.items() if stages & set(self.own_stages)}
         self._make_groups()
