@@ -115,7 +115,7 @@ def train_plainly(
             torch.manual_seed(micro_batch_seed(seed, step, number))
             loss = compute_loss(example.model(*args, **kwargs), example.loss) * (rows[number] / sum(rows))
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(example.model.parameters(), clip)
         optimizer.step()

@@ -53,7 +53,7 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
     plain.model.eval()
     whole = plain.model(given[0][0])
     assert torch.allclose(outputs, whole, rtol=1e-4, atol=1e-6)
-    assert loss == pytest.approx(float(square(whole)), rel=1e-5)
+    assert loss == pytest.approx(square(whole).item(), rel=1e-5)
     saved = Checkpoint(path)
     assert saved.names == set(plain.model.state_dict())
     fresh = Net()

@@ -208,6 +208,7 @@ class LaunchOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     threads: int | None = None  # of each process on a CPU
     source: str | None = None  # of the model, instead of the plan's own
+    environments: Sequence[Mapping[str, str]] = ()  # of each worker process, e.g. its share of a GPU under MPS
     emulate: bool = False  # hosts of the plan as network namespaces, links as the plan has them
 
 
@@ -298,7 +299,7 @@ def _start(
             )
             for rank in range(layout.world)
         ]
-        group = WorkerGroup(enter, specs, spaces)
+        group = WorkerGroup(enter, specs, spaces, options.environments)
         group.start()
     except BaseException:
         if network is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loadmaster.core.errors import ClusterError, InputError, LoadmasterError
+from loadmaster.core.errors import InputError, LoadmasterError
 from loadmaster.core.io import decode
 from loadmaster.core.placement import Placement
 from loadmaster.graph.models import CaptureOptions, load_model_parts
@@ -46,8 +46,6 @@ class MemberSpec:
     model: nn.Module | None = None  # None: made again from the source that the plan names
     source: str | None = None  # instead of the plan's own
     threads: int | None = None
-    memory_share: float | None = None  # of a GPU that several share
-    watches: bool = False
 
 
 class Member:
@@ -69,6 +67,8 @@ class Member:
                 self.where = _find_device(self.placement, layout.device_of(rank))
             except LoadmasterError as failure:
                 problem = str(failure)
+        if self.where.type == "cuda" and not problem:
+            _cap_memory(self.placement, layout.device_of(rank), self.where)
         meet(spec.meeting)
         versions = {"loadmaster": version("loadmaster"), "plan": self.placement.digest}
         facts = describe_process(rank, str(self.where), versions, problem)
@@ -157,6 +157,15 @@ def _find_device(placement: Placement, device: int) -> torch.device:
     return locate_device(cluster, device)
 
 
+def _cap_memory(placement: Placement, device: int, where: torch.device) -> None:
+    """A process that has a part of a GPU takes no more than that part."""
+    torch.cuda.set_device(where)
+    cluster = placement.problem.cluster
+    if "#" in cluster.device_name[device]:
+        total = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, float(cluster.memory_bytes[device]) / total), where)
+
+
 def _build_parts(placement: Placement, source: str | None, seed: int) -> dict[str, Any]:
     """The model again, with weights that a seed gives; every rank makes the same."""
     graph = placement.problem.graph
@@ -183,4 +192,3 @@ def local_threads(num_processes: int) -> int:
     return max(1, cores // num_processes)
 
 
-__all__ = ["ClusterError", "Member", "MemberSpec", "enter", "local_threads"]

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -55,6 +55,7 @@ class WorkerGroup:
     entry: Callable[[Any], Handler]  # in the worker: from its spec to what answers commands
     specs: Sequence[Any]
     spaces: Sequence[str | None] = ()  # network namespaces
+    environments: Sequence[Mapping[str, str]] = ()  # of each worker, beside the parent's
     processes: list[Any] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
     _lifelines: list[Connection] = field(default_factory=list)
@@ -69,9 +70,10 @@ class WorkerGroup:
                 pipe, theirs = context.Pipe()
                 line, ends = context.Pipe(duplex=False)
                 space = self.spaces[rank] if self.spaces else None
+                more = dict(self.environments[rank]) if self.environments else {}
                 process = context.Process(
                     target=_work,
-                    args=(theirs, line, rank, space),
+                    args=(theirs, line, rank, space, more),
                     name=f"loadmaster rank {rank}",
                     daemon=True,
                 )
@@ -226,7 +228,10 @@ def _pickle_spec(spec: Any) -> bytes:
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def _work(pipe: Connection, lifeline: Connection, rank: int, space: str | None) -> None:
+def _work(
+    pipe: Connection, lifeline: Connection, rank: int, space: str | None, environment: Mapping[str, str]
+) -> None:
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     try:

@@ -224,9 +224,8 @@ class Executor:
             given = list(module(*kept.received, leaves=batch.leaves))
             if stage == self.num_stages - 1:
                 given = [batch.finish(tuple(given))]
-        with torch.no_grad():
-            for one, value in buffers:
-                one.copy_(value)
+        for one, value in buffers:
+            one.data.copy_(value)  # the backward pass would refuse an average that was written since
         _restore(now, self.where)
         return given
 
