@@ -426,8 +426,9 @@ def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanReque
     """Pipelines weighed against other plans, micro-batches captured anew where a question says how."""
     from loadmaster.placers.microbatches import Whole, plan_microbatches
 
+    batch = batch_of(whole.graph, question)
     if question is None:
-        return plan_microbatches(Whole(whole), ask)
+        return plan_microbatches(Whole(whole, batch), ask)
     again = replace(question, pipeline=None, objective=Objective.STEP)
     can = is_model(question.source)
 
@@ -435,7 +436,7 @@ def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanReque
         part = build_problem(replace(again, batch=batch), progress=ask.progress)
         return replace(part, links=whole.links)
 
-    return plan_microbatches(Whole(whole, batch_of(question), capture if can else None), ask)
+    return plan_microbatches(Whole(whole, batch, capture if can else None), ask)
 
 
 def _repair_plan(problem: Problem, start: Plan) -> Placement:

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import InputError, ProblemError
 from loadmaster.core.graph import Phase
+from loadmaster.core.pipeline_order import ONE_F_ONE_B
 from loadmaster.core.placement import Member, Placement, Status
+from loadmaster.core.plan import in_graph_order
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Budget
 from loadmaster.core.schedule import AUTO
 from loadmaster.core.units import format_seconds
 from loadmaster.cost.microbatch import make_microbatch
-from loadmaster.placers.ask import PlanRequest, find_placement
+from loadmaster.graph.origin import origin_of
+from loadmaster.placers.ask import CAPTURED, PlanRequest, find_placement
 from loadmaster.placers.registry import placer
 
 _MOST_COUNTS = 6
@@ -26,6 +29,9 @@ _MOST_MICROBATCHES = 64
 _ANY_BATCH = 32  # of a graph that does not say how large its batch is
 _FOR_PLAIN, _FOR_COUNTS = 0.3, 0.3  # of the budget
 _BELOW = 1.0 - 1e-12
+_MOST_PROPOSED, _MOST_LOOKS, _LOOKS = 16, 3, 4  # micro-batches, numbers of them, plans of each number
+_MOST_OPS = 20_000
+_WORTH_A_WORD = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,14 @@ def counts_of(batch: int | None) -> list[int]:
 def plan_microbatches(whole: Whole, ask: PlanRequest) -> Placement:
     """The best of op placement, one device and pipelines of any number of micro-batches."""
     problem, started = _require_training(whole.problem), time.perf_counter()
-    plain = find_placement(problem, replace(ask, budget=_share(ask.budget, _FOR_PLAIN)))
+    order = CAPTURED if _is_captured(problem) else ask.order  # a stage runs as torch does, so does one pass
+    plain = find_placement(problem, replace(ask, order=order, budget=_share(ask.budget, _FOR_PLAIN)))
     counts = counts_of(whole.batch) if problem.cluster.num_devices > 1 else []
     tried: list[tuple[int, Placement]] = []
     quick = placer("pipeline", simulated=2, moves=0)
     for count in counts:
         ask.progress(f"{count} micro-batches", 0.0)
-        each = replace(ask, algorithm=quick, budget=_share(ask.budget, _FOR_COUNTS / len(counts)))
+        each = replace(ask, algorithm=quick, spill=None, budget=_share(ask.budget, _FOR_COUNTS / len(counts)))
         tried.append((count, find_placement(with_steps(make_microbatch(problem, count), count), each)))
     if not tried:
         return plain
@@ -64,6 +71,43 @@ def plan_microbatches(whole: Whole, ask: PlanRequest) -> Placement:
     spent = time.perf_counter() - started
     best = _refine(whole, tried, ask, spent)
     return _choose(plain, best, tried, time.perf_counter() - started)
+
+
+def propose_pipeline(placement: Placement, batch: int | None) -> tuple[Placement, float | None] | None:
+    """A pipeline that is faster by a tenth than one pass as it trains, or fits where that does not; else None.
+
+    With it the seconds of that pass.
+
+    A brief look, at scaled micro-batches: `--pipeline auto` plans it properly.
+    """
+    problem = placement.problem
+    gpus = ~problem.cluster.on_host[problem.cluster.kind]
+    if problem.objective != Objective.STEP or problem.pipeline or gpus.sum() < 2 or not _is_captured(problem):
+        return None
+    if not (problem.graph.phase == Phase.BACKWARD).any() or problem.graph.num_ops > _MOST_OPS:
+        return None
+    quick = placer("pipeline", simulated=1, moves=0, replicas=False)
+    found = []
+    for count in [m for m in counts_of(batch) if m <= _MOST_PROPOSED][-_MOST_LOOKS:]:
+        ask = PlanRequest(quick, Budget(count=_LOOKS))
+        found.append(find_placement(with_steps(make_microbatch(problem, count), count, ONE_F_ONE_B), ask))
+    best = min(found, key=_rank, default=None)
+    if best is None or best.score_s is None:
+        return None
+    now_s = _as_trained_s(placement)
+    return (best, now_s) if now_s is None or best.score_s * _WORTH_A_WORD < now_s else None
+
+
+def _as_trained_s(placement: Placement) -> float | None:
+    """What a plan of one pass takes in torch's order, None without a plan."""
+    from loadmaster.simulator.events.engine import simulate
+
+    plan = placement.plan
+    return None if plan is None else simulate(placement.problem, in_graph_order(plan)).step_s
+
+
+def _is_captured(problem: Problem) -> bool:
+    return origin_of(problem.graph) is not None
 
 
 def _require_training(problem: Problem) -> Problem:
@@ -97,7 +141,7 @@ def _refine(whole: Whole, tried: list[tuple[int, Placement]], ask: PlanRequest, 
     left = _share(ask.budget, 1.0 - _FOR_PLAIN - _FOR_COUNTS)
     if left.seconds is not None and ask.budget.seconds is not None:
         left = Budget(seconds=max(left.seconds, ask.budget.seconds - spent_s))
-    found = find_placement(problem, replace(ask, algorithm=placer("pipeline"), budget=left))
+    found = find_placement(problem, replace(ask, algorithm=placer("pipeline"), spill=None, budget=left))
     if problem is first.problem and _rank(first) < _rank(found):
         return first
     return found

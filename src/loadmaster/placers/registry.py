@@ -120,6 +120,8 @@ def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
         return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
     if problem.is_stepped and not known.stepped:
         return f"{known.name} makes no steps of micro-batches, and {problem.pipeline} is asked for"
+    if known.stepped and not known.pipelines and not problem.is_stepped:
+        return f"{known.name} makes steps of micro-batches only"
     if problem.pipeline and not (known.pipelines or known.stepped):
         return f"{known.name} makes no pipelines, and {problem.pipeline} is asked for"
     if problem.objective == Objective.THROUGHPUT and problem.split not in known.splits:
@@ -183,6 +185,8 @@ def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     known = traits_of(algorithm)
     if problem.objective not in known.objectives:
         return f"ask for --objective {known.objectives[0]}, or choose another algorithm"
+    if known.stepped and not known.pipelines and not problem.is_stepped:
+        return "ask for some, e.g. --pipeline auto, or --pipeline 1f1b:8 --objective step"
     if problem.is_stepped and not known.stepped:
         able = [name for name, entry in own_algorithms().items() if entry.traits.stepped]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"

@@ -8,6 +8,7 @@ from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.choices import parse_choice
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ProblemError, UnknownNameError
+from loadmaster.core.graph import Graph
 from loadmaster.core.pins import resolve_pins
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.question import Question
@@ -26,6 +27,7 @@ from loadmaster.cost.cost_request import (
 )
 from loadmaster.cost.roofline import roofline_costs
 from loadmaster.graph.models import DEFAULT_BATCH, CaptureOptions
+from loadmaster.graph.origin import origin_of
 from loadmaster.graph.source import is_model, read_source
 
 
@@ -62,8 +64,8 @@ def build_problem(
     elif question.costs == AUTO and given is None and is_here(devices):
         given = measure_unasked(graph, cluster, question.database, tell, progress)
     pipeline = None if question.pipeline == AUTO_PIPELINE else question.pipeline
-    if question.pipeline == AUTO_PIPELINE and question.objective is None:
-        question = replace(question, objective=Objective.STEP)
+    if question.pipeline == AUTO_PIPELINE:
+        question = replace(question, objective=_step_for_auto(question.objective))
     asked = choose_objective(question.objective, pipeline, workload.objective)
     own = named is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
@@ -85,11 +87,23 @@ def _name_devices(source: object) -> str:
     return f"source {name} brings no devices; name some, e.g. --devices '2xA100-80GB'"
 
 
-def batch_of(question: Question) -> int | None:
-    """How many samples a step of a question's model has, None where nobody knows."""
-    if not is_model(question.source):
-        return question.batch
-    return question.batch or DEFAULT_BATCH
+def _step_for_auto(objective: Objective | str | None) -> Objective:
+    """The objective of `--pipeline auto`, which is no other's."""
+    if parse_choice(Objective, objective) == Objective.THROUGHPUT:
+        raise ProblemError(
+            "pipeline 'auto' weighs whole steps against each other, not objective 'throughput'; leave that"
+            " out, or ask for a steady state, e.g. 1f1b:8"
+        )
+    return Objective.STEP
+
+
+def batch_of(graph: Graph, question: Question | None) -> int | None:
+    """How many samples a captured step has, None where nobody knows."""
+    if question is not None and is_model(question.source):
+        return question.batch or DEFAULT_BATCH
+    origin = origin_of(graph)
+    batch = origin[1].get("batch", DEFAULT_BATCH) if origin is not None else None
+    return batch if isinstance(batch, int) else None
 
 
 def revise_problem(
@@ -102,7 +116,7 @@ def revise_problem(
 ) -> Problem:
     """The same problem asked differently; it keeps what is None."""
     if pipeline == AUTO_PIPELINE:
-        objective, pipeline = objective or Objective.STEP, ""
+        objective, pipeline = _step_for_auto(objective), ""
     asked = choose_objective(objective, pipeline, problem.objective)
     kept = problem.split if asked == problem.objective else default_split(asked)
     staged = pipeline or (problem.pipeline if pipeline is None and asked == problem.objective else "")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.plain_text import escape_control_characters
-from loadmaster.report.tables import columns, one_line
+from loadmaster.report.text_columns import columns, one_line
 
 _EVERY_S = 20.0
 

@@ -1,6 +1,6 @@
 """loadmaster plan: the best plan for a graph on devices, with its proof or its reasons."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -8,6 +8,7 @@ from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
+    from loadmaster.core.question import Question
     from loadmaster.core.timeline import Timeline
 
 SUMMARY = "Place a graph on devices."
@@ -53,7 +54,7 @@ def command(
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster import api
-    from loadmaster.cli.console import print_json, progress, stderr
+    from loadmaster.cli.console import print_json, progress, stderr, stdout
     from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
@@ -91,6 +92,7 @@ def command(
     except PlanInterrupted as stopped:
         placement, interrupted = stopped.placement, True
         stderr().print("interrupted: this is the best plan so far", soft_wrap=True)
+    proposal = None if interrupted or pipeline is not None else _propose(placement, question)
     plan = placement.plan or placement.least_overflow_plan
     timeline = api.simulate(placement.problem, plan) if plan is not None else None
     written = {}
@@ -101,25 +103,59 @@ def command(
         documents.save_trace(placement, timeline, trace)
         written["trace"] = trace
     if json:
-        print_json({"source": source, **documents.placement_document(placement), **written})
+        print_json(
+            {
+                "source": source,
+                **documents.placement_document(placement, timeline),
+                "proposal": proposal,
+                **written,
+            }
+        )
         for line in [] if placement.fits else why_none_fits(placement):
             stderr().print(escape_control_characters(line), soft_wrap=True)
     else:
         _show(placement, timeline, written)
+        if proposal is not None:
+            stdout().print(proposal["text"], style="dim", soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
     if not placement.fits:
         raise typer.Exit(1)
 
 
+def _propose(placement: "Placement", question: "Question") -> dict[str, Any] | None:
+    """A pipeline of micro-batches that would be faster by a tenth or more, where one is found at a glance."""
+    from loadmaster.core.units import format_seconds
+    from loadmaster.placers.microbatches import propose_pipeline
+    from loadmaster.questions.problem import batch_of
+
+    proposed = propose_pipeline(placement, batch_of(placement.problem.graph, question))
+    if proposed is None:
+        return None
+    found, now_s = proposed
+    if found.score_s is None or found.problem.schedule is None:
+        return None
+    count = found.problem.schedule.num_microbatches
+    gain = f"{now_s / found.score_s:.2f}x faster than this as it trains" if now_s else "which fits"
+    text = (
+        f"note: a pipeline of {count} micro-batches would take about {format_seconds(found.score_s)} ({gain})"
+    )
+    return {
+        "pipeline": "auto",
+        "num_microbatches": count,
+        "step_s": found.score_s,
+        "text": f"{text}: --pipeline auto plans one",
+    }
+
+
 def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str, str]) -> None:
     from loadmaster.cli.console import stdout
     from loadmaster.core.reasons import why_none_fits
-    from loadmaster.report import tables
+    from loadmaster.report import pipelines, tables
     from loadmaster.report.plain_text import escape_control_characters
 
     console = stdout()
-    console.print(tables.summary(placement))
+    console.print(tables.summary(placement, timeline))
     console.print()
     told = tables.findings(placement.problem.graph)
     for line in told:
@@ -129,7 +165,12 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     if not placement.fits:
         console.print("the plan that came nearest:")
     console.print(tables.devices(placement, timeline))
-    if placement.plan is not None and any(placement.problem.graph.module):
+    if pipelines.stepped_plan(placement) is not None:
+        console.print()
+        console.print(pipelines.stages(placement, timeline))
+        for line in pipelines.why(placement):
+            console.print(escape_control_characters(line), soft_wrap=True)
+    elif placement.plan is not None and any(placement.problem.graph.module):
         console.print()
         console.print(tables.modules(placement))
     if placement.members:

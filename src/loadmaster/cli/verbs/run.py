@@ -279,7 +279,7 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
 def comparison_table(ran: "Ran") -> Any:
     """A table: what was predicted, what was measured, and how far apart they are."""
     from loadmaster.core.units import format_bytes, format_seconds
-    from loadmaster.report.tables import columns
+    from loadmaster.report.text_columns import columns
 
     table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
     _add_row(table, "step time", ran.step_s, format_seconds, error=ran.step_rel_error)
@@ -297,7 +297,7 @@ def _add_row(
 ) -> None:
     from loadmaster.core.units import format_percent
     from loadmaster.cost.error_bar import format_error
-    from loadmaster.report.tables import one_line
+    from loadmaster.report.text_columns import one_line
 
     measured = "-" if pair.measured is None else words(pair.measured)
     off = "-" if pair.error is None else format_percent(pair.error)

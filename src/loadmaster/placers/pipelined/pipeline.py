@@ -73,6 +73,9 @@ class _Search:
     def construct(self, most: int, *, replicas: bool) -> None:
         """The best cuts of all layouts, simulated, under every schedule."""
         line, total = self.line, self.total
+        # Weights that no op holds by itself have gradients of unknown size: their sums cannot be priced.
+        priced = line.gradient_bytes[-1] > 0 or line.resident_bytes[-1] == 0
+        replicas = replicas and bool(priced)
         layouts = [rows for rows in list_layouts(line, replicas=replicas) if len(rows) <= total]
         for schedule, each in schedules_asked(self.problem):
             rated: list[tuple[float, int, Candidate]] = []

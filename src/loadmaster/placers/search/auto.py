@@ -69,6 +69,8 @@ class Auto:
         """Run the members in turn until the budget, the bound or the list ends."""
         portfolio = _Portfolio(problem, run, self.good_enough)
         if problem.is_stepped:
+            for name in ("pipeline_equal", "pipeline_by_speed"):
+                portfolio.construct(name)
             portfolio.search("pipeline", to_the_end=True)
             return portfolio.answer()
         if problem.pipeline:

@@ -61,13 +61,24 @@ def _allowed_seconds(problem: Problem) -> Floats:
 
 def _prove_no_room(problem: Problem) -> str:
     """Why no pipeline fits: weights and state are somewhere, whole."""
-    held, room = int(problem.graph.resident_bytes.sum()), int(problem.cluster.usable_bytes.sum())
+    held, room = _standing_bytes(problem), int(problem.cluster.usable_bytes.sum())
     if held <= room:
         return ""
     return (
-        f"weights and optimizer state take {format_bytes(held)}, all devices have {format_bytes(room)};"
-        f" free {format_bytes(held - room)} more: a device more, or an optimizer with less state"
+        f"weights, gradients and optimizer state take {format_bytes(held)}, all devices have"
+        f" {format_bytes(room)}; free {format_bytes(held - room)} more: a device more, or an optimizer with"
+        " less state"
     )
+
+
+def _standing_bytes(problem: Problem) -> int:
+    """Weights, optimizer state and gradients, which add up over micro-batches."""
+    graph = problem.graph
+    read = np.zeros(graph.num_tensors, dtype=np.bool_)
+    read[graph.use_tensor[graph.phase[graph.use_op] == Phase.UPDATE]] = True
+    owns = graph.tensor_storage == np.arange(graph.num_tensors)
+    gradient = read & owns & (graph.phase[graph.tensor_op] == Phase.BACKWARD)
+    return int(graph.resident_bytes.sum() + graph.tensor_bytes[gradient].sum())
 
 
 def _one_pass_s(problem: Problem, seconds: Floats) -> float:
@@ -115,7 +126,7 @@ def _most_replicas(problem: Problem, count: int) -> int:
     """How many replicas there may be at most: each has its own devices, which hold all weights."""
     if problem.pinned.max(initial=-1) >= 0:
         return 1
-    held, need, room = int(problem.graph.resident_bytes.sum()), 0, 0
+    held, need, room = _standing_bytes(problem), 0, 0
     for size in sorted(problem.cluster.usable_bytes.tolist(), reverse=True):
         need, room = need + 1, room + size
         if room >= held:

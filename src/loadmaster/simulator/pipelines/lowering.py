@@ -19,7 +19,7 @@ from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.graph import Phase
 from loadmaster.core.pipeline_order import NO_MICROBATCH, Action, Order, Work, make_order, needs, rank_of
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Objective, Origin, Problem, Split
+from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Links, Objective, Origin, Problem, Split
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.simulator.pipelines.stage_facts import StageFacts, find_facts
 
@@ -97,6 +97,8 @@ class _Lowering:
         self.at: list[tuple[int, int, int, int]] = []  # device, stage, replica, micro-batch of each op
         self.made: dict[tuple[int, Work, int, int], int] = {}  # replica, work, stage, micro-batch -> op
         self.sent: dict[tuple[int, Work, int, int], int] = {}  # ... -> tensor to the next stage
+        hosted = problem.cluster.on_host[problem.cluster.kind].any()
+        self.hostless = problem.links == Links.HOST and not hosted
         self.nothing: Floats = np.zeros(len(problem.cluster.kind_name))
 
     def run(self) -> Lowered:
@@ -240,7 +242,8 @@ class _Lowering:
         )
 
     def _tensor(self, op: int, num_bytes: int, given_s: float = BY_ROUTE) -> int:
-        self.transfer_s.append(float(given_s))
+        hidden = self.hostless and given_s == BY_ROUTE  # every transfer of the source has a time of its own
+        self.transfer_s.append(0.0 if hidden else float(given_s))
         return self.builder.tensor(op, num_bytes)
 
     def _finish(self) -> Lowered:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
-from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.graph import NO_GROUP, Graph, Phase
 from loadmaster.core.pipelining import find_kept, grown_storages, kept_storages, stash_of
 from loadmaster.core.problem import BY_ROUTE, Problem
 
@@ -329,5 +329,23 @@ def find_ties(graph: Graph, stage: Ints) -> Ties:
     used = sorted_unique(maker[read].astype(np.int64) * num + stage[graph.use_op[read]])
     pair = sorted_unique(np.concatenate([used, own.astype(np.int64) * num + stage[own]]))
     op, at = (pair // num).astype(np.int32), (pair % num).astype(np.int32)
-    owns = param[maker] & (graph.phase[graph.use_op] == Phase.UPDATE)
-    return Ties(op, at, at == stage[op], graph.use_op[owns], maker[owns])
+    return Ties(op, at, at == stage[op], *_find_updates(graph))
+
+
+def _find_updates(graph: Graph) -> tuple[Ints, Ints]:
+    """Update ops and the weight of each: the one it reads, else those of its group."""
+    param = graph.phase == Phase.PARAM
+    maker = graph.tensor_op[graph.use_tensor]
+    reads = param[maker] & (graph.phase[graph.use_op] == Phase.UPDATE)
+    known = np.zeros(graph.num_ops, dtype=np.bool_)
+    known[graph.use_op[reads]] = True
+    rest = np.flatnonzero((graph.phase == Phase.UPDATE) & ~known & (graph.group != NO_GROUP))
+    weights: dict[int, list[int]] = {}
+    for op in np.flatnonzero(param & (graph.group != NO_GROUP)).tolist():
+        weights.setdefault(int(graph.group[op]), []).append(op)
+    pairs = [(u, w) for u in rest.tolist() for w in weights.get(int(graph.group[u]), [])]
+    more = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+    return (
+        np.concatenate([graph.use_op[reads], more[:, 0]]),
+        np.concatenate([maker[reads], more[:, 1]]),
+    )

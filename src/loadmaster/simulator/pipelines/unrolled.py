@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats
+from loadmaster.core.check import check_plan
+from loadmaster.core.errors import PlanError
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Links, Problem
 from loadmaster.core.run import Score, ignore_progress
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.simulator.events import engine
 from loadmaster.simulator.pipelines.lowering import Lowered, lower
+
+_BROKEN = ("length", "device", "support", "pipeline", "recompute")  # cannot be unrolled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,9 @@ def score_lowered(lowered: Lowered) -> Score:
 
 def simulate_step(problem: Problem, plan: Plan, *, links: Links | None = None) -> tuple[Timeline, Lowered]:
     """The timeline of a step of micro-batches, and the flat graph its spans speak of."""
+    broken = [v.message for v in check_plan(problem, plan) if v.rule in _BROKEN]
+    if broken:
+        raise PlanError(broken[0])
     lowered = lower(problem, plan)
     timeline = engine.simulate(lowered.problem, lowered.plan, links=links)
     batch = np.zeros(len(timeline.kind), dtype=np.int32)
