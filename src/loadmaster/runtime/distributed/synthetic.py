@@ -51,6 +51,12 @@ class SyntheticBatches:
             autocast=options.autocast or self.autocast,
         )
 
+    def skip(self, steps: int) -> None:
+        """Go on after so many steps; the batch at hand has been made already, and is thrown away."""
+        self._chance.manual_seed(self.seed)
+        for _ in range(steps):
+            self.next()
+
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A whole batch: as many rows as all micro-batches have."""
         rows = find_size((self.args, self.kwargs), "batch")
