@@ -12,7 +12,9 @@ LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 24, 1024, 16, 24000, 512
 class Gpt(nn.Module):
     """Tokens and labels to a loss."""
 
-    def __init__(self, layers: int = LAYERS, width: int = WIDTH, heads: int = HEADS, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, layers: int = LAYERS, width: int = WIDTH, heads: int = HEADS, vocab: int = VOCAB
+    ) -> None:
         super().__init__()
         self.embed = Embed(vocab, LENGTH, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))

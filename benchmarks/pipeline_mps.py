@@ -180,7 +180,9 @@ def random_cut(problem: Any, chosen: Placement, rng: Any) -> Placement:
         replica_device=(tuple(int(d) for d in order),),
         replica_microbatches=(BATCHES,),
     )
-    mine = Plan(order[stage], np.arange(graph.num_ops, dtype=np.int32), np.zeros(graph.num_ops, bool), pipeline)
+    mine = Plan(
+        order[stage], np.arange(graph.num_ops, dtype=np.int32), np.zeros(graph.num_ops, bool), pipeline
+    )
     return lm.plan(problem, algorithm=mine)
 
 
@@ -193,7 +195,11 @@ def main() -> None:
     asked, begun = parser.parse_args(), time.monotonic()
     started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)
     print("mps", started.returncode, started.stderr[:200], flush=True)
-    result: dict[str, Any] = {"date": str(date.today()), "torch": str(torch.__version__), "mps": started.returncode}
+    result: dict[str, Any] = {
+        "date": str(date.today()),
+        "torch": str(torch.__version__),
+        "mps": started.returncode,
+    }
     measured = result["slices"] = measure_slices()
     print(json.dumps(measured), flush=True)
     problem = make_problem(measured, asked.bytes_per_s)

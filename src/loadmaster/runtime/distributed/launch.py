@@ -208,7 +208,9 @@ class LaunchOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
     threads: int | None = None  # of each process on a CPU
     source: str | None = None  # of the model, instead of the plan's own
-    environments: Sequence[Mapping[str, str]] = ()  # of each worker process, e.g. its share of a GPU under MPS
+    environments: Sequence[
+        Mapping[str, str]
+    ] = ()  # of each worker process, e.g. its share of a GPU under MPS
     emulate: bool = False  # hosts of the plan as network namespaces, links as the plan has them
 
 

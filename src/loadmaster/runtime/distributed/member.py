@@ -168,7 +168,9 @@ def _cap_memory(placement: Placement, device: int, where: torch.device) -> None:
     cluster = placement.problem.cluster
     if "#" in cluster.device_name[device]:
         total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, float(cluster.memory_bytes[device]) / total), where)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, float(cluster.memory_bytes[device]) / total), where
+        )
 
 
 def _build_parts(placement: Placement, source: str | None, seed: int) -> dict[str, Any]:
@@ -195,5 +197,3 @@ def local_threads(num_processes: int) -> int:
     except AttributeError:  # not on Linux
         cores = os.cpu_count() or 1
     return max(1, cores // num_processes)
-
-
