@@ -1,4 +1,4 @@
-"""Two processes of one thread against one of one thread: GPT-2-small blocks, 8 micro-batches. For an idle machine.
+"""Two processes of one thread against one: GPT-2-small blocks, 8 micro-batches. For an idle machine.
 
 OMP_NUM_THREADS=1 python -m benchmarks.pipeline_cpu --out benchmarks/results/pipeline-cpu.json
 
