@@ -27,7 +27,7 @@ from torch import nn
 from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.core.io import write_bytes
 from loadmaster.modules.checkpoint import Checkpoint
-from loadmaster.modules.tensor_files import read_entries, read_tensor, write_tensors
+from loadmaster.modules.tensor_files import TensorEntry, read_entries, read_tensor, write_tensors
 from loadmaster.runtime.distributed.transports import Waits
 
 INDEX, FACTS = "model.safetensors.index.json", "training.json"
@@ -96,7 +96,7 @@ def save(holder: Holder, folder: Path, waits: Waits) -> str:
             " checkpoints to one"
             " shared folder"
         )
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for kind, parts, at in (("model", model_parts, 0), ("optimizer", optimizer_parts, 1)):
         before, total = sum(one[at] for one in counts[: holder.rank]), sum(one[at] for one in counts)
         for number, part in enumerate(parts, before + 1):
@@ -267,7 +267,7 @@ def _optimizer_state(holder: Holder) -> tuple[dict[str, torch.Tensor], list[Any]
 
 
 def _load_optimizer(holder: Holder, source: Path, facts: _Facts) -> None:
-    entries = {}
+    entries: dict[str, TensorEntry] = {}
     for path in sorted(source.glob("optimizer-*.safetensors")):
         entries |= read_entries(path)
     first = _first_names(holder.model)
