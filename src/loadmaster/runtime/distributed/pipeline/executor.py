@@ -100,6 +100,7 @@ class Executor:
     _batches: Sequence[MicroBatch] = ()
     _step: int = 0
     _waited_s: float = 0.0
+    _sent: list[tuple[str, int, int]] = field(default_factory=list)
     _grad: bool = True
 
     def run(
@@ -113,7 +114,8 @@ class Executor:
     ) -> None:
         """One step; `finally_` does what is no work of a micro-batch: sums and updates."""
         self._batches, self._step, self._grad = batches, step, grad
-        self.spans, self.sizes = [], []
+        spans: list[Span] = []
+        self._sent = []
         for at, action in enumerate(actions):
             if self.before is not None:
                 self.before(action)
@@ -126,12 +128,14 @@ class Executor:
                 self._do(action)
             if self.synchronize and self.where.type == "cuda":
                 torch.cuda.synchronize(self.where)
-            self.spans.append(Span(action, begun + self._waited_s, time.monotonic()))  # waits come first
+            spans.append(Span(action, begun + self._waited_s, time.monotonic()))  # waits come first
         while self._leaving:
             self._leaving.popleft().wait()
         self._kept.clear()
         self._ready.clear()
         self._batches = ()
+        if grad:  # what was measured is of training steps
+            self.spans, self.sizes = spans, self._sent
 
     def _do(self, action: Action) -> None:
         match action.work:
@@ -297,7 +301,7 @@ class Executor:
             for piece in (length, text):
                 moved = piece.to(self.where)
                 self._leaving.append(self.transport.send(moved, self.ranks[to], self._tag(action), words))
-        self.sizes.append((action.work.value, action.stage, layout.num_bytes))
+        self._sent.append((action.work.value, action.stage, layout.num_bytes))
         if layout.num_bytes:
             data = pack(tensors, layout, self.where)
             self._leaving.append(self.transport.send(data, self.ranks[to], self._tag(action), words))
