@@ -117,7 +117,9 @@ def _worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
     worst = 0.0
     for key, one in found.items():
         two = expected[key].detach().double()
-        worst = max(worst, float((torch.as_tensor(one).double() - two).norm() / max(float(two.norm()), least)))
+        worst = max(
+            worst, float((torch.as_tensor(one).double() - two).norm() / max(float(two.norm()), least))
+        )
     return worst
 
 

@@ -1,4 +1,4 @@
-"""A GPT of about 350 million parameters for pipelines: 24 layers of width 1024, vocabulary 24,000, own loss."""
+"""A GPT of about 350 million parameters for pipelines: 24 layers of width 1024, vocabulary 24,000."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812

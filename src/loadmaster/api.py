@@ -298,14 +298,17 @@ def launch(
     `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
     seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
     """
-    from loadmaster.runtime.distributed.launch import LaunchOptions, TrainOptions
+    from loadmaster.runtime.distributed.launch import LaunchOptions
     from loadmaster.runtime.distributed.launch import launch as start
+    from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
     from loadmaster.runtime.place_request import load_placement, require_model
 
     if model is not None:
         require_model(model)
     train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
-    return start(load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate))
+    return start(
+        load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate=emulate)
+    )
 
 
 def run_pipeline(

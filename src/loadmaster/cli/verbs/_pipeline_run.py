@@ -108,6 +108,7 @@ def _show(ran: "PipelineRan", written: dict[str, str]) -> None:
     from loadmaster.core.units import format_bytes, format_percent, format_seconds
     from loadmaster.report import tables
     from loadmaster.report.plain_text import escape_control_characters
+    from loadmaster.report.text_columns import columns, one_line
 
     console = stdout()
     rows: dict[str, object] = {"model": ran.source}
@@ -130,12 +131,12 @@ def _show(ran: "PipelineRan", written: dict[str, str]) -> None:
     console.print(tables.fields(rows))
     console.print()
     right = ("predicted", "measured", "forward", "backward", "bubble", "weights")
-    table = tables.columns("stage", "rank", "device", *right, right=right)
+    table = columns("stage", "rank", "device", *right, right=right)
     for one in ran.stages:
         table.add_row(
             str(one.stage),
             str(one.rank),
-            tables.one_line(one.device),
+            one_line(one.device),
             format_seconds(one.microbatch_s.predicted),
             format_seconds(one.microbatch_s.measured or 0.0),
             format_seconds(one.forward_s),

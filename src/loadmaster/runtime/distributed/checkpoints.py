@@ -31,6 +31,7 @@ from loadmaster.modules.tensor_files import TensorEntry, read_entries, read_tens
 from loadmaster.runtime.distributed.transports import Waits
 
 INDEX, FACTS = "model.safetensors.index.json", "training.json"
+RUN_NAME = "LOADMASTER_RUN"  # in the environment of workers
 _MOST_FILE_BYTES = 4 * 2**30
 _SEPARATOR = "|"
 
@@ -117,7 +118,7 @@ def save(holder: Holder, folder: Path, waits: Waits) -> str:
 
 def _run_name() -> str:
     """Of this run: torchrun's, or the parent's process."""
-    return os.environ.get("LOADMASTER_RUN") or os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
+    return os.environ.get(RUN_NAME) or os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
 
 
 def remove_partial(folder: Path, run: str) -> None:

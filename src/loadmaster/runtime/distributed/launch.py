@@ -11,6 +11,7 @@ that torchrun started, every process calls `lm.launch` and takes the part of its
 
 import os
 import socket
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class PipelineRun:
     _network: HostNetwork | None = None
     _model: nn.Module | None = None
     _folder: Path | None = None
+    _store: Any = None  # where the workers meet; it lives as long as the run
+    _name: str = ""  # of the run, in what it has begun to write
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -174,10 +177,10 @@ class PipelineRun:
         if self._group is not None:
             self._group.kill() if at_once else self._group.close()
             if at_once and self._folder is not None:
-                checkpoints.remove_partial(self._folder, os.environ.get("LOADMASTER_RUN", ""))
+                checkpoints.remove_partial(self._folder, self._name)
         if self._network is not None:
             self._network.close()
-        self._watch = self._group = self._member = self._network = None
+        self._watch = self._group = self._member = self._network = self._store = None
 
     def _all(self, command: str, given: Any) -> list[Any]:
         if self._member is not None:
@@ -269,7 +272,11 @@ def _start(
 ) -> PipelineRun:
     _require_one_host(placement, options)
     network = HostNetwork.of(placement.problem.cluster) if options.emulate else None
-    os.environ["LOADMASTER_RUN"] = f"{os.getpid()}"
+    name = uuid.uuid4().hex[:8]
+    environments = [
+        {**(options.environments[rank] if options.environments else {}), checkpoints.RUN_NAME: name}
+        for rank in range(layout.world)
+    ]
     try:
         hosts = [int(placement.problem.cluster.host[layout.device_of(rank)]) for rank in range(layout.world)]
         spaces = [network.space(host) for host in hosts] if network is not None else [None] * layout.world
@@ -301,18 +308,15 @@ def _start(
             )
             for rank in range(layout.world)
         ]
-        group = WorkerGroup(enter, specs, spaces, options.environments)
+        group = WorkerGroup(enter, specs, spaces, environments)
         group.start()
     except BaseException:
         if network is not None:
             network.close()
         raise
-    run = PipelineRun(placement, layout, _group=group, _network=network, _model=model)
-    _STORES[id(group)] = store
-    return run
-
-
-_STORES: dict[int, Any] = {}
+    return PipelineRun(
+        placement, layout, _group=group, _network=network, _model=model, _store=store, _name=name
+    )
 
 
 def _require_one_host(placement: Placement, options: LaunchOptions) -> None:

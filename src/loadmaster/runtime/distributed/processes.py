@@ -66,7 +66,7 @@ class WorkerGroup:
         context = mp.get_context("spawn")
         blobs = [_pickle_spec(spec) for spec in self.specs]
         try:
-            for rank, blob in enumerate(blobs):
+            for rank in range(len(blobs)):
                 pipe, theirs = context.Pipe()
                 line, ends = context.Pipe(duplex=False)
                 space = self.spaces[rank] if self.spaces else None
@@ -83,7 +83,9 @@ class WorkerGroup:
                 self.processes.append(process)
                 self._pipes.append(pipe)
                 self._lifelines.append(ends)
-                pipe.send_bytes(pickle.dumps((self.entry, blob)))
+            for pipe, blob in zip(self._pipes, blobs, strict=True):  # once all are on their way up
+                with suppress(OSError):  # it has died; that is found below
+                    pipe.send_bytes(pickle.dumps((self.entry, blob)))
             self._collect()
         except BaseException:
             self.kill()

@@ -172,10 +172,7 @@ class Executor:
         with torch.set_grad_enabled(self._grad and not again), deferred.watching(), self._entered():
             given = list(module(*received, leaves=batch.leaves))
             if stage == self.num_stages - 1:
-                result = batch.finish(tuple(given)) if not again else None
-                if again:
-                    with torch.no_grad():
-                        result = batch.finish(tuple(given))
+                result = None if again else batch.finish(tuple(given))  # again: in the backward pass
                 batch.result = result
                 given = [result] if isinstance(result, torch.Tensor) else []
         trained = list(self.trained.get((batch.shape, stage), ())) if again else []
@@ -227,7 +224,8 @@ class Executor:
         with torch.enable_grad(), (kept.deferred or DeferredWeights()).watching(), self._entered():
             given = list(module(*kept.received, leaves=batch.leaves))
             if stage == self.num_stages - 1:
-                given = [batch.finish(tuple(given))]
+                batch.result = batch.finish(tuple(given))
+                given = [batch.result]
         for one, value in buffers:
             one.data.copy_(value)  # the backward pass would refuse an average that was written since
         _restore(now, self.where)

@@ -221,6 +221,11 @@ class PipelineRank:
             if chosen is not None:
                 found = given[chosen]
             else:
+                if loss is None and not torch.is_grad_enabled():
+                    raise InputError(
+                        "the model gives no loss of its own, so there is nothing to evaluate; pass loss= to"
+                        " lm.launch"
+                    )
                 out = program.unflatten_outputs(given)
                 found = compute_loss(out, _with_target(loss, target, where))
             if found.numel() != 1:
@@ -486,7 +491,7 @@ def _release(model: nn.Module, names: set[str]) -> None:
         for table in (module._parameters, module._buffers):
             for own, tensor in table.items():
                 if tensor is not None and id(tensor) in gone:
-                    table[own] = gone[id(tensor)]  # type: ignore[assignment]
+                    table[own] = gone[id(tensor)]
 
 
 class _kept_generators:  # noqa: N801
