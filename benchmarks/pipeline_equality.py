@@ -108,7 +108,7 @@ def _plain(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def _worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest relative difference by norm; a tensor of nothing but rounding (the bias of BERT's keys, whose
+    """The largest relative difference by norm; a tensor of nothing but rounding (the bias of keys, whose
     gradient is 0) is measured against a millionth of the largest tensor.
     """
     if not expected:
