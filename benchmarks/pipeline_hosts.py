@@ -1,9 +1,9 @@
-"""Two emulated hosts at 1 Gbit/s and at 100 Mbit/s: does the plan change with the link, and is its order true?
+"""Two emulated hosts at 1 Gbit/s and 100 Mbit/s: does the plan change with the link, is its order true?
 
     OMP_NUM_THREADS=1 python -m benchmarks.pipeline_hosts --out benchmarks/results/pipeline-hosts.json
 
-A net of five wide layers (4 MiB between them), a pool, and two layers on the rest (256 KiB). Candidates: cut in
-the middle of the work, cut at the pool, one host. At each speed the planner is asked, all three are
+A net of five wide layers (4 MiB between them), a pool, and two layers on the rest (256 KiB). Candidates: cut
+in the middle of the work, cut at the pool, one host. At each speed the planner is asked, all three are
 predicted, and all three are run in network namespaces (root, `ip` and `tc`). For an idle machine.
 """
 

@@ -65,6 +65,7 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_a_plan_with_other_stages(tmp_path: Path) -> None:
     built = _net()
     plain = Example(copy.deepcopy(built.model), built.args, loss=square)
@@ -83,6 +84,7 @@ def test_a_checkpoint_goes_on_in_a_plan_with_other_stages(tmp_path: Path) -> Non
     assert largest_difference(state, expected.state) < 1e-5
 
 
+@pytest.mark.slow
 def test_targets_are_split_and_the_schedule_of_the_optimizer_counts() -> None:
     built = Example(_net().model, (torch.randn(4, 16),), loss=square)
     placement = pipeline_placement(built, 2, 2, recompute=True)
@@ -107,6 +109,7 @@ def test_targets_are_split_and_the_schedule_of_the_optimizer_counts() -> None:
     assert largest_difference(state, plain.state_dict()) < 1e-5
 
 
+@pytest.mark.slow
 def test_gpt2_with_a_tied_embedding_stays_equal_over_interleaved_stages() -> None:
     built = example("gpt2")
     plain = Example(copy.deepcopy(built.model), built.args, built.kwargs)
@@ -120,6 +123,7 @@ def test_gpt2_with_a_tied_embedding_stays_equal_over_interleaved_stages() -> Non
     assert largest_difference(state, expected.state) < 1e-5
 
 
+@pytest.mark.slow
 def test_replicas_add_up_their_gradients() -> None:
     torch.manual_seed(4)
     built = Example(
@@ -136,6 +140,7 @@ def test_replicas_add_up_their_gradients() -> None:
     assert largest_difference(state, expected.state) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_ends_the_run(how: signal.Signals, tmp_path: Path) -> None:
     built = Example(Slow(), (torch.randn(4, 16),), loss=square)
@@ -169,6 +174,7 @@ def test_a_worker_that_is_killed_or_stopped_ends_the_run(how: signal.Signals, tm
         assert Checkpoint(path).names == set(built.model.state_dict())
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises_shows_its_own_traceback_in_the_parent() -> None:
     built = _net()
     placement = pipeline_placement(built, 2, 2)

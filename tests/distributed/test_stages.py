@@ -55,7 +55,15 @@ def _train_by_stages(built: Example, program: Program, stages: list[Stage]) -> t
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("gpt2", 3), ("llama", 2), ("t5", 3), ("bert", 2), ("resnet", 3), ("vit", 2), ("lstm", 2)],
+    [
+        ("gpt2", 3),
+        ("resnet", 3),
+        pytest.param("llama", 2, marks=pytest.mark.slow),
+        pytest.param("t5", 3, marks=pytest.mark.slow),
+        pytest.param("bert", 2, marks=pytest.mark.slow),
+        pytest.param("vit", 2, marks=pytest.mark.slow),
+        pytest.param("lstm", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_one_after_the_other_give_the_gradients_of_the_whole_model(name: str, stages: int) -> None:
     built = example(name)
