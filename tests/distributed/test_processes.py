@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the runtime needs the extra [torch]")
 
-from loadmaster.core.errors import InputError, RunError  # noqa: E402
-from loadmaster.runtime.distributed.processes import WorkerError, WorkerGroup  # noqa: E402
-from tests.distributed.run_workers import enter  # noqa: E402
+from loadmaster.core.errors import InputError, RunError
+from loadmaster.runtime.distributed.processes import WorkerError, WorkerGroup
+from tests.distributed.run_workers import enter
 
 LIMIT_S = 10.0
 
@@ -72,7 +72,7 @@ def test_a_worker_that_raises_is_told_with_its_own_traceback(group: WorkerGroup)
 
 
 def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="rank 0 .* ended with exit code 3"):
+    with pytest.raises(WorkerError, match=r"rank 0 .* ended with exit code 3"):
         group.ask("exit", 0)
 
 

@@ -133,11 +133,21 @@ def find_latest(folder: Path) -> Path | None:
     return max(found, key=lambda one: int(one.name[5:]), default=None)
 
 
-def load(holder: Holder, folder: Path) -> int:
-    """Read a checkpoint, of whatever plan, into the parts that this process has; gives its step."""
+def _find(folder: Path) -> Path:
     source = folder if (folder / FACTS).is_file() else find_latest(folder)
     if source is None:
         raise FileError(f"{folder} holds no checkpoint of a run (no step-*/{FACTS})")
+    return source
+
+
+def read_step(folder: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return _read_facts(_find(folder) / FACTS).step
+
+
+def load(holder: Holder, folder: Path) -> int:
+    """Read a checkpoint, of whatever plan, into the parts that this process has; gives its step."""
+    source = _find(folder)
     facts = _read_facts(source / FACTS)
     weights = Checkpoint(source)
     first = _first_names(holder.model)

@@ -131,7 +131,7 @@ class PipelineRun:
         path = Path(folder)
         if not (path / checkpoints.FACTS).is_file() and checkpoints.find_latest(path) is None:
             raise InputError(f"{path} holds no checkpoint of a run")
-        self._all("load", str(folder))
+        self.steps_done = int(self._all("load", str(folder))[0])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The plain model's state_dict on the CPU; under torchrun on rank 0, elsewhere empty."""

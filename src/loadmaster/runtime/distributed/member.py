@@ -107,8 +107,11 @@ class Member:
             case "save":
                 return checkpoints.save(rank, Path(given), self.waits)
             case "load":
-                rank.after_settling(lambda: self._load(Path(given)))
-                return None
+                step = checkpoints.read_step(Path(given))
+                if self.batches is not None:
+                    self.batches.skip(step)
+                rank.after_settling(lambda: checkpoints.load(rank, Path(given)))
+                return step
             case "state":
                 return checkpoints.own_state(rank)
             case "clocked":
@@ -117,11 +120,6 @@ class Member:
             case "report":
                 return self._report()
         raise InputError(f"unknown command {command!r}")
-
-    def _load(self, folder: Path) -> None:
-        step = checkpoints.load(self.rank, folder)
-        if self.batches is not None:
-            self.batches.skip(step)
 
     def _report(self) -> Mapping[str, Any]:
         """What the last step took, on the common clock, and what this process holds."""

@@ -52,7 +52,7 @@ class SyntheticBatches:
         )
 
     def skip(self, steps: int) -> None:
-        """Go on after so many steps; the batch at hand has been made already, and is thrown away."""
+        """Go on as after so many steps."""
         self._chance.manual_seed(self.seed)
         for _ in range(steps):
             self.next()

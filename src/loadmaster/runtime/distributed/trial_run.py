@@ -45,7 +45,6 @@ def run_steps(
         newest = checkpoints.find_latest(Path(checkpoint))
         if newest is not None:
             run.load(newest)
-            run.steps_done = int(newest.name[5:])
             saved = str(newest)
     seconds: list[float] = []
     losses: list[float] = []
