@@ -84,7 +84,7 @@ class PipelineRank:
     _readers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _leftovers: dict[str, torch.Tensor] = field(default_factory=dict)
-    _waiting: list[Callable[[], None]] = field(default_factory=list)
+    _waiting: list[Callable[[], object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Everything that needs no batch."""
@@ -352,7 +352,7 @@ class PipelineRank:
         """Of the plan that is run."""
         return self.placement.digest
 
-    def after_settling(self, way: Callable[[], None]) -> None:
+    def after_settling(self, way: Callable[[], object]) -> None:
         """Do something as soon as this rank has its weights."""
         if self._readers:
             way()
