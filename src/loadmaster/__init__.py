@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loadmaster.api import check_plan as check_plan
     from loadmaster.api import compare_timelines as compare_timelines
     from loadmaster.api import fit as fit
+    from loadmaster.api import launch as launch
     from loadmaster.api import load as load
     from loadmaster.api import lower_bound as lower_bound
     from loadmaster.api import place as place
@@ -46,6 +47,7 @@ _HOME = {
     "check_plan": "api",
     "compare_timelines": "api",
     "fit": "api",
+    "launch": "api",
     "load": "api",
     "lower_bound": "api",
     "place": "api",

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
     from loadmaster.core.run_report import Outcome
+    from loadmaster.runtime.distributed.launch import PipelineRun
+    from loadmaster.runtime.distributed.trial_run import PipelineOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.verify.verification import Verification
@@ -49,6 +51,7 @@ __all__ = [
     "check_plan",
     "compare_timelines",
     "fit",
+    "launch",
     "load",
     "lower_bound",
     "place",
@@ -340,6 +343,80 @@ def _run_tensorflow(
     predicted = simulate(placement.problem, running.plan)
     running.train(steps, tell or (lambda *_: None))
     return Outcome(running.report(predicted, steps), placement, predicted, None)
+
+
+def launch(
+    plan: "Placement | str | os.PathLike[str]",
+    model: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    clip: float | None = None,
+    autocast: Any = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    source: str | None = None,
+) -> "PipelineRun":
+    """The processes of a pipeline, started here or, under torchrun, joined (docs/pipelines.md).
+
+    `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
+    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
+    seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
+    """
+    from loadmaster.runtime.distributed.launch import LaunchOptions
+    from loadmaster.runtime.distributed.launch import launch as start
+    from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
+    from loadmaster.runtime.place_request import load_placement, require_model
+
+    if model is not None:
+        require_model(model)
+    train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
+    return start(
+        load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate=emulate)
+    )
+
+
+def run_pipeline(
+    plan: "Placement | str | os.PathLike[str]",
+    *,
+    model: str | None = None,
+    steps: int = 20,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    every: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
+) -> "PipelineOutcome":
+    """Train a captured model on a pipeline for some steps of synthetic data: predicted beside measured.
+
+    With `checkpoint` the run goes on from the newest checkpoint in that folder, and leaves one at its end and
+    every so many steps.
+    """
+    from loadmaster.graph.origin import origin_of
+    from loadmaster.runtime.distributed.trial_run import run_steps
+    from loadmaster.runtime.place_request import load_placement
+    from loadmaster.runtime.run.launch import require_steps
+
+    require_steps(steps)
+    placement = load_placement(plan)
+    found = origin_of(placement.problem.graph)
+    source = model or (found[0] if found is not None else "")
+    with launch(
+        placement, source=model, seed=seed, timeout=timeout, threads=threads, emulate=emulate
+    ) as running:
+        return run_steps(
+            running,
+            steps,
+            tell or (lambda *_: None),
+            source=source,
+            checkpoint=checkpoint,
+            every=every,
+        )
 
 
 def simulate(

@@ -45,9 +45,39 @@ def command(
             "--trace", metavar="FILE", help="Both timelines as a Chrome trace, one below the other."
         ),
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            "--launch",
+            metavar="WHERE",
+            help="Of a pipeline: 'local' starts its processes here. Under torchrun each process joins.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="Of a pipeline: resume from here, and save at the end."
+        ),
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", help="Save a checkpoint every N steps, too.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Most seconds that a process waits for another.")
+    ] = 120.0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads of each process on a CPU.")
+    ] = None,
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="Hosts of the plan are network namespaces here, with shaped links."),
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
+
+    A plan with a pipeline is run by processes: `loadmaster run plan.json --launch local`, or
+    `torchrun --nproc-per-node 2 -m loadmaster run plan.json` on each host.
 
     Exit code 1 means that the file holds no plan that fits, or that the loss was not a number at some step;
     Ctrl-C ends a run with what was measured.
@@ -64,6 +94,30 @@ def command(
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
     placement = _read_runnable(plan)
+    if getattr(getattr(placement, "plan", None), "pipeline", None) is not None or launch is not None:
+        from loadmaster.cli.verbs._pipeline_run import PipelineRequest, run_pipeline
+
+        request = PipelineRequest(
+            plan,
+            placement,
+            launch,
+            model,
+            steps,
+            seed,
+            checkpoint,
+            every,
+            timeout,
+            threads,
+            emulate,
+            out,
+            trace,
+            json,
+        )
+        run_pipeline(request, lambda: _show_progress_bar(plan, steps))
+        return
+    for name, given in {"--checkpoint": checkpoint, "--every": every, "--emulate": emulate}.items():
+        if given:
+            raise InputError(f"{name} is for pipelines; {plan} has none (plan with --pipeline)")
     with _show_progress_bar(plan, steps) as (say, tell):
         outcome = api.run(
             placement,
