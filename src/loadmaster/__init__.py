@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from loadmaster.api import save as save
     from loadmaster.api import simulate as simulate
     from loadmaster.api import verify as verify
+    from loadmaster.api import write_report as write_report
     from loadmaster.core.cluster import Cluster as Cluster
     from loadmaster.core.errors import LoadmasterError as LoadmasterError
     from loadmaster.core.graph import Graph as Graph
@@ -54,6 +55,7 @@ _HOME = {
     "save": "api",
     "simulate": "api",
     "verify": "api",
+    "write_report": "api",
     "Budget": "core.run",
     "Cluster": "core.cluster",
     "Costs": "core.problem",

@@ -11,7 +11,7 @@ and torch are imported where they are used: bad input is answered without them.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -35,6 +35,7 @@ from loadmaster.questions.problem import build_problem, revise_problem, target_o
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.core.outcomes import Outcomes
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
@@ -54,6 +55,7 @@ __all__ = [
     "save",
     "simulate",
     "verify",
+    "write_report",
 ]
 
 
@@ -280,6 +282,40 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     from loadmaster.simulator.events.throughput import steady_state
 
     return steady_state(replace(problem, links=parse_choice(Links, links) or problem.links), plan).time_s
+
+
+def write_report(
+    placement: Placement,
+    path: str | os.PathLike[str],
+    *,
+    measured: Timeline | None = None,
+    compare: Mapping[str, Placement] | None = None,
+    outcomes: "Sequence[Outcomes]" = (),
+) -> None:
+    """Write one self-contained HTML page of a placement (docs/report.md): it loads nothing from anywhere.
+
+    `measured` is drawn below the prediction, on the same axis; `compare` are other answers to the same
+    question, by name; `outcomes` what `whatif` found.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.plan_page import PlanPage, render_plan_page
+    from loadmaster.review.look import review_plan, review_timeline, shown_plan
+
+    review = review_plan(placement)
+    seen = None
+    if measured is not None:
+        seen = review_timeline(placement.problem, shown_plan(placement), measured)
+    others = tuple((compare or {}).items())
+    write_bytes(render_plan_page(PlanPage(placement, review, seen, others, outcomes)), path)
+
+
+def load_measured(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> Timeline:
+    """A measured timeline of a placement's plan: a file of `run`, or a Chrome trace of `torch.profiler`."""
+    from loadmaster.review.profiler_trace import read_measured
+
+    return read_measured(path, placement, max_bytes=max_bytes)
 
 
 def lower_bound(

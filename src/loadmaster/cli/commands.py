@@ -14,6 +14,7 @@ from loadmaster.cli.verbs import (
     fit,
     plan,
     probe,
+    report,
     run,
     show,
     simulate,
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Where every operator of a neural network goes: plans that fit unequal devices, with a proven gap.",
 )
-for verb in (plan, fit, run, train, simulate, compare, show, probe, algorithms, demo, doctor):
+for verb in (plan, fit, run, train, report, simulate, compare, show, probe, algorithms, demo, doctor):
     app.command(name=verb.__name__.rpartition(".")[2], short_help=verb.SUMMARY)(verb.command)
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 
