@@ -35,7 +35,7 @@ from loadmaster.questions.problem import build_problem, revise_problem, target_o
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
-    from loadmaster.core.outcomes import Outcomes
+    from loadmaster.core.outcomes import Difference, Explanation, Outcomes
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.run.launch import Outcome
@@ -45,8 +45,13 @@ if TYPE_CHECKING:
 __all__ = [
     "check_plan",
     "compare_timelines",
+    "diff",
+    "explain",
+    "export",
     "fit",
+    "import_file",
     "load",
+    "load_measured",
     "lower_bound",
     "place",
     "plan",
@@ -55,6 +60,7 @@ __all__ = [
     "save",
     "simulate",
     "verify",
+    "whatif",
     "write_report",
 ]
 
@@ -316,6 +322,109 @@ def load_measured(
     from loadmaster.review.profiler_trace import read_measured
 
     return read_measured(path, placement, max_bytes=max_bytes)
+
+
+def export(
+    placement: Placement, to: str, path: str | os.PathLike[str] | None = None
+) -> tuple[bytes, tuple[str, ...]]:
+    """A plan in the format of another program ('device_map', 'torchtitan', 'openvino', 'chrome', 'graphml',
+    'nodelink', 'csv'): the file, written to `path` if one is named, and what the format cannot express.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.exports.registry import export_plan
+    from loadmaster.review.look import shown_plan
+
+    made = export_plan(placement, simulate(placement.problem, shown_plan(placement)), to)
+    if path is not None:
+        write_bytes(made.content, path)
+    return made.content, made.lost
+
+
+def import_file(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> tuple[Placement | Timeline, tuple[str, ...]]:
+    """A device_map scored on a placement's question, or a Chrome trace as its measured timeline; with
+    notes."""
+    from loadmaster.review.imports import read_device_map, read_import
+
+    read = read_import(path, placement, max_bytes=max_bytes)
+    if isinstance(read, tuple):
+        return read
+    imported, notes = read_device_map(read, placement)
+    return plan(placement.problem, algorithm=imported), notes
+
+
+def explain(
+    placement: Placement,
+    target: str = "",
+    *,
+    budget: Budget | float | str = "100x",
+    replan: bool = True,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "Explanation":
+    """Why a plan, or an op or module of it, is as it is: the alternatives are tried (docs/report.md).
+
+    Without a target single changes of the question are planned for, with one the target is put on every
+    other device. `budget` is for each of these plans; without `replan` a target elsewhere is only simulated.
+    """
+    from loadmaster.review.explain import explain_plan
+    from loadmaster.review.replanning import Replanner
+
+    replanner = Replanner(parse_budget(budget), seed=seed, progress=progress)
+    return explain_plan(placement, target, replanner, replan=replan)
+
+
+def diff(
+    before: Placement, after: Placement, *, names: tuple[str, str] = ("before", "after")
+) -> "Difference":
+    """Two plans of one model: what moved, and time and memory before and after."""
+    from loadmaster.review.diff import compare_plans
+
+    return compare_plans(before, after, names)
+
+
+def whatif(
+    placement: Placement,
+    *,
+    set: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    sweep: str | None = None,
+    together: bool = False,
+    budget: Budget | float | str = "100x",
+    order: str = "free",
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "tuple[Outcomes, Placement | None]":
+    """The outcomes of planning again with something changed, and the plan with all changes.
+
+    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1', and what a captured model can be captured
+    with again; `sweep` 'batch=1..64' instead takes one of them through several values. Without `together`
+    each of several changes has a row of its own before the row of all.
+    """
+    from loadmaster.review import whatif as trials
+    from loadmaster.review.replanning import Replanner
+    from loadmaster.review.settings import Settings
+
+    replanner = Replanner(parse_budget(budget), order, seed, progress)
+    words: dict[str, Any] = {"batch": batch, "seq": seq, "optimizer": optimizer, "precision": precision}
+    asked = Settings(tuple(set), tuple(add), tuple(remove), batch, seq, optimizer, precision)
+    if sweep is not None:
+        found, answers = trials.sweep(placement, sweep, asked, replanner)
+        return found, answers[-1]
+    single = [Settings(sets=(each,)) for each in set]
+    single += [Settings(add=(each,)) for each in add] + [Settings(remove=(each,)) for each in remove]
+    single += [Settings(**{name: value}) for name, value in words.items() if value is not None]
+    if not single:
+        raise InputError("nothing is changed; name --set, --add, --remove, --batch or --sweep")
+    changes = [asked] if together or len(single) == 1 else [*single, asked]
+    found, answers = trials.try_changes(placement, changes, replanner)
+    return found, answers[-1]
 
 
 def lower_bound(
