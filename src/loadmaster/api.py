@@ -24,7 +24,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
-from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
+from loadmaster.core.run import Bound, Budget, ignore_news, ignore_progress, parse_budget
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.whole_modules import group_by_module
@@ -144,7 +144,7 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
-    progress: Callable[[str, float], None] = ignore_progress,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
@@ -152,6 +152,8 @@ def plan(
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
+
+    Without `progress`, a terminal or a notebook shows a live table: the best plan so far, the bound, the gap.
     """
     chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
@@ -160,7 +162,16 @@ def plan(
         objective = only[0] if len(only) == 1 else None
     asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, asked)
-    return find_placement(asked, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
+    limit = parse_budget(budget)
+    if progress is not None or isinstance(algorithm, Plan):
+        say = progress or ignore_progress
+        return find_placement(asked, PlanRequest(chosen, limit, seed, order, spill, say))
+    from loadmaster.report.live_plan import show_live
+
+    with show_live() as live:
+        say = ignore_progress if live is None else live.say
+        watch = ignore_news if live is None else live.watch
+        return find_placement(asked, PlanRequest(chosen, limit, seed, order, spill, say, watch))
 
 
 def fit(

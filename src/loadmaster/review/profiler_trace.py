@@ -185,8 +185,9 @@ def _match_profile(events: list[dict[str, Any]], placement: Placement) -> tuple[
     by_sequence: dict[int, int] = {}
     for mine, theirs in pairs:
         event, op = inside[theirs], planned[mine]
-        if event.sequence >= 0:
-            by_sequence.setdefault(event.sequence, op)
+        for each in ops:  # a backward node is made by the op itself or by one inside of it
+            if each.sequence >= 0 and event.start_s <= each.start_s and each.end_s <= event.end_s:
+                by_sequence.setdefault(each.sequence, op)
         spans.add(SpanKind.COMPUTE, device[op], op, *_extent(event, kernels))
     found = len(spans.kind)
     lost = _match_backward(graph, ops, kernels, by_sequence, spans, device)
@@ -298,19 +299,24 @@ def _match_backward(
     device: list[int],
 ) -> int:
     """Give the backward op of each forward op its time; says how many events found no op."""
-    mirrors = {int(graph.mirror[op]): op for op in range(graph.num_ops) if graph.mirror[op] != NO_MIRROR}
-    lost = 0
+    mirrored: dict[int, list[int]] = defaultdict(list)
+    for op in np.flatnonzero(graph.mirror != NO_MIRROR).tolist():
+        mirrored[int(graph.mirror[op])].append(op)
+    lost, found = 0, dict[int, list[_Event]]()
     for event in ops:
         if not event.name.startswith(_BACKWARD):
             continue
-        op = mirrors.get(by_sequence.get(event.sequence, -1), -1)
-        if op < 0:
+        forward = by_sequence.get(event.sequence, -1)
+        if not mirrored.get(forward):
             lost += 1
             continue
         inner = [each for each in ops if event.start_s <= each.start_s and each.end_s <= event.end_s]
-        times = [_extent(each, kernels) for each in inner if each.external in kernels]
-        start, end = event.start_s, event.end_s
-        if times:
-            start, end = min(t for t, _ in times), max(t for _, t in times)
-        spans.add(SpanKind.COMPUTE, device[op], op, start, end)
+        found.setdefault(forward, []).extend(_outermost(inner, []))
+    for forward, events in found.items():
+        backward = mirrored[forward]
+        kinds = [_base(graph.op_kind[op]) for op in backward]
+        for mine, theirs in _align(kinds, [_base(each.name) for each in events]):
+            spans.add(
+                SpanKind.COMPUTE, device[backward[mine]], backward[mine], *_extent(events[theirs], kernels)
+            )
     return lost

@@ -95,8 +95,8 @@ def _list_range(
     except ValueError:
         raise InputError(f"--sweep {text!r}: {low!r} or {high!r} is not a number") from None
     if low_unit != high_unit and low_unit and high_unit:
-        first, last = float(parse_bytes(low + low_unit)), float(parse_bytes(high + high_unit))
-        low_unit = high_unit = "B"
+        one = parse_bytes(f"1000{high_unit}") / 1000
+        first = parse_bytes(low + low_unit) / one
     unit = high_unit or low_unit
     if not 0 < first <= last:
         raise InputError(f"--sweep {text!r}: write the smaller value first, above 0")

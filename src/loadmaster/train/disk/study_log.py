@@ -45,7 +45,7 @@ def _read_turn(record: Record, first: float) -> TurnLog:
         device=str(record.get("device")),
         step=int(_number(record, "step")),
         loss=float(loss) if isinstance(loss, int | float) else None,
-        start_s=end - _number(record, "took_s"),
+        start_s=max(0.0, end - _number(record, "took_s")),
         end_s=end,
         seconds=_number(record, "seconds"),
         bytes_up=int(_number(record, "bytes_up")),
