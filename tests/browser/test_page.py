@@ -116,9 +116,9 @@ def test_zoom_and_pan_by_button_wheel_and_key(browser: Any, small: Path) -> None
     press(browser, Keys.ARROW_RIGHT)
     assert view(browser)[0] == pytest.approx(begin + 0.045)
     browser.execute_script(
-        "const c=document.getElementById('gantt-canvas'),r=c.getBoundingClientRect();c.dispatchEvent("
-        "new"
-        " WheelEvent('wheel',{deltaY:-80,ctrlKey:true,clientX:r.left+r.width/2,clientY:r.top+40,cancelable:true}))"
+        "const c=document.getElementById('gantt-canvas'),r=c.getBoundingClientRect(),at={deltaY:-80,"
+        "ctrlKey:true,cancelable:true,clientX:r.left+r.width/2,clientY:r.top+40};"
+        "c.dispatchEvent(new WheelEvent('wheel',at))"
     )
     zoomed = view(browser)
     assert zoomed[1] - zoomed[0] < 0.25

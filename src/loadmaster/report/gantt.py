@@ -5,7 +5,7 @@ them to the page, whose canvas draws the same rows at any zoom. What a pixel can
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ _TRANSFER = CLASSES.index("transfer")
 _CLASS_OF_PHASE = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.UPDATE: 2, Phase.PARAM: 3}
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8a8a", "#cc79a7")  # of Okabe and Ito: told apart by all eyes
 _MOST_PAIRS = 24
+_MANY_DEVICES = 8
 _MOST_SUBROWS = 3
 _LANE_PX, _LINK_PX, _GAP_PX, _TITLE_PX, _AXIS_PX = 22, 14, 4, 150, 26
 
@@ -63,7 +64,10 @@ def draw_gantt(
     lanes: list[Lane] = []
     rows: list[tuple[int, Longs, Timeline, str]] = []
     first = next(iter(timelines.values()))
+    idle = idle_devices(timelines.values())
     for device, name in enumerate(first.device_name):
+        if device in idle:
+            continue
         for series, timeline in timelines.items():
             spans = np.flatnonzero((timeline.kind == SpanKind.COMPUTE) & (timeline.resource == device))
             _add_lane(lanes, rows, timeline, spans, series=series, title=name, is_link=False)
@@ -72,6 +76,16 @@ def draw_gantt(
             moved = (timeline.kind != SpanKind.COMPUTE) & np.isin(timeline.resource, pairs)
             _add_lane(lanes, rows, timeline, np.flatnonzero(moved), series=series, title=title, is_link=True)
     return _collect(graph, timelines, lanes, rows, critical or {})
+
+
+def idle_devices(timelines: Iterable[Timeline]) -> set[int]:
+    """Devices on which nothing runs, where there are so many that they would hide the others."""
+    timelines = list(timelines)
+    num = len(timelines[0].device_name)
+    if num <= _MANY_DEVICES:
+        return set()
+    busy = {int(d) for t in timelines for d in np.unique(t.resource[t.kind == SpanKind.COMPUTE])}
+    return set(range(num)) - busy if busy else set()
 
 
 def _choose_pairs(timelines: Mapping[str, Timeline]) -> list[tuple[str, list[int]]]:

@@ -51,6 +51,7 @@ class Section:
     lead: str = ""
     tables: Sequence[Rows] = ()
     figures: Sequence[str] = ()
+    small_figures: bool = False  # two in a row where there is room
     gantt: Gantt | None = None
     key: Sequence[tuple[str, str]] = ()  # (class, name)
     bars: Sequence[Mapping[str, Any]] = ()
@@ -122,6 +123,7 @@ def _fill_section(section: Section) -> dict[str, Any]:
             for table in section.tables
         ],
         "figures": [Markup(figure) for figure in section.figures],
+        "small": section.small_figures,
         "gantt": Markup(render_svg(gantt, width=_MOST_SVG_WIDTH)) if gantt is not None else None,
         "legend": CLASSES,
         "key": [{"style": style, "name": _shown(name)} for style, name in section.key],

@@ -15,7 +15,7 @@ from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
 from loadmaster.report import charts, tables
 from loadmaster.report.documents import predicted_error
-from loadmaster.report.gantt import draw_gantt
+from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 from loadmaster.report.plain_text import escape_control_characters
 
@@ -158,7 +158,17 @@ def _timeline_section(parts: PlanPage) -> Section:
         critical["measured"] = parts.measured.critical_ops
         lead = f"Predicted above measured, on one axis. {lead}"
     gantt = draw_gantt(parts.placement.problem.graph, timelines, critical)
-    return Section("timeline", "Timeline", lead, gantt=gantt)
+    idle = idle_devices(timelines.values())
+    names = [parts.review.timeline.device_name[device] for device in sorted(idle)]
+    after = f"Nothing runs on {_list_few(names)}." if idle else ""
+    return Section("timeline", "Timeline", lead, gantt=gantt, after=after)
+
+
+def _list_few(names: Sequence[str], most: int = 8) -> str:
+    """All names, or the first ones and how many more."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more devices"
 
 
 def _memory_section(placement: Placement, review: Review) -> list[Section]:
@@ -175,12 +185,14 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     idle = [cluster.device_name[d] for d in range(cluster.num_devices) if d not in used]
     shown = {int(at) for curve in review.memory for at in np.flatnonzero(curve.held_bytes.any(axis=0))}
     key = [(f"k{at}", name) for at, name in enumerate(MEMORY_KINDS) if at in shown]
-    after = f"Nothing is ever held on {', '.join(idle)}." if idle else ""
+    after = f"Nothing is ever held on {_list_few(idle)}." if idle else ""
     lead = (
         "What stands on each device during the step, its limit (dashed), and the moment at which it"
         " holds most."
     )
-    return [Section("memory", "Memory over time", lead, figures=charts_, key=key, after=after)]
+    return [
+        Section("memory", "Memory over time", lead, figures=charts_, small_figures=True, key=key, after=after)
+    ]
 
 
 def _device_section(parts: PlanPage) -> Section:
@@ -188,7 +200,10 @@ def _device_section(parts: PlanPage) -> Section:
     plan = placement.plan or placement.least_overflow_plan
     assert plan is not None
     bars = []
+    idle = idle_devices([timeline])
     for device, name in enumerate(cluster.device_name):
+        if device in idle and not placement.peak_bytes[device]:
+            continue
         usable, peak = int(cluster.usable_bytes[device]), int(placement.peak_bytes[device])
         busy = float(timeline.busy_s[device]) / timeline.step_s if timeline.step_s else 0.0
         bars.append(
@@ -246,7 +261,10 @@ def _wait_table(placement: Placement, review: Review, title: str) -> Rows:
     step = review.timeline.step_s or 1.0
     names = placement.problem.cluster.device_name
     rows: list[tuple[str, ...]] = []
+    idle = idle_devices([review.timeline])
     for device, name in enumerate(names):
+        if device in idle:
+            continue
         waits = [wait for wait in review.waits if wait.device == device]
         shown = [wait for wait in waits[:_MOST_WAITS] if wait.seconds >= _LEAST_SHARE * step]
         rows += [_wait_row(name, wait, names, step) for wait in shown]

@@ -176,7 +176,7 @@ def list_ideas(placement: Placement, review: Review) -> list[Settings]:
         for d in full[:_MOST_DEVICES]
         if placement.peak_bytes[d] > 0.5 * cluster.usable_bytes[d]
     ]
-    if len(ideas) > 1:
+    if len(ideas) > 1 or not placement.fits:
         every = tuple(f"{name}.memory=unlimited" for name in names)
         ideas.append(Settings(sets=every))
     busy = sorted((d for d in range(len(names)) if timeline.busy_s[d] > 0), key=lambda d: -timeline.busy_s[d])
@@ -207,8 +207,12 @@ def _another_device(placement: Placement, busy: list[int]) -> str:
     cluster = placement.problem.cluster
     for device in busy:
         kind = cluster.kind_name[int(cluster.kind[device])]
-        if find_kind(kind) is not None and not cluster.on_host[cluster.kind[device]]:
-            return f"1x{kind}-{int(cluster.memory_bytes[device]) // 10**6}MB"
+        preset = find_kind(kind)
+        if preset is None or cluster.on_host[cluster.kind[device]]:
+            continue
+        memory_bytes = int(cluster.memory_bytes[device])
+        usual = memory_bytes == preset.memory_bytes
+        return f"1x{kind}" if usual else f"1x{kind}-{memory_bytes // 10**6}MB"
     return ""
 
 
