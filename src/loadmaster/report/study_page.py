@@ -10,6 +10,7 @@ from loadmaster.report import charts
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 
 _MOST_POINTS = 400
+_MOST_BARS = 1200  # on a device
 
 
 def render_study_page(log: StudyLog) -> bytes:
@@ -78,9 +79,7 @@ def _when_section(log: StudyLog) -> list[Section]:
     if not log.turns:
         return []
     colour = {trial.name: at % 8 for at, trial in enumerate(log.trials)}
-    bars = [
-        (turn.device, turn.start_s, turn.end_s, colour.get(turn.trial, 0), turn.trial) for turn in log.turns
-    ]
+    bars = _merge_turns(log, colour)
     chart = charts.bar_lanes(bars, title="Which trial ran on which device")
     key = [(f"d{at}", name) for name, at in list(colour.items())[:40]]
     return [
@@ -88,6 +87,23 @@ def _when_section(log: StudyLog) -> list[Section]:
             "when", "Who ran when", "Which trial each device trained, over time.", figures=[chart], key=key
         )
     ]
+
+
+def _merge_turns(log: StudyLog, colour: dict[str, int]) -> list[tuple[str, float, float, int, str]]:
+    """Turns as bars; neighbours of a trial on a device that no picture could tell apart are one.
+
+    Turns shorter than that, of whatever trial, go with the bar before them: at most so many bars are drawn.
+    """
+    apart_s = log.wall_s / _MOST_BARS
+    found: dict[str, list[tuple[str, float, float, int, str]]] = defaultdict(list)
+    for turn in sorted(log.turns, key=lambda turn: turn.start_s):
+        bars = found[turn.device]
+        near = bool(bars) and turn.start_s - bars[-1][2] < apart_s
+        if near and (bars[-1][4] == turn.trial or turn.end_s - bars[-1][1] < apart_s):
+            bars[-1] = (*bars[-1][:2], max(turn.end_s, bars[-1][2]), *bars[-1][3:])
+        else:
+            bars.append((turn.device, turn.start_s, turn.end_s, colour.get(turn.trial, 0), turn.trial))
+    return [bar for bars in found.values() for bar in bars]
 
 
 def _device_section(log: StudyLog) -> list[Section]:
