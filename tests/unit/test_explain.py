@@ -136,6 +136,8 @@ def test_a_sweep_of_memory_has_a_row_for_each_value(answer: Placement) -> None:
     found, _ = api.whatif(answer, sweep="gpu0.memory=1MB..24GB:3", budget="5x")
     assert [row.value for row in found.rows] == ["0.001GB", "12.0005GB", "24GB"]
     assert found.sweep == "gpu0.memory"
+    times = [row.time_s for row in found.rows if row.time_s is not None]
+    assert times == sorted(times, reverse=True)  # more memory: the plan before still fits
 
 
 def test_a_plan_does_not_differ_from_itself(answer: Placement) -> None:

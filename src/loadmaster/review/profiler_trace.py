@@ -11,6 +11,7 @@ Forward ops are matched by aligning the two orders of kinds, so that ops which o
 shift the rest. What is not matched is counted and told, and never guessed at.
 """
 
+import bisect
 import difflib
 import os
 import re
@@ -185,8 +186,8 @@ def _match_profile(events: list[dict[str, Any]], placement: Placement) -> tuple[
     by_sequence: dict[int, int] = {}
     for mine, theirs in pairs:
         event, op = inside[theirs], planned[mine]
-        for each in ops:  # a backward node is made by the op itself or by one inside of it
-            if each.sequence >= 0 and event.start_s <= each.start_s and each.end_s <= event.end_s:
+        for each in _inside(ops, event):  # a backward node is made by the op itself or by one inside of it
+            if each.sequence >= 0:
                 by_sequence.setdefault(each.sequence, op)
         spans.add(SpanKind.COMPUTE, device[op], op, *_extent(event, kernels))
     found = len(spans.kind)
@@ -231,6 +232,13 @@ def _collect_ops(
         elif event.get("cat") == "cpu_op" and begin <= times[0] <= end:
             found.append(_Event(event["name"], *times, number.get("Sequence number", -1), external))
     return sorted(found, key=lambda event: (event.start_s, -event.end_s)), kernels
+
+
+def _inside(ops: list[_Event], event: _Event) -> list[_Event]:
+    """The event and all that happened within it; `ops` stand in the order of their starts."""
+    low = bisect.bisect_left(ops, event.start_s, key=lambda each: each.start_s)
+    high = bisect.bisect_right(ops, event.end_s, key=lambda each: each.start_s)
+    return [each for each in ops[low:high] if each.end_s <= event.end_s]
 
 
 def _outermost(forward: list[_Event], backward: list[_Event]) -> list[_Event]:
@@ -310,8 +318,7 @@ def _match_backward(
         if not mirrored.get(forward):
             lost += 1
             continue
-        inner = [each for each in ops if event.start_s <= each.start_s and each.end_s <= event.end_s]
-        found.setdefault(forward, []).extend(_outermost(inner, []))
+        found.setdefault(forward, []).extend(_outermost(_inside(ops, event), []))
     for forward, events in found.items():
         backward = mirrored[forward]
         kinds = [_base(graph.op_kind[op]) for op in backward]

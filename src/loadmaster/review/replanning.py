@@ -31,10 +31,12 @@ class Replanner:
     seed: int = 0
     progress: Callable[[str, float], None] = ignore_progress
 
-    def find(self, problem: Problem, start: Plan | None) -> Placement:
-        """The best plan that is found; `start` is one of the problem, if there is one."""
+    def find(self, problem: Problem, *starts: Plan | None) -> Placement:
+        """The best plan that is found; `starts` are plans of the problem, where there are any."""
         candidates: list[Placement] = []
-        if start is not None and not why_foreign(problem, start):
+        for start in starts:
+            if start is None or why_foreign(problem, start):
+                continue
             candidates.append(self._ask(problem, Given(start)))
             improve = Refine(start)
             if not why_not(improve, problem):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from loadmaster.core.errors import InputError, LoadmasterError
 from loadmaster.core.outcomes import Changed, Outcomes
 from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.units import format_bytes, parse_bytes
@@ -47,7 +48,8 @@ def sweep(
     for at, value in enumerate(values):
         replanner.progress(f"{name}={value} ({at + 1} of {len(values)})", at / len(values))
         asked = _with_value(settings, name, value)
-        row, answer = try_change(placement, asked, replanner)
+        before = next((each for each in reversed(found) if each is not None), None)
+        row, answer = try_change(placement, asked, replanner, before)
         rows.append(replace(row, value=value))
         found.append(answer)
     lead = (
@@ -116,16 +118,27 @@ def _list_range(
 
 
 def try_change(
-    placement: Placement, settings: Settings, replanner: Replanner
+    placement: Placement, settings: Settings, replanner: Replanner, neighbour: Placement | None = None
 ) -> tuple[Changed, Placement | None]:
-    """One change planned for; what cannot be asked says why."""
+    """One change planned for; what cannot be asked says why. The plan of a `neighbour` is tried, too."""
     try:
         changed = change_problem(placement.problem, settings, progress=replanner.progress)
     except LoadmasterError as problem:
         return _refused(str(settings), str(problem)), None
     start = changed.carry(placement.problem, shown_plan(placement))
-    found = replanner.find(changed.problem, start)
+    near = _plan_of_neighbour(changed.problem, neighbour) if neighbour is not None else None
+    found = replanner.find(changed.problem, start, near)
     return make_row(str(settings), found, changed.notes), found
+
+
+def _plan_of_neighbour(problem: Problem, neighbour: Placement) -> Plan | None:
+    """Its plan, where it is of the same ops on the same devices."""
+    other = neighbour.problem
+    same = (other.graph.op_name, other.cluster.device_name) == (
+        problem.graph.op_name,
+        problem.cluster.device_name,
+    )
+    return neighbour.plan if same else None
 
 
 def _refused(name: str, reason: str) -> Changed:
