@@ -488,7 +488,7 @@ def _repair_plan(problem: Problem, start: Plan) -> Placement:
     """A plan that fits, repaired from one that does not."""
     from loadmaster.placers.search.refine import Refine
 
-    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
+    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x", progress=ignore_progress)
 
 
 def _resolve_algorithm(algorithm: str | Placer | Plan) -> Placer:

@@ -58,6 +58,10 @@ class LivePlan:
             "time": took,
         }
 
+    def __repr__(self) -> str:
+        """What a notebook without HTML shows."""
+        return ", ".join(f"{name}: {text}" for name, text in self.rows().items())
+
     def __rich__(self) -> Table:
         """The table of a terminal."""
         return fields(dict(self.rows()))
