@@ -11,7 +11,7 @@ and torch are imported where they are used: bad input is answered without them.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -24,7 +24,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
-from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
+from loadmaster.core.run import Bound, Budget, ignore_news, ignore_progress, parse_budget
 from loadmaster.core.schedule import AUTO
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
@@ -39,6 +39,7 @@ from loadmaster.questions.problem import batch_of, build_problem, revise_problem
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.core.outcomes import Difference, Explanation, Outcomes
     from loadmaster.core.run_report import Outcome
     from loadmaster.runtime.distributed.launch import PipelineRun
     from loadmaster.runtime.distributed.trial_run import PipelineOutcome
@@ -50,9 +51,14 @@ if TYPE_CHECKING:
 __all__ = [
     "check_plan",
     "compare_timelines",
+    "diff",
+    "explain",
+    "export",
     "fit",
+    "import_file",
     "launch",
     "load",
+    "load_measured",
     "lower_bound",
     "place",
     "plan",
@@ -61,6 +67,8 @@ __all__ = [
     "save",
     "simulate",
     "verify",
+    "whatif",
+    "write_report",
 ]
 
 
@@ -144,7 +152,7 @@ def plan(
     spill: str | None = None,
     order: str = "free",
     question: Question | None = None,
-    progress: Callable[[str, float], None] = ignore_progress,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
@@ -154,6 +162,8 @@ def plan(
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
+
+    Without `progress`, a terminal or a notebook shows a live table: the best plan so far, the bound, the gap.
     """
     chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
@@ -168,17 +178,31 @@ def plan(
         objective = only[0] if len(only) == 1 else None
     asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, asked)
+    limit = parse_budget(budget)
+    again = None
+    if not isinstance(problem_or_source, Problem) and is_model(problem_or_source):
+        again = Question(problem_or_source, devices, objective, links, split, pipeline=pipeline, target="cpu")
+    if progress is not None or isinstance(algorithm, Plan):
+        say = progress or ignore_progress
+        return _ask(asked, PlanRequest(chosen, limit, seed, order, spill, say), again)
+    from loadmaster.report.live_plan import show_live
 
-    def ask(one: Problem, limit: Budget) -> Placement:
-        return find_placement(one, PlanRequest(chosen, limit, seed, order, spill, progress))
+    with show_live() as live:
+        say = ignore_progress if live is None else live.say
+        watch = ignore_news if live is None else live.watch
+        return _ask(asked, PlanRequest(chosen, limit, seed, order, spill, say, watch), again)
 
-    if isinstance(problem_or_source, Problem) or not is_model(problem_or_source):
-        return ask(asked, parse_budget(budget))
+
+def _ask(problem: Problem, asked: PlanRequest, again: Question | None) -> Placement:
+    """The answer; of a model (`again`: for the kernels of CPUs) with each device's own kernels."""
+    if again is None:
+        return find_placement(problem, asked)
     from loadmaster.capacity.mixed_plan import plan_with_own_kernels
 
-    source, shape = problem_or_source, (objective, links, split)
-    again = Question(source, devices, *shape, pipeline=pipeline, target="cpu")
-    return plan_with_own_kernels(asked, parse_budget(budget), ask, lambda: build_problem(again))
+    def ask(one: Problem, limit: Budget) -> Placement:
+        return find_placement(one, replace(asked, budget=limit))
+
+    return plan_with_own_kernels(problem, asked.budget, ask, lambda: build_problem(again))
 
 
 def fit(
@@ -442,6 +466,143 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     return steady_state(replace(problem, links=parse_choice(Links, links) or problem.links), plan).time_s
 
 
+def write_report(
+    placement: Placement,
+    path: str | os.PathLike[str],
+    *,
+    measured: Timeline | None = None,
+    compare: Mapping[str, Placement] | None = None,
+    outcomes: "Sequence[Outcomes]" = (),
+) -> None:
+    """Write one self-contained HTML page of a placement (docs/report.md): it loads nothing from anywhere.
+
+    `measured` is drawn below the prediction, on the same axis; `compare` are other answers to the same
+    question, by name; `outcomes` what `whatif` found.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.plan_page import PlanPage, render_plan_page
+    from loadmaster.review.look import review_plan, review_timeline, shown_plan
+
+    review = review_plan(placement)
+    seen = None
+    if measured is not None:
+        seen = review_timeline(placement.problem, shown_plan(placement), measured)
+    others = tuple((compare or {}).items())
+    write_bytes(render_plan_page(PlanPage(placement, review, seen, others, outcomes)), path)
+
+
+def load_measured(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> Timeline:
+    """A measured timeline of a placement's plan: a file of `run`, or a Chrome trace of `torch.profiler`."""
+    from loadmaster.review.profiler_trace import read_measured
+
+    return read_measured(path, placement, max_bytes=max_bytes)
+
+
+def export(
+    placement: Placement, to: str, path: str | os.PathLike[str] | None = None
+) -> tuple[bytes, tuple[str, ...]]:
+    """A plan in the format of another program ('device_map', 'torchtitan', 'openvino', 'chrome', 'graphml',
+    'nodelink', 'csv'): the file, written to `path` if one is named, and what the format cannot express.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.exports.registry import export_plan
+    from loadmaster.review.look import shown_plan
+
+    made = export_plan(placement, simulate(placement.problem, shown_plan(placement)), to)
+    if path is not None:
+        write_bytes(made.content, path)
+    return made.content, made.lost
+
+
+def import_file(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> tuple[Placement | Timeline, tuple[str, ...]]:
+    """A device_map scored on a placement's question, or a Chrome trace as its measured timeline; with
+    notes."""
+    from loadmaster.review.imports import read_device_map, read_import
+
+    read = read_import(path, placement, max_bytes=max_bytes)
+    if isinstance(read, tuple):
+        return read
+    imported, notes = read_device_map(read, placement)
+    return plan(placement.problem, algorithm=imported), notes
+
+
+def explain(
+    placement: Placement,
+    target: str = "",
+    *,
+    budget: Budget | float | str = "100x",
+    replan: bool = True,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "Explanation":
+    """Why a plan, or an op or module of it, is as it is: the alternatives are tried (docs/report.md).
+
+    Without a target single changes of the question are planned for, with one the target is put on every
+    other device. `budget` is for each of these plans; without `replan` a target elsewhere is only simulated.
+    """
+    from loadmaster.review.explain import explain_plan
+    from loadmaster.review.replanning import Replanner
+
+    replanner = Replanner(parse_budget(budget), seed=seed, progress=progress)
+    return explain_plan(placement, target, replanner, replan=replan)
+
+
+def diff(
+    before: Placement, after: Placement, *, names: tuple[str, str] = ("before", "after")
+) -> "Difference":
+    """Two plans of one model: what moved, and time and memory before and after."""
+    from loadmaster.review.diff import compare_plans
+
+    return compare_plans(before, after, names)
+
+
+def whatif(
+    placement: Placement,
+    *,
+    set: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    sweep: str | None = None,
+    together: bool = False,
+    budget: Budget | float | str = "100x",
+    order: str = "free",
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "tuple[Outcomes, Placement | None]":
+    """The outcomes of planning again with something changed, and the plan with all changes.
+
+    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1', and what a captured model can be captured
+    with again; `sweep` 'batch=1..64' instead takes one of them through several values. Without `together`
+    each of several changes has a row of its own before the row of all.
+    """
+    from loadmaster.review import whatif as trials
+    from loadmaster.review.replanning import Replanner
+    from loadmaster.review.settings import Settings
+
+    replanner = Replanner(parse_budget(budget), order, seed, progress)
+    words: dict[str, Any] = {"batch": batch, "seq": seq, "optimizer": optimizer, "precision": precision}
+    asked = Settings(tuple(set), tuple(add), tuple(remove), batch, seq, optimizer, precision)
+    if sweep is not None:
+        found, answers = trials.sweep(placement, sweep, asked, replanner)
+        return found, answers[-1]
+    single = [Settings(sets=(each,)) for each in set]
+    single += [Settings(add=(each,)) for each in add] + [Settings(remove=(each,)) for each in remove]
+    single += [Settings(**{name: value}) for name, value in words.items() if value is not None]
+    if not single:
+        raise InputError("nothing is changed; name --set, --add, --remove, --batch or --sweep")
+    changes = [asked] if together or len(single) == 1 else [*single, asked]
+    found, answers = trials.try_changes(placement, changes, replanner)
+    return found, answers[-1]
+
+
 def lower_bound(
     problem_or_source: Problem | Source,
     budget: Budget | float | str | None = None,
@@ -514,7 +675,7 @@ def _repair_plan(problem: Problem, start: Plan) -> Placement:
     """A plan that fits, repaired from one that does not."""
     from loadmaster.placers.search.refine import Refine
 
-    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
+    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x", progress=ignore_progress)
 
 
 def _resolve_algorithm(algorithm: str | Placer | Plan) -> Placer:

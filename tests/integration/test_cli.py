@@ -291,6 +291,9 @@ def test_the_demo_says_where_it_wrote_plan_and_trace(say: Say) -> None:
     assert isinstance(placement, lm.Placement)
     assert placement.fits
     assert json.loads(Path("a/b/demo-trace.json").read_text())["traceEvents"]
+    page = Path("a/b/demo-report.html")
+    assert f"page written to {page.resolve()}" in out.splitlines()[-1]
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:

@@ -19,6 +19,7 @@ from loadmaster.core.errors import PlanError
 
 if TYPE_CHECKING:
     from loadmaster.core.device_map import DeviceMap
+    from loadmaster.core.notebook import Picture
     from loadmaster.core.problem import Problem
 
 
@@ -162,6 +163,17 @@ class Plan:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
         return content_digest(self)
+
+    def plot(self, problem: "Problem") -> "Picture":
+        """The Gantt of the plan on its problem, as a picture."""
+        from loadmaster.core.notebook import picture_of
+
+        return picture_of(self, problem)
+
+    def _repr_html_(self) -> str:
+        from loadmaster.core.notebook import html_of
+
+        return html_of(self)
 
     def to_device_map(self, problem: "Problem") -> "DeviceMap":
         """Hugging Face's dict of modules and devices: coarser than the plan (`core/device_map.py`)."""
