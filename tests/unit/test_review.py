@@ -1,5 +1,7 @@
 """Reviews: every figure worked out by hand on tiny plans, or added up to what the simulator says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from loadmaster import api
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind
 from loadmaster.review.look import module_uses, review_plan, review_timeline
-from tests.builders import chain, diamond, graph_of, plan_on, problem_of, star_cluster
+from loadmaster.review.waiting import list_waits
+from tests.builders import chain, diamond, graph_of, loose_ops, plan_on, problem_of, star_cluster
 from tests.strategies import plans, problems
 
 
@@ -34,6 +37,23 @@ def test_a_transfer_that_queues_for_its_port_is_told_apart() -> None:
     review = review_plan(placed(graph, star_cluster(3), 1.0, 0, 1, 2))
     mine = {w.kind: w.seconds for w in review.waits if w.device == 2}
     assert mine == {"op": 1.0, "queue": 2.0, "transfer": 2.0}
+
+
+def test_two_parts_of_a_chip_wait_for_each_other_only_while_the_other_computes() -> None:
+    # one engine: op0 1 s on part 0, op1 2 s on part 1, op2 on part 0; nothing flows between them
+    cluster = replace(star_cluster(2), engine=np.zeros(2, dtype=np.int32))
+    problem = problem_of(loose_ops(3), cluster, [[1.0], [2.0], [1.0]])
+    answer = api.plan(problem, algorithm=plan_on([0, 1, 0], [0, 1, 2]))
+    assert answer.plan is not None
+    timeline = review_plan(answer).timeline
+    waits = [(w.device, w.kind, w.seconds) for w in list_waits(problem, timeline)]
+    assert sorted(waits) == [(0, "engine", 2.0), (1, "end", 1.0), (1, "engine", 1.0)]
+    shift = np.array([0.0, 0.0, 5.0])
+    later = replace(timeline, start_s=timeline.start_s + shift, end_s=timeline.end_s + shift)
+    assert [(w.kind, w.seconds) for w in list_waits(problem, later) if w.device == 0] == [
+        ("launch", 5.0),
+        ("engine", 2.0),
+    ]
 
 
 def test_a_device_without_ops_waits_for_nothing() -> None:

@@ -7,7 +7,10 @@ for its link, and before that its producer still ran elsewhere.
     |<---- op ------>|<-queue->|<- transfer ->|
 """
 
+import bisect
 from collections import defaultdict
+
+import numpy as np
 
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Problem
@@ -37,24 +40,57 @@ def _collect_gaps(problem: Problem, index: SpanIndex, device: int, sums: dict[_K
     timeline = index.timeline
     spans = spans_by_start(timeline, device).tolist()
     free_s = 0.0
-    shared = int((problem.cluster.engine == problem.cluster.engine[device]).sum()) > 1
+    others = _busy_intervals(problem, index, device)
     for span in spans:
         begin = index.start_s(span)
         if begin > free_s + index.eps_s:
-            _take_apart(index, span, free_s, begin, "engine" if shared else "launch", sums)
+            _take_apart(index, span, free_s, begin, others, sums)
         free_s = max(free_s, index.end_s(span))
     if timeline.step_s > free_s + index.eps_s:
         _add(sums, ("end" if spans else "empty", "", "", -1), timeline.step_s - free_s)
 
 
+def _busy_intervals(problem: Problem, index: SpanIndex, device: int) -> list[tuple[float, float]]:
+    """When other devices of the same engine compute, in order and without overlaps."""
+    engine, timeline = problem.cluster.engine, index.timeline
+    sharing = [other for other in np.flatnonzero(engine == engine[device]).tolist() if other != device]
+    here = np.flatnonzero((timeline.kind == SpanKind.COMPUTE) & np.isin(timeline.resource, sharing))
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(
+        zip(timeline.start_s[here].tolist(), timeline.end_s[here].tolist(), strict=True)
+    ):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _overlap_s(intervals: list[tuple[float, float]], begin: float, end: float) -> float:
+    """Seconds of [begin, end] that the intervals cover."""
+    at = max(bisect.bisect_right(intervals, (begin, np.inf)) - 1, 0)
+    total = 0.0
+    while at < len(intervals) and intervals[at][0] < end:
+        total += max(0.0, min(end, intervals[at][1]) - max(begin, intervals[at][0]))
+        at += 1
+    return total
+
+
 def _take_apart(
-    index: SpanIndex, span: int, free_s: float, begin: float, otherwise: str, sums: dict[_Key, list[float]]
+    index: SpanIndex,
+    span: int,
+    free_s: float,
+    begin: float,
+    others: list[tuple[float, float]],
+    sums: dict[_Key, list[float]],
 ) -> None:
     """Give each part of a gap to its reason."""
     arrivals = index.inputs_of(span)
     came_s, brought, maker = max(arrivals, default=(0.0, -1, -1))
     late = min(begin, max(free_s, came_s))
-    _add_if(index, sums, (otherwise, "", "", -1), begin - late)
+    shared_s = _overlap_s(others, late, begin)
+    _add_if(index, sums, ("engine", "", "", -1), shared_s)
+    _add_if(index, sums, ("launch", "", "", -1), begin - late - shared_s)
     if late <= free_s + index.eps_s:
         return
     graph, timeline = index.graph, index.timeline

@@ -146,7 +146,7 @@
       const [title, series, link] = data.lanes[l], text = many ? title + " · " + series : title;
       ctx.fillStyle = link ? colours.dim : colours.fg;
       ctx.font = (link ? "" : "600 ") + (width < 560 ? "10px" : "12px") + " system-ui, sans-serif";
-      const room = Math.floor(titleWidth / 6.2);
+      const room = Math.floor(titleWidth / (link ? 6.8 : 7.4));
       ctx.fillText(text.length > room ? text.slice(0, room - 1) + "…" : text, titleWidth - 8, laneTop[l] + laneHeight[l] / 2 + 4);
     }
     ctx.textAlign = "left";
