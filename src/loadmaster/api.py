@@ -170,9 +170,9 @@ def plan(
     if pipeline == AUTO:
         question = question or _question_of(problem_or_source, devices)
         whole = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
-        return _plan_microbatches(
-            whole, question, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress)
-        )
+        say = progress or ignore_progress
+        request = PlanRequest(chosen, parse_budget(budget), seed, order, spill, say)
+        return _plan_microbatches(whole, question, request)
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
@@ -254,7 +254,8 @@ def place(
     plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
     """
     if is_tensorflow_model(model):
-        return _place_tensorflow(model, plan_or_inputs, devices, wishes)
+        placed: Placed = _place_tensorflow(model, plan_or_inputs, devices, wishes)
+        return placed
     from loadmaster.capacity.mixed_plan import plan_with_own_kernels
     from loadmaster.runtime import place_request
 
@@ -333,10 +334,9 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
     """
-    if isinstance(plan, str | os.PathLike):
-        plan = load(plan)
-    if isinstance(plan, Placement) and is_tensorflow_graph(plan.problem.graph):
-        return _run_tensorflow(plan, model, steps, seed, calibrate, tell)
+    loaded = load(plan) if isinstance(plan, str | os.PathLike) else plan
+    if isinstance(loaded, Placement) and is_tensorflow_graph(loaded.problem.graph):
+        return _run_tensorflow(loaded, model, steps, seed, calibrate, tell)
     from loadmaster.runtime.place_request import load_placement, place_on_plan
     from loadmaster.runtime.run.launch import plan_as_run, rebuild_model, require_steps, run_placed
 

@@ -169,7 +169,10 @@ def _load_or_measure_rows(
                 f"measuring needs {name}; install it with: pip install 'loadmaster[{extra}]'"
             ) from None
         return known, 0, 0.0
-    return bench.measure_missing(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
+    measured: tuple[dict[str, CostRow], int, float] = bench.measure_missing(
+        graph, keys, plain_s, here, database, budget_s=budget_s, say=say
+    )
+    return measured
 
 
 def _import_bench(extra: str) -> Any:

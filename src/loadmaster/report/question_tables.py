@@ -4,7 +4,8 @@ from rich.table import Table
 
 from loadmaster.core.outcomes import Changed, Difference, Explanation, Outcomes
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.report.tables import columns, fields, one_line
+from loadmaster.report.tables import fields
+from loadmaster.report.text_columns import columns, one_line
 
 _MOST_MODULES = 24
 _LONG = 160

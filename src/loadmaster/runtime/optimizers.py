@@ -7,7 +7,7 @@ the host it would go weight by weight unless told: it is told, for the time of t
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,8 +107,9 @@ def is_divided(group: dict[str, Any]) -> bool:
 def _find_optimizers() -> list[Any]:
     """Every optimizer there is: an object refers to its class, and the collector finds who does."""
     kind = torch.optim.Optimizer
-    referring: list[Any] = gc.get_referrers(*_list_kinds(kind))
-    return [one for one in referring if isinstance(one, kind) and hasattr(one, "param_groups")]
+    referring: Iterable[Any] = gc.get_referrers(*_list_kinds(kind))
+    found: list[Any] = [one for one in referring if isinstance(one, kind)]
+    return [one for one in found if hasattr(one, "param_groups")]
 
 
 def _list_kinds(kind: type) -> Iterator[type]:

@@ -123,7 +123,7 @@ def policies(json: o.Json = False) -> None:
     """List the policies."""
     from loadmaster.advisor.policies.registry import list_policies
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.report.tables import columns, one_line
+    from loadmaster.report.text_columns import columns, one_line
 
     found = list_policies()
     if json:
@@ -394,7 +394,7 @@ def _replay(
 
 def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool) -> None:
     from loadmaster.cli.console import print_json, stdout
-    from loadmaster.report.tables import columns, one_line
+    from loadmaster.report.text_columns import columns, one_line
 
     if html is not None:
         from loadmaster.advisor.page import write_page

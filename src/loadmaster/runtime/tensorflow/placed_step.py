@@ -249,7 +249,7 @@ def _import_placed(
     function = tf.function(
         body, input_signature=signature, autograph=False, experimental_attributes={"_noinline": True}
     )
-    return function.get_concrete_function()  # type: ignore[no-any-return]
+    return function.get_concrete_function()
 
 
 def _used_inputs(nodes: list[Any], outputs: tuple[str, ...]) -> set[str]:
