@@ -108,7 +108,7 @@ def _find_optimizers() -> list[Any]:
     """Every optimizer there is: an object refers to its class, and the collector finds who does."""
     kind = torch.optim.Optimizer
     referring: Iterable[Any] = gc.get_referrers(*_list_kinds(kind))
-    found: list[Any] = [one for one in referring if isinstance(one, kind)]
+    found: list[Any] = list(filter(lambda one: isinstance(one, kind), referring))
     return [one for one in found if hasattr(one, "param_groups")]
 
 
