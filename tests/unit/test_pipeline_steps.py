@@ -148,7 +148,7 @@ layer = st.builds(
 paces = st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=1, max_size=4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_step_takes_what_the_second_evaluator_says(data: st.DataObject) -> None:
     layers, pace = data.draw(st.lists(layer, min_size=1, max_size=5)), data.draw(paces)
@@ -172,7 +172,7 @@ def test_a_step_takes_what_the_second_evaluator_says(data: st.DataObject) -> Non
 # ------------------------------------------------------------------------- brute force and bound
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(layer, min_size=1, max_size=4),
     st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=3),
@@ -191,7 +191,7 @@ def test_no_pipeline_beats_the_bound(
     assert best * (1 - 1e-9) <= found.score_s <= best * 1.1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(layer, min_size=2, max_size=4),
     st.lists(st.sampled_from([1.0, 2.0]), min_size=2, max_size=3),
@@ -241,7 +241,7 @@ def require_sound(problem: Problem) -> None:
     try:
         placement = api.plan(problem, algorithm="pipeline", budget="20x")
     except InputError as refusal:
-        if "cannot be cut into 2 or more stages" not in str(refusal):
+        if "stages was found that its pins" not in str(refusal):
             raise
         return
     plan = placement.plan or placement.least_overflow_plan
@@ -251,13 +251,13 @@ def require_sound(problem: Problem) -> None:
         assert api.simulate(problem, plan).step_s == placement.score_s >= placement.bound_s
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_any_training_graph_has_a_sound_answer(seed: int) -> None:
     drawn = pipelines.random_pipeline(seed)
     require_sound(replace(drawn, objective="step", split="free", pipeline=ASKED[seed % len(ASKED)]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(), st.sampled_from(ASKED))
 def test_graphs_without_any_chain_have_a_sound_answer(problem: Problem, asked: str) -> None:
     assume((problem.graph.phase == Phase.BACKWARD).any())

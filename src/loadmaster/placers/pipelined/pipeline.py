@@ -161,8 +161,8 @@ class _Search:
                 self._offer(found[1])
                 return
         raise InputError(
-            f"graph {self.problem.graph.name!r} cannot be cut into {each} or more stages on these devices;"
-            " leave the pipeline or the pins out"
+            f"graph {self.problem.graph.name!r}: no cut into {each} or more stages was found that its pins"
+            " and what the devices can run allow; leave the pipeline or the pins out"
         )
 
     def improve(self, moves: int) -> None:
