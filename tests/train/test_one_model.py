@@ -211,3 +211,19 @@ def test_logger_without_its_package_says_what_to_install(kind: str, monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError, match="pip install"):
         getattr(lt, kind)("project")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "any-model.md"
+    blocks = [part.split("```")[0] for part in page.read_text().split("```python\n")[1:]]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    assert len(blocks) == 3
+    assert (tmp_path / "tuned" / "config.json").exists()
+    assert {each.status for each in names["result"].trials} == {"done"}
