@@ -227,3 +227,22 @@ def test_code_of_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.
     assert len(blocks) == 3
     assert (tmp_path / "tuned" / "config.json").exists()
     assert {each.status for each in names["result"].trials} == {"done"}
+
+
+def test_status_of_a_folder_is_read_while_it_runs_and_afterwards(tmp_path: Path) -> None:
+    from loadmaster.train.coordination.study_status import read_status
+
+    seen: list[bool] = []
+
+    class Look:
+        def on_step(self, trial: str, done: Any) -> None:
+            seen.append(read_status(tmp_path).running)
+
+    lt.Study(trial_of(), dir=tmp_path, devices="cpu", memory_cap="64MiB", callbacks=[Look()]).fit()
+    found = read_status(tmp_path)
+    assert seen == [True] * 4
+    assert not found.running
+    assert found.trials[0].step == found.num_steps["net"] == 4
+    assert "net" in str(found)
+    with pytest.raises(InputError, match="no journal"):
+        read_status(tmp_path / "nowhere")
