@@ -246,3 +246,34 @@ def test_status_of_a_folder_is_read_while_it_runs_and_afterwards(tmp_path: Path)
     assert "net" in str(found)
     with pytest.raises(InputError, match="no journal"):
         read_status(tmp_path / "nowhere")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_sweep_of_peft_trains_adapters_alone(tmp_path: Path) -> None:
+    import peft
+
+    def build() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        return peft.get_peft_model(make_gpt2(), config)
+
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 99).view(4, 2, 12)]
+    trials = [
+        lt.Trial(
+            name=f"lr{lr:g}", build=build, data=lambda: data, seed=3,
+            optim=lambda parameters, lr=lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+        )
+        for lr in (1e-2, 1e-3)
+    ]  # fmt: skip
+    result = lt.Study(trials, dir=tmp_path / "run", devices="cpu", memory_cap="64MiB").fit()
+    for trial, lr in zip(trials, (1e-2, 1e-3), strict=True):
+        torch.manual_seed(3)
+        model = build().train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
+        for batch in data:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = result[trial.name].state_dict()
+        assert all(torch.equal(each, found[name]) for name, each in model.state_dict().items())
+    result["lr0.01"].save_pretrained(tmp_path / "adapter", build())
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
