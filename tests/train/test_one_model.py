@@ -211,3 +211,69 @@ def test_logger_without_its_package_says_what_to_install(kind: str, monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError, match="pip install"):
         getattr(lt, kind)("project")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "any-model.md"
+    blocks = [part.split("```")[0] for part in page.read_text().split("```python\n")[1:]]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    assert len(blocks) == 3
+    assert (tmp_path / "tuned" / "config.json").exists()
+    assert {each.status for each in names["result"].trials} == {"done"}
+
+
+def test_status_of_a_folder_is_read_while_it_runs_and_afterwards(tmp_path: Path) -> None:
+    from loadmaster.train.coordination.study_status import read_status
+
+    seen: list[bool] = []
+
+    class Look:
+        def on_step(self, trial: str, done: Any) -> None:
+            seen.append(read_status(tmp_path).running)
+
+    lt.Study(trial_of(), dir=tmp_path, devices="cpu", memory_cap="64MiB", callbacks=[Look()]).fit()
+    found = read_status(tmp_path)
+    assert seen == [True] * 4
+    assert not found.running
+    assert found.trials[0].step == found.num_steps["net"] == 4
+    assert "net" in str(found)
+    with pytest.raises(InputError, match="no journal"):
+        read_status(tmp_path / "nowhere")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_sweep_of_peft_trains_adapters_alone(tmp_path: Path) -> None:
+    import peft
+
+    def build() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        return peft.get_peft_model(make_gpt2(), config)
+
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 99).view(4, 2, 12)]
+    trials = [
+        lt.Trial(
+            name=f"lr{lr:g}", build=build, data=lambda: data, seed=3,
+            optim=lambda parameters, lr=lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+        )
+        for lr in (1e-2, 1e-3)
+    ]  # fmt: skip
+    result = lt.Study(trials, dir=tmp_path / "run", devices="cpu", memory_cap="64MiB").fit()
+    for trial, lr in zip(trials, (1e-2, 1e-3), strict=True):
+        torch.manual_seed(3)
+        model = build().train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
+        for batch in data:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = result[trial.name].state_dict()
+        assert all(torch.equal(each, found[name]) for name, each in model.state_dict().items())
+    result["lr0.01"].save_pretrained(tmp_path / "adapter", build())
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

@@ -21,16 +21,17 @@ _LAYERS, _WIDTH, _VOCAB, _STEPS = 12, 128, 8000, 4
 def train_demo() -> dict[str, Any]:
     """What the model takes beside its activations, and what came of it under the cap."""
     try:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        import transformers
     except ImportError:
         raise InputError("this part needs transformers: pip install 'loadmaster[hf,train]'") from None
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        config = GPT2Config(
+        config = transformers.GPT2Config(
             n_layer=_LAYERS, n_embd=_WIDTH, n_head=4, vocab_size=_VOCAB, bos_token_id=0, eos_token_id=0
         )
-        model = GPT2LMHeadModel(config)
+        make: Any = transformers.GPT2LMHeadModel
+        model = make(config)
         made = torch.Generator().manual_seed(0)
         batches = [torch.randint(0, _VOCAB, (2, 64), generator=made) for _ in range(_STEPS)]
         data = [{"input_ids": ids, "labels": ids} for ids in batches]

@@ -100,8 +100,12 @@ def make_epochs(data: Any, *, batch_size: int = 8) -> Callable[[], Iterable[Any]
             )
         return lambda: data
     if callable(data):
-        made = data
-        return lambda: make_epochs(made(), batch_size=batch_size)() if _is_dataset(made()) else made()
+
+        def make_epoch() -> Iterable[Any]:
+            found = data()
+            return make_epochs(found, batch_size=batch_size)() if _is_dataset(found) else found
+
+        return make_epoch
     raise InputError(f"data is {type(data).__name__}; give a list of batches, a dataset or a DataLoader")
 
 
