@@ -104,8 +104,15 @@ def replay(
     """One stream under one rule."""
     _require_fitting(world, stream)
     rows = np.full(len(stream.model), -1, np.int64) if given is None else np.asarray(given, np.int64)
-    arguments: Any = (*_tables(world), *_columns(stream, world), rule.numbers, rows, np.array(rule.rollout))
-    cause, degree, block, start, totals = _replay(*arguments, seed)
+    arguments: Any = (
+        *_tables(world),
+        *_columns(stream, world),
+        rule.numbers,
+        rows,
+        np.array(rule.rollout),
+        seed,
+    )
+    cause, degree, block, start, totals = _replay(*arguments)
     return Outcome(cause, degree, block, start, totals[0], totals[1] / max(1, stream.num_decided))
 
 
