@@ -52,9 +52,16 @@ def advise(
         counts = [n for n in COUNTS if n <= most] or [most]
         kinds = where.layout.kinds
         curve = planned_curve(
-            cast(Source, job), kinds, steps=steps, counts=counts, objective=objective, budget=budget, batch=batch, seq=seq,
+            cast(Source, job),
+            kinds,
+            steps=steps,
+            counts=counts,
+            objective=objective,
+            budget=budget,
+            batch=batch,
+            seq=seq,
             progress=progress,
-        )  # fmt: skip
+        )
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
     return advise_job(
         asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by
