@@ -47,7 +47,7 @@ def _candidates(label: str, d: str) -> dict[str, Rule]:
     if label != "compat":
         floors = {"A": (8, 4), "B": (8,), "C": (4, 8), "D": (1, 2)}[d] if label == "own" else (1, 2)
         bases = {f"best fit >= {k}": Rule(Kind.BEST_FIT, k) for k in floors}
-    looks = ((30, 20), (60, 30)) if label == "compat" else ((30, 20),)
+    looks = ((30, 20),)
     return bases | {
         f"rollout {h}x{f} on {name}": replace(rule, rollout=(h, f))
         for name, rule in bases.items()

@@ -4,6 +4,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from loadmaster.advisor.policies.registry import Policy
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError
+from loadmaster.core.question import Source
 from loadmaster.core.run import ignore_progress
 
 
@@ -50,9 +52,16 @@ def advise(
         counts = [n for n in COUNTS if n <= most] or [most]
         kinds = where.layout.kinds
         curve = planned_curve(
-            job, kinds, steps=steps, counts=counts, objective=objective, budget=budget, batch=batch, seq=seq,
+            cast(Source, job),
+            kinds,
+            steps=steps,
+            counts=counts,
+            objective=objective,
+            budget=budget,
+            batch=batch,
+            seq=seq,
             progress=progress,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
     return advise_job(
         asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by

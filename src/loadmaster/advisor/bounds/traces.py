@@ -20,7 +20,8 @@ _MOST_SLOTS = 1000
 def possible(stream: TraceStream) -> NDArray[np.bool_]:
     """Jobs whose deadline some count meets on an empty cluster."""
     fastest = stream.duration_s.reshape(len(stream.due_s), -1).min(axis=1)
-    return fastest <= (stream.due_s - stream.arrival_s) * (1 + 1e-12)
+    found: NDArray[np.bool_] = fastest <= (stream.due_s - stream.arrival_s) * (1 + 1e-12)
+    return found
 
 
 def most_met(stream: TraceStream, num_devices: int, *, elastic: bool = False) -> float:

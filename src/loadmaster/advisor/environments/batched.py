@@ -10,6 +10,7 @@ Unlike the published observation this one shows which servers are free and when 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,7 @@ class BatchedRamp:
         if self.done:
             raise InputError("the streams are over; call reset()")
         accepted = np.zeros(len(self.streams))
-        _step_all(
+        arguments: Any = (
             self._at,
             np.asarray(actions, np.int64),
             self.joint,
@@ -99,6 +100,7 @@ class BatchedRamp:
             self._running,
             accepted,
         )
+        _step_all(*arguments)
         self._at += 1
         return *self._observe(), accepted
 
@@ -107,7 +109,7 @@ class BatchedRamp:
         seen = np.zeros((count, OBSERVATION_SIZE), np.float32)
         mask = np.zeros((count, self.num_actions), np.bool_)
         at = min(self._at, self._model.shape[1] - 2)
-        _observe_all(
+        arguments: Any = (
             at,
             self.joint,
             *self._tables,
@@ -121,6 +123,7 @@ class BatchedRamp:
             seen,
             mask,
         )
+        _observe_all(*arguments)
         return seen, mask
 
 

@@ -104,9 +104,15 @@ def replay(
     """One stream under one rule."""
     _require_fitting(world, stream)
     rows = np.full(len(stream.model), -1, np.int64) if given is None else np.asarray(given, np.int64)
-    cause, degree, block, start, totals = _replay(
-        *_tables(world), *_columns(stream, world), rule.numbers, rows, np.array(rule.rollout), seed
+    arguments: Any = (
+        *_tables(world),
+        *_columns(stream, world),
+        rule.numbers,
+        rows,
+        np.array(rule.rollout),
+        seed,
     )
+    cause, degree, block, start, totals = _replay(*arguments)
     return Outcome(cause, degree, block, start, totals[0], totals[1] / max(1, stream.num_decided))
 
 
@@ -119,7 +125,8 @@ def replay_many(world: World, streams: Sequence[Stream], rules: Sequence[Rule]) 
         raise InputError("replay_many serves rules without a rollout; use replay")
     for i, stream in enumerate(streams):
         _require_fitting(world, stream)
-        _count_causes(*tables, *_columns(stream, world), numbers, found[i])
+        arguments: Any = (*tables, *_columns(stream, world), numbers, found[i])
+        _count_causes(*arguments)
     return found
 
 

@@ -131,7 +131,7 @@ def _imitate(
     rng: np.random.Generator,
 ) -> None:
     """Learn the answers of a rollout on some streams."""
-    bases = (
+    bases: tuple[Rule, ...] = (
         Rule(Kind.MEETS),
         Rule(Kind.MEETS, 4),
         Rule(Kind.MEETS, 8),
