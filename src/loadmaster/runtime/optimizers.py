@@ -7,7 +7,7 @@ the host it would go weight by weight unless told: it is told, for the time of t
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -106,10 +106,11 @@ def is_divided(group: dict[str, Any]) -> bool:
 
 def _find_optimizers() -> list[Any]:
     """Every optimizer there is: an object refers to its class, and the collector finds who does."""
-    kind = torch.optim.Optimizer
-    referring: Iterable[Any] = gc.get_referrers(*_list_kinds(kind))
-    found: list[Any] = list(filter(lambda one: isinstance(one, kind), referring))
-    return [one for one in found if hasattr(one, "param_groups")]
+    return [one for one in gc.get_referrers(*_list_kinds(torch.optim.Optimizer)) if _is_optimizer(one)]
+
+
+def _is_optimizer(one: Any) -> bool:
+    return isinstance(one, torch.optim.Optimizer) and hasattr(one, "param_groups")
 
 
 def _list_kinds(kind: type) -> Iterator[type]:
