@@ -115,7 +115,8 @@ def _is_optimizer(one: Any) -> bool:
 
 def _list_kinds(kind: type) -> Iterator[type]:
     yield kind
-    for one in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for one in below:
         yield from _list_kinds(one)
 
 
