@@ -17,7 +17,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.report.exports.registry import FORMATS
 from tests.browser.pages import HOSTILE, hostile, two_devices
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "exports"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "exports"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def transformer() -> Placement:
 def test_the_file_is_the_golden_one(to: str) -> None:
     content, lost = api.export(two_devices(), to)
     path = GOLDEN / f"two_devices.{to}"
-    assert content == path.read_bytes(), "if this is meant: python -m tests.unit.test_exports"
+    assert content == path.read_bytes(), "if this is meant: python -m tests.unit.report.test_exports"
     assert lost
     assert all(not line.endswith(".") for line in lost)
 
