@@ -333,7 +333,8 @@ def _shorten(text: str, most: int = 24) -> str:
 
 
 _STYLE = (  # of this picture alone: in a notebook it stands in the document of others
-    "svg.gantt .g-pass{fill:#fff}svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
+    "svg.gantt .g-pass{fill:#fff}"
+    "svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
     + "".join(f"svg.gantt .g{at}{{fill:{colour}}}" for at, colour in enumerate(COLOURS))
     + "@media (prefers-color-scheme:dark){svg.gantt .g-title{fill:#ddd}}"
 )

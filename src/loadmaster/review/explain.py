@@ -2,7 +2,8 @@
 
 Elsewhere: the ops of the target, with all that must be with them, are put on every other device, all else as
 it is, and the step is simulated; then a plan is looked for that has them there. Changes: one thing at a time
-is altered (memory, a link, the speed of a device, a device more, half the batch) and planned for again. A
+is altered (memory, a link, the speed of a device, a device more, half the batch) and planned for again. In
+a pipeline a module goes to a stage of the other device, with what lies between (`stages.py`). A
 sentence is only said of what one of these runs has shown.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools
 from loadmaster.core.errors import UnknownNameError
-from loadmaster.core.graph import NO_MIRROR, Graph, Phase, units
+from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -25,7 +26,7 @@ from loadmaster.graph.origin import origin_of
 from loadmaster.review.look import review_plan, shown_plan
 from loadmaster.review.replanning import Replanner
 from loadmaster.review.settings import Settings
-from loadmaster.review.stages import try_stages
+from loadmaster.review.stages import close_over, try_stages
 from loadmaster.review.steps import has_steps, microbatches_of, op_seconds, samples_of
 from loadmaster.review.whatif import try_change
 from loadmaster.simulator.events.engine import Simulator, prepare
@@ -80,29 +81,6 @@ def find_ops(graph: Graph, target: str) -> Bools:
         see = "loadmaster show PLAN --ops 100 lists some"
         raise UnknownNameError("op or module", target, (*set(graph.module), *graph.op_name[:20000]), see=see)
     return hit
-
-
-def close_over(graph: Graph, chosen: Bools) -> Bools:
-    """[N] the ops and all that must be with them: groups, mirrors, updates of their weights."""
-    unit, num = units(graph)
-    chosen = np.array(chosen, dtype=np.bool_)
-    while True:
-        before = int(chosen.sum())
-        there = np.zeros(num, dtype=np.bool_)
-        there[unit[chosen]] = True
-        chosen = there[unit]
-        mirrored = graph.mirror != NO_MIRROR
-        forward = graph.mirror[mirrored]
-        both = np.asarray(chosen[forward] | chosen[mirrored])
-        chosen[np.flatnonzero(mirrored)[both]] = True
-        chosen[forward[both]] = True
-        maker, user = graph.tensor_op[graph.use_tensor], graph.use_op
-        weight = (graph.phase[maker] == Phase.PARAM) & (graph.phase[user] == Phase.UPDATE)
-        tied = chosen[maker[weight]] | chosen[user[weight]]
-        chosen[maker[weight][tied]] = True
-        chosen[user[weight][tied]] = True
-        if int(chosen.sum()) == before:
-            return chosen
 
 
 def move_ops(plan: Plan, chosen: Bools, device: int) -> Plan:
@@ -221,7 +199,12 @@ def list_ideas(placement: Placement, review: Review) -> list[Settings]:
     ideas += [Settings(add=(preset,))] if preset else []
     plan = shown_plan(placement)
     samples, parts = samples_of(problem, plan), microbatches_of(problem, plan)
-    if samples is not None and samples > 1 and samples % (2 * parts) == 0 and origin_of(problem.graph) is not None:
+    if (
+        samples is not None
+        and samples > 1
+        and samples % (2 * parts) == 0
+        and origin_of(problem.graph) is not None
+    ):
         accumulation = (origin_of(problem.graph) or ("", {}))[1].get("accumulation") or 1
         ideas.append(Settings(batch=max(1, samples // int(accumulation) // 2)))
     return ideas
@@ -278,9 +261,12 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
         said.append("It is pinned there: the question says so.")
     others = [row for row in found.elsewhere if not row.is_here and row.time_s is not None]
     said += [
-        f"It cannot go to {row.device}: {row.note}." for row in found.elsewhere if row.note and not row.is_here
+        f"It cannot go to {row.device}: {row.note}."
+        for row in found.elsewhere
+        if row.time_s is None and row.note and not row.is_here
     ]
     for row in others:
+        row = replace(row, device=f"{row.device} ({row.note})") if row.note else row
         assert row.time_s is not None
         if row.over_bytes:
             said.append(

@@ -103,7 +103,12 @@ def samples_of(problem: Problem, plan: Plan | None = None) -> int | None:
     origin = origin_of(problem.graph)
     if origin is None:
         return None
-    if plan is not None and problem.is_stepped and plan.pipeline is not None and plan.pipeline.microbatch_rows:
+    if (
+        plan is not None
+        and problem.is_stepped
+        and plan.pipeline is not None
+        and plan.pipeline.microbatch_rows
+    ):
         return sum(plan.pipeline.microbatch_rows)
     source, asked = origin
     named = source.startswith(("hf:", "zoo:"))

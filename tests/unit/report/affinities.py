@@ -1,4 +1,4 @@
-"""A process that knows OpenVINO: a model is written, or compiled by the affinities of a file; run as a script.
+"""A process that knows OpenVINO: it writes a model, or compiles one by the affinities of a file.
 
     affinities.py write MODEL.xml
     affinities.py compile MODEL.xml AFFINITIES.json

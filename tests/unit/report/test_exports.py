@@ -19,8 +19,8 @@ from loadmaster import api
 from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.placement import Placement
 from loadmaster.report.exports.registry import FORMATS
-from tests.builders import graph_of, plan_on, problem_of, star_cluster
 from tests.browser.pages import HOSTILE, hostile, two_devices
+from tests.builders import graph_of, plan_on, problem_of, star_cluster
 
 try:
     import torch
@@ -79,7 +79,7 @@ def test_torchtitan_gets_every_module_once_in_order(transformer: Placement) -> N
 
 
 class Layered(torch.nn.Module if torch else object):  # type: ignore[misc]
-    """A model as torchtitan wants one: its layers are children of a list of its own; what is gone is passed."""
+    """A model as torchtitan wants one: its layers are children of its own; what is gone is passed."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -118,9 +118,7 @@ def keep_only(whole: Any, names: list[str]) -> Any:
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("kind", ["list", "dict"])
 @pytest.mark.parametrize("pipeline", ["", "1f1b:4", "interleaved:4"])
-def test_stages_cut_as_torchtitan_cuts_them_are_the_whole_model_when_joined(
-    kind: str, pipeline: str
-) -> None:
+def test_stages_cut_as_torchtitan_cuts_them_are_the_whole_model_when_joined(kind: str, pipeline: str) -> None:
     from loadmaster.graph.capture import capture
 
     torch.manual_seed(0)

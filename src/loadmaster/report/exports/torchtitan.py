@@ -85,7 +85,7 @@ class _Naming:
         return words[0]
 
     def whole_lists(self, part: list[str]) -> list[str]:
-        """Lists that a stage has all of: a Sequential, which is no list to torchtitan, is kept by its name."""
+        """Lists that a stage has all of: a Sequential is no list to torchtitan and stays by its name."""
         return [
             name for name, all_of in self.members.items() if all_of <= set(part) and name not in set(part)
         ]
@@ -100,7 +100,7 @@ def _stage_of_modules(
         path = graph.module[op]
         if graph.phase[op] == Phase.PARAM and not path:
             path = graph.op_name[op].rpartition(".")[0]
-        if path and path != _LOSS and graph.op_kind[op] != "constant":
+        if path and path != _LOSS and path not in naming.deep and graph.op_kind[op] != "constant":
             leaves.setdefault(naming.movable(path), Counter())[int(stage[op])] += 1
     order = dict.fromkeys(naming.movable(path) for path in _run_order(graph))
     first = {module: at for at, module in enumerate(order)}
