@@ -18,6 +18,7 @@ from loadmaster.report.documents import predicted_error
 from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 from loadmaster.report.plain_text import escape_control_characters
+from loadmaster.report.question_tables import outcome_text
 
 _MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
 _LEAST_SHARE = 1e-3  # of the step
@@ -494,7 +495,7 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
     rows = [
         (
             row.name,
-            "does not fit" if row.time_s is None else format_seconds(row.time_s),
+            outcome_text(row),
             _change_text(row.time_s, outcomes.before_s),
             "-" if row.per_sample_s is None else format_seconds(row.per_sample_s),
             row.note,

@@ -77,23 +77,23 @@ def on_flat_graph(problem: Problem, plan: Plan, flat: Lowered, measured: Timelin
     Moves between devices are left out: a run does not measure them apart.
     """
     assert plan.pipeline is not None
-    of: dict[tuple[int, int, int], int] = {}
-    phases, batches = flat.problem.graph.phase.tolist(), flat.microbatch.tolist()
-    for op, (stage, phase, batch) in enumerate(zip(flat.stage.tolist(), phases, batches, strict=True)):
+    first = np.concatenate([[0], np.cumsum(plan.pipeline.microbatches)])  # of each replica
+    of: dict[tuple[int, int, int, int], int] = {}
+    for op, phase in enumerate(flat.problem.graph.phase.tolist()):
         if flat.problem.graph.op_kind[op] != "sum of gradients":
-            of.setdefault((stage, phase, 0 if batch == NO_MICROBATCH else batch), op)
+            batch = int(flat.microbatch[op])
+            own = 0 if batch == NO_MICROBATCH else batch - int(first[flat.replica[op]])
+            of.setdefault((int(flat.plan.device[op]), int(flat.stage[op]), phase, own), op)
     kept = np.flatnonzero(measured.kind == SpanKind.COMPUTE)
-    items = measured.item[kept]
     found = []
-    for op, batch in zip(items.tolist(), measured.microbatch[kept].tolist(), strict=True):
-        phase = int(problem.graph.phase[op])
-        stage = int(plan.pipeline.stage[op])
-        key = (stage, phase, batch if phase in (Phase.FORWARD, Phase.BACKWARD) else 0)
-        found.append(of.get(key, of.get((stage, phase, 0), 0)))
-    columns = {
-        name: getattr(measured, name)[kept] for name in ("kind", "resource", "microbatch", "start_s", "end_s")
-    }
-    return replace(measured, item=np.array(found, dtype=np.int32), **columns)
+    for span in kept.tolist():
+        op, device = int(measured.item[span]), int(measured.resource[span])
+        phase, stage = int(problem.graph.phase[op]), int(plan.pipeline.stage[op])
+        batch = int(measured.microbatch[span]) if phase in (Phase.FORWARD, Phase.BACKWARD) else 0
+        found.append(of.get((device, stage, phase, batch), of.get((device, stage, phase, 0), 0)))
+    items = np.array(found, dtype=np.int32)
+    columns = {name: getattr(measured, name)[kept] for name in ("kind", "resource", "start_s", "end_s")}
+    return replace(measured, item=items, microbatch=np.maximum(flat.microbatch[items], 0), **columns)
 
 
 def samples_of(problem: Problem, plan: Plan | None = None) -> int | None:
