@@ -481,12 +481,12 @@ def write_report(
     """
     from loadmaster.core.io import write_bytes
     from loadmaster.report.plan_page import PlanPage, render_plan_page
-    from loadmaster.review.look import review_plan, review_timeline, shown_plan
+    from loadmaster.review.look import review_measured, review_plan, shown_plan
 
     review = review_plan(placement)
     seen = None
     if measured is not None:
-        seen = review_timeline(placement.problem, shown_plan(placement), measured)
+        seen = review_measured(placement.problem, shown_plan(placement), measured)
     others = tuple((compare or {}).items())
     write_bytes(render_plan_page(PlanPage(placement, review, seen, others, outcomes)), path)
 

@@ -2,10 +2,28 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+import loadmaster.train as lt
+from loadmaster.core.errors import FileError
 from loadmaster.report.study_page import render_study_page
 from loadmaster.train.disk.study_log import read_study_log
 from loadmaster.train.study import Study
 from tests.train.small_trials import trial
+
+
+def test_a_folder_of_studies_names_those_in_it(tmp_path: Path) -> None:
+    lt.train(
+        nn.Linear(4, 1),
+        [(torch.ones(2, 4), torch.ones(2, 1))],
+        loss=nn.functional.mse_loss,
+        dir=tmp_path / "Net",
+    )
+    with pytest.raises(FileError, match=r"name one of those in it: .*Net"):
+        read_study_log(tmp_path)
+    assert "Losses" in render_study_page(read_study_log(tmp_path / "Net")).decode()
 
 
 def test_the_folder_of_a_study_is_drawn(tmp_path: Path) -> None:

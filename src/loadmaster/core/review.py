@@ -6,6 +6,7 @@ Made by the room `review`, drawn by `report`. Times are seconds of one step, as 
 from dataclasses import dataclass
 
 from loadmaster.core.arrays import Floats, Longs
+from loadmaster.core.graph import Graph
 from loadmaster.core.timeline import Timeline
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident", "in flight")
@@ -87,3 +88,4 @@ class Review:
     limit: str  # what limits the step, in a sentence
     samples: int | None = None  # in a step, where the graph says so
     notes: tuple[str, ...] = ()
+    graph: Graph | None = None  # what the spans speak of, where that is not the problem's: passes of stages

@@ -55,6 +55,7 @@ class Gantt:
     op_name: Sequence[str]
     op_kind: Sequence[str]
     op_module: Sequence[str]
+    of_passes: bool = False  # spans are passes of stages: short ones have room for 'F3'
 
 
 def draw_gantt(
@@ -178,6 +179,7 @@ def _collect(
         op_name=graph.op_name,
         op_kind=graph.op_kind,
         op_module=graph.module,
+        of_passes=graph.capture == "pipeline",
     )
 
 
@@ -195,6 +197,7 @@ def pack_columns(gantt: Gantt) -> dict[str, Any]:
     begin = np.round(gantt.span_start_s * unit)
     return {
         "end_s": gantt.end_s,
+        "short": int(gantt.of_passes),
         "classes": CLASSES,
         "lanes": [[lane.title, lane.series, int(lane.is_link), lane.num_rows] for lane in gantt.lanes],
         "row_lane": gantt.row_lane.tolist(),
@@ -238,6 +241,8 @@ def render_svg(gantt: Gantt, *, width: int = 960, title: str = "", standalone: b
         for at in range(lane.num_rows):
             share = height / lane.num_rows
             body += _row_paths(gantt, row, top + at * share, share, inner)
+            if gantt.of_passes and not lane.is_link:
+                body += _pass_labels(gantt, row, top + at * share + share / 2 + 4, inner)
             row += 1
         top += height + _GAP_PX
     name = escape_for_xml(title or "Timeline of devices and links")
@@ -264,12 +269,30 @@ def _row_paths(gantt: Gantt, row: int, top: float, height: float, inner: int) ->
             continue
         left, right = gantt.span_start_s[here] * scale, gantt.span_end_s[here] * scale
         new = np.concatenate([[True], left[1:] - right[:-1] > 0.5])
+        if gantt.of_passes:  # each on its own, with a line between
+            right, new = np.maximum(right - 0.8, left), np.ones(len(left), dtype=np.bool_)
         begin, last = left[new], np.maximum.reduceat(right, np.flatnonzero(new))
         pieces = [
             f"M{_TITLE_PX + x:.1f} {top:g}h{max(end - x, 0.4):.1f}v{height:g}H{_TITLE_PX + x:.1f}z"
             for x, end in zip(begin.tolist(), last.tolist(), strict=True)
         ]
         found.append(f'<path class="g{kind}" d="{"".join(pieces)}"/>')
+    return found
+
+
+def _pass_labels(gantt: Gantt, row: int, baseline: float, inner: int) -> list[str]:
+    """'F3' on each pass that has room for it."""
+    lo, hi = int(gantt.row_ptr[row]), int(gantt.row_ptr[row + 1])
+    scale = inner / gantt.end_s if gantt.end_s > 0 else 0.0
+    found = []
+    for span in range(lo, hi):
+        text = gantt.op_name[int(gantt.span_op[span])].partition(" of ")[0]
+        left, right = gantt.span_start_s[span] * scale, gantt.span_end_s[span] * scale
+        if right - left > 7 * len(text) + 4:
+            found.append(
+                f'<text class="g-pass" x="{_TITLE_PX + (left + right) / 2:.1f}" y="{baseline:g}"'
+                f' text-anchor="middle">{escape_for_xml(text)}</text>'
+            )
     return found
 
 
@@ -310,6 +333,7 @@ def _shorten(text: str, most: int = 24) -> str:
 
 
 _STYLE = (  # of this picture alone: in a notebook it stands in the document of others
+    "svg.gantt .g-pass{fill:#fff}"
     "svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
     + "".join(f"svg.gantt .g{at}{{fill:{colour}}}" for at, colour in enumerate(COLOURS))
     + "@media (prefers-color-scheme:dark){svg.gantt .g-title{fill:#ddd}}"

@@ -33,16 +33,21 @@ def render_picture(noun: Placement | Timeline | Plan, of: Graph | Problem | None
         return _draw(graph if graph is not None else _nameless_graph(noun), noun)
     if isinstance(noun, Plan):
         assert isinstance(of, Problem), "a plan is drawn on its problem"
-        return _draw(of.graph, _simulate(of, noun))
+        return _draw(*_simulate(of, noun))
     plan = noun.plan or noun.least_overflow_plan
     assert plan is not None, "a placement without any plan has no picture"
-    return _draw(noun.problem.graph, _simulate(noun.problem, plan))
+    return _draw(*_simulate(noun.problem, plan))
 
 
-def _simulate(problem: Problem, plan: Plan) -> Timeline:
+def _simulate(problem: Problem, plan: Plan) -> tuple[Graph, Timeline]:
+    """The timeline, and the graph that it speaks of."""
     from loadmaster.simulator.events.engine import simulate
+    from loadmaster.simulator.pipelines.unrolled import simulate_step
 
-    return simulate(problem, plan)
+    if problem.is_stepped and plan.pipeline is not None:
+        timeline, flat = simulate_step(problem, plan)
+        return flat.problem.graph, timeline
+    return problem.graph, simulate(problem, plan)
 
 
 def _draw(graph: Graph, timeline: Timeline) -> str:

@@ -63,17 +63,25 @@ def summary_text(placement: Placement, timeline: Timeline | None) -> str:
 
 def stages(placement: Placement, timeline: Timeline | None) -> Table:
     """Every stage: where it is, what it has, how long a micro-batch takes, and what it holds in flight."""
+    names, rows = stage_cells(placement)
+    numbers = names[2:-1]
+    table = columns(*names, right=numbers, whole=("stage", *numbers))
+    for row in rows:
+        table.add_row(row[0], one_line(row[1]), *row[2:])
+    return table
+
+
+def stage_cells(placement: Placement) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of the table of stages; all between the second and the last are numbers."""
     found = stepped_plan(placement)
     assert found is not None
-    plan, pipeline = found
-    rows = _stage_rows(placement, plan, pipeline)
+    rows = _stage_rows(placement, *found)
     layered = any(row["layers"] for row in rows)
     numbers = (*(["layers"] if layered else []), "ops", "micro-batch", "in flight", "kept", "sends")
-    table = columns("stage", "on", *numbers, "recomputed", right=numbers, whole=("stage", *numbers))
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             str(row["stage"]),
-            one_line(" + ".join(row["devices"])),
+            " + ".join(row["devices"]),
             *([str(row["layers"])] if layered else []),
             str(row["ops"]),
             format_seconds(row["microbatch_s"]),
@@ -82,7 +90,17 @@ def stages(placement: Placement, timeline: Timeline | None) -> Table:
             format_bytes(row["sent_bytes"]),
             "yes" if row["recomputed"] else "no",
         )
-    return table
+        for row in rows
+    ]
+    return ("stage", "on", *numbers, "recomputed"), cells
+
+
+def verdict_of(placement: Placement, timeline: Timeline) -> tuple[str, str]:
+    """The schedule, and what it is made of, for the top of a page."""
+    found = stepped_plan(placement)
+    assert found is not None
+    schedule, _, rest = summary_text(placement, timeline).partition(", ")
+    return schedule, rest
 
 
 def _stage_rows(placement: Placement, plan: Plan, pipeline: Pipeline) -> list[dict[str, Any]]:

@@ -13,11 +13,12 @@ from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.review import MEMORY_KINDS, ModuleUse, Review, Wait
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
-from loadmaster.report import charts, tables
+from loadmaster.report import charts, pipelines, tables
 from loadmaster.report.documents import predicted_error
 from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 from loadmaster.report.plain_text import escape_control_characters
+from loadmaster.report.question_tables import outcome_text
 
 _MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
 _LEAST_SHARE = 1e-3  # of the step
@@ -50,6 +51,7 @@ def render_plan_page(parts: PlanPage) -> bytes:
     sections = [
         _timeline_section(parts),
         *_memory_section(placement, review),
+        *_stage_section(placement),
         _device_section(parts),
         _waiting_section(parts),
         _path_section(parts),
@@ -109,6 +111,8 @@ def _cards(parts: PlanPage) -> list[Card]:
     else:
         found.append(Card("gap", "unknown", f"lower bound: {tables.bound_text(placement)}"))
     found.append(_rate_card(placement, review))
+    if pipelines.stepped_plan(placement) is not None:
+        found.append(Card("pipeline", *pipelines.verdict_of(placement, review.timeline)))
     return found
 
 
@@ -157,7 +161,7 @@ def _timeline_section(parts: PlanPage) -> Section:
         timelines["measured"] = parts.measured.timeline
         critical["measured"] = parts.measured.critical_ops
         lead = f"Predicted above measured, on one axis. {lead}"
-    gantt = draw_gantt(parts.placement.problem.graph, timelines, critical)
+    gantt = draw_gantt(parts.review.graph or parts.placement.problem.graph, timelines, critical)
     idle = idle_devices(timelines.values())
     names = [parts.review.timeline.device_name[device] for device in sorted(idle)]
     after = f"Nothing runs on {_list_few(names)}." if idle else ""
@@ -192,6 +196,17 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     )
     return [
         Section("memory", "Memory over time", lead, figures=charts_, small_figures=True, key=key, after=after)
+    ]
+
+
+def _stage_section(placement: Placement) -> list[Section]:
+    if pipelines.stepped_plan(placement) is None:
+        return []
+    columns, rows = pipelines.stage_cells(placement)
+    table = Rows(columns, rows, columns[2:-1])
+    lead = "What each stage of the pipeline runs and holds; times are of one micro-batch."
+    return [
+        Section("stages", "Stages", lead, [table], after=" ".join(f"{w}." for w in pipelines.why(placement)))
     ]
 
 
@@ -480,7 +495,7 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
     rows = [
         (
             row.name,
-            "does not fit" if row.time_s is None else format_seconds(row.time_s),
+            outcome_text(row),
             _change_text(row.time_s, outcomes.before_s),
             "-" if row.per_sample_s is None else format_seconds(row.per_sample_s),
             row.note,

@@ -32,6 +32,13 @@ def elsewhere(found: Explanation) -> Table:
     return table
 
 
+def outcome_text(row: Changed) -> str:
+    """The time of a change, or in a word why it has none."""
+    if row.time_s is not None:
+        return format_seconds(row.time_s)
+    return "not asked" if row.note.startswith("cannot be asked") else "does not fit"
+
+
 def outcomes(rows: tuple[Changed, ...], before_s: float | None) -> Table:
     """Changes side by side."""
     per_sample = any(row.per_sample_s is not None for row in rows)
@@ -41,7 +48,7 @@ def outcomes(rows: tuple[Changed, ...], before_s: float | None) -> Table:
         sample = ["-" if row.per_sample_s is None else format_seconds(row.per_sample_s)] if per_sample else []
         table.add_row(
             one_line(row.name, _LONG),
-            "does not fit" if row.time_s is None else format_seconds(row.time_s),
+            outcome_text(row),
             "-" if row.time_s is None or not before_s else _signed(row.time_s, before_s),
             *sample,
             one_line(row.note, _LONG),

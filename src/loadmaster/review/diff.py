@@ -6,6 +6,7 @@ do: phase, kind, flops and bytes, in order. What has no partner is counted.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,14 +18,16 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.review.explain import sent_bytes
 from loadmaster.review.look import shown_plan
+from loadmaster.review.steps import has_steps, op_seconds
 from loadmaster.simulator.events.engine import prepare
+from loadmaster.simulator.pipelines.unrolled import simulate_step
 
 NO_PARTNER = -1
 
 
 def compare_plans(one: Placement, other: Placement, names: tuple[str, str] = ("a", "b")) -> Difference:
     """What changed from one plan to the other."""
-    before, after = (prepare(each.problem).timeline(shown_plan(each)) for each in (one, other))
+    before, after = _run(one), _run(other)
     partner, how = match_ops(one.problem.graph, other.problem.graph)
     known = np.flatnonzero(partner != NO_PARTNER)
     first = [one.problem.cluster.device_name[d] for d in shown_plan(one).device]
@@ -40,17 +43,35 @@ def compare_plans(one: Placement, other: Placement, names: tuple[str, str] = ("a
     notes += _list_other_questions(one.problem, other.problem)
     return Difference(
         names=names,
-        time_s=(_time(one, before), _time(other, after)),
+        time_s=(_time(one, before.timeline), _time(other, after.timeline)),
         fits=(one.fits, other.fits),
-        sent_bytes=(sent_bytes(one.problem, before), sent_bytes(other.problem, after)),
+        sent_bytes=(before.sent_bytes, after.sent_bytes),
         num_ops=sizes,
         num_matched=len(known),
         how_matched=tuple(how.items()),
         num_moved=len(moved),
-        modules=_group_moved(one.problem.graph, before, moved, first, second, partner.tolist()),
-        devices=_compare_devices(one, other, before, after),
+        modules=_group_moved(one.problem.graph, before.op_s, moved, first, second, partner.tolist()),
+        devices=_compare_devices(one, other, before.timeline, after.timeline),
         notes=tuple(notes),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """A plan simulated: its step, and how long every op of the model takes in it."""
+
+    timeline: Timeline
+    sent_bytes: int
+    op_s: Floats  # [N]
+
+
+def _run(placement: Placement) -> _Run:
+    problem, plan = placement.problem, shown_plan(placement)
+    if has_steps(problem, plan):
+        timeline, flat = simulate_step(problem, plan)
+        return _Run(timeline, sent_bytes(flat.problem, timeline), op_seconds(problem, plan).sum(axis=1))
+    timeline = prepare(problem).timeline(plan)
+    return _Run(timeline, sent_bytes(problem, timeline), _op_seconds(problem.graph, timeline))
 
 
 def _time(placement: Placement, timeline: Timeline) -> float:
@@ -102,14 +123,13 @@ def _work_key(graph: Graph) -> Callable[[int], Hashable]:
 
 def _group_moved(
     graph: Graph,
-    timeline: Timeline,
+    seconds: Floats,
     moved: list[int],
     first: list[str],
     second: list[str],
     partner: list[int],
 ) -> tuple[MovedModule, ...]:
     """Moved ops by module; modules whose whole subtree moved alike are one row."""
-    seconds = _op_seconds(graph, timeline)
     rows: dict[str, list[int]] = defaultdict(list)
     for op in moved:
         path = graph.module[op]

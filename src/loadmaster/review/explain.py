@@ -2,7 +2,8 @@
 
 Elsewhere: the ops of the target, with all that must be with them, are put on every other device, all else as
 it is, and the step is simulated; then a plan is looked for that has them there. Changes: one thing at a time
-is altered (memory, a link, the speed of a device, a device more, half the batch) and planned for again. A
+is altered (memory, a link, the speed of a device, a device more, half the batch) and planned for again. In
+a pipeline a module goes to a stage of the other device, with what lies between (`stages.py`). A
 sentence is only said of what one of these runs has shown.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools
 from loadmaster.core.errors import UnknownNameError
-from loadmaster.core.graph import NO_MIRROR, Graph, Phase, units
+from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -22,9 +23,11 @@ from loadmaster.core.review import Review
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.graph.origin import origin_of
-from loadmaster.review.look import review_plan, samples_of, shown_plan
+from loadmaster.review.look import review_plan, shown_plan
 from loadmaster.review.replanning import Replanner
 from loadmaster.review.settings import Settings
+from loadmaster.review.stages import close_over, try_stages
+from loadmaster.review.steps import has_steps, microbatches_of, op_seconds, samples_of
 from loadmaster.review.whatif import try_change
 from loadmaster.simulator.events.engine import Simulator, prepare
 
@@ -41,9 +44,13 @@ def explain_plan(
     simulator = prepare(problem)
     chosen = find_ops(problem.graph, target) if target else np.ones(problem.graph.num_ops, dtype=np.bool_)
     own_s, critical_s = _times(review, chosen)
+    if has_steps(problem, plan):
+        own_s, critical_s = _times_in_step(placement, plan, review, chosen)
     names = problem.cluster.device_name
     where = tuple(names[d] for d in np.unique(plan.device[chosen]))
     elsewhere: tuple[Elsewhere, ...] = ()
+    if target and has_steps(problem, plan):
+        elsewhere = tuple(try_stages(placement, plan, chosen))
     if target and problem.cluster.num_devices > 1 and plan.pipeline is None:
         moved = close_over(problem.graph, chosen)
         elsewhere = tuple(_try_elsewhere(placement, simulator, moved, replanner, replan=replan))
@@ -52,7 +59,7 @@ def explain_plan(
         target=target,
         ops=tuple(problem.graph.op_name[op] for op in np.flatnonzero(chosen)),
         where=where,
-        time_s=_score(simulator, plan),
+        time_s=review.timeline.step_s if has_steps(problem, plan) else _score(simulator, plan),
         fits=placement.fits,
         own_s=own_s,
         critical_s=critical_s,
@@ -76,32 +83,29 @@ def find_ops(graph: Graph, target: str) -> Bools:
     return hit
 
 
-def close_over(graph: Graph, chosen: Bools) -> Bools:
-    """[N] the ops and all that must be with them: groups, mirrors, updates of their weights."""
-    unit, num = units(graph)
-    chosen = np.array(chosen, dtype=np.bool_)
-    while True:
-        before = int(chosen.sum())
-        there = np.zeros(num, dtype=np.bool_)
-        there[unit[chosen]] = True
-        chosen = there[unit]
-        mirrored = graph.mirror != NO_MIRROR
-        forward = graph.mirror[mirrored]
-        both = np.asarray(chosen[forward] | chosen[mirrored])
-        chosen[np.flatnonzero(mirrored)[both]] = True
-        chosen[forward[both]] = True
-        maker, user = graph.tensor_op[graph.use_tensor], graph.use_op
-        weight = (graph.phase[maker] == Phase.PARAM) & (graph.phase[user] == Phase.UPDATE)
-        tied = chosen[maker[weight]] | chosen[user[weight]]
-        chosen[maker[weight][tied]] = True
-        chosen[user[weight][tied]] = True
-        if int(chosen.sum()) == before:
-            return chosen
-
-
 def move_ops(plan: Plan, chosen: Bools, device: int) -> Plan:
     """The plan with these ops on a device, in the order in which they were."""
     return replace(plan, device=np.where(chosen, device, plan.device).astype(np.int32))
+
+
+def _times_in_step(placement: Placement, plan: Plan, review: Review, chosen: Bools) -> tuple[float, float]:
+    """The same in a step of micro-batches, where the path is one of passes: their share of each pass."""
+    assert plan.pipeline is not None
+    assert review.graph is not None
+    problem, timeline = placement.problem, review.timeline
+    seconds = op_seconds(problem, plan).sum(axis=1)
+    num, phases = plan.pipeline.num_stages, problem.graph.phase
+    bins = plan.pipeline.stage * len(Phase) + phases
+    whole = np.bincount(bins, seconds, minlength=num * len(Phase))
+    share = np.bincount(bins, seconds * chosen, minlength=num * len(Phase)) / np.where(whole > 0, whole, 1.0)
+    on_path = 0.0
+    for span in review.critical_ops:
+        if timeline.kind[span] == SpanKind.COMPUTE:
+            op = int(timeline.item[span])
+            stage = int(review.graph.module[op].rpartition(" ")[2])
+            length = float(timeline.end_s[span] - timeline.start_s[span])
+            on_path += length * float(share[stage * len(Phase) + int(review.graph.phase[op])])
+    return float(seconds[chosen].sum()), on_path
 
 
 def _score(simulator: Simulator, plan: Plan) -> float:
@@ -193,8 +197,14 @@ def list_ideas(placement: Placement, review: Review) -> list[Settings]:
         ideas.append(Settings(sets=(f"{names[i]}-{names[j]}.rate=2x",)))
     preset = _another_device(placement, busy or [0])
     ideas += [Settings(add=(preset,))] if preset else []
-    samples = samples_of(problem)
-    if samples is not None and samples > 1 and samples % 2 == 0 and origin_of(problem.graph) is not None:
+    plan = shown_plan(placement)
+    samples, parts = samples_of(problem, plan), microbatches_of(problem, plan)
+    if (
+        samples is not None
+        and samples > 1
+        and samples % (2 * parts) == 0
+        and origin_of(problem.graph) is not None
+    ):
         accumulation = (origin_of(problem.graph) or ("", {}))[1].get("accumulation") or 1
         ideas.append(Settings(batch=max(1, samples // int(accumulation) // 2)))
     return ideas
@@ -250,7 +260,13 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
     if (pinned != FREE).all():
         said.append("It is pinned there: the question says so.")
     others = [row for row in found.elsewhere if not row.is_here and row.time_s is not None]
+    said += [
+        f"It cannot go to {row.device}: {row.note}."
+        for row in found.elsewhere
+        if row.time_s is None and row.note and not row.is_here
+    ]
     for row in others:
+        row = replace(row, device=f"{row.device} ({row.note})") if row.note else row
         assert row.time_s is not None
         if row.over_bytes:
             said.append(

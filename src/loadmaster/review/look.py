@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from loadmaster.core.arrays import Floats
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
@@ -12,13 +13,14 @@ from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.core.review import CriticalPart, LinkLoad, ModuleUse, Review
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.graph.models import DEFAULT_BATCH
-from loadmaster.graph.origin import origin_of
 from loadmaster.review.critical_path import critical_spans, describe_path
 from loadmaster.review.memory_curves import memory_curves
 from loadmaster.review.spans import index_spans, seconds_of
+from loadmaster.review.steps import has_steps, on_flat_graph, op_seconds, samples_of, settled_bytes
 from loadmaster.review.waiting import list_waits
 from loadmaster.simulator.events.engine import prepare
+from loadmaster.simulator.pipelines.lowering import lower
+from loadmaster.simulator.pipelines.unrolled import simulate_step
 
 _NEARLY_FULL = 0.9
 
@@ -36,9 +38,11 @@ def shown_plan(placement: Placement) -> Plan:
 def review_plan(placement: Placement) -> Review:
     """Simulate a placement's plan and say what is to be said of it."""
     problem, plan = placement.problem, shown_plan(placement)
+    if has_steps(problem, plan):
+        return _review_step(placement, plan)
     simulator = prepare(problem)
     timeline = simulator.timeline(plan)
-    found = review_timeline(problem, plan, timeline)
+    found = _review_spans(problem, plan, timeline)
     curves = memory_curves(simulator, plan)
     return replace(
         found,
@@ -48,9 +52,34 @@ def review_plan(placement: Placement) -> Review:
     )
 
 
-def review_timeline(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
-    """What a timeline of a plan says, simulated or measured; memory over time is known of simulated ones."""
+def _review_step(placement: Placement, plan: Plan) -> Review:
+    """The same of a step of micro-batches: its spans are passes of whole stages."""
+    problem = placement.problem
+    timeline, flat = simulate_step(problem, plan)
+    settled = settled_bytes(problem, plan, flat)
+    found = _review_spans(flat.problem, flat.plan, timeline)
+    return replace(
+        found,
+        graph=flat.problem.graph,
+        memory=memory_curves(prepare(flat.problem), flat.plan, settled),
+        modules=module_uses(problem, plan, op_seconds(problem, plan)),
+        limit=_describe_limit(placement, found.critical, timeline),
+        samples=samples_of(problem, plan),
+        notes=tuple(_list_notes(problem, plan)),
+    )
+
+
+def review_measured(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
+    """What a measured timeline of a plan says; memory over time is not known of it."""
     _require_match(problem, timeline)
+    if not has_steps(problem, plan):
+        return _review_spans(problem, plan, timeline)
+    flat = lower(problem, plan)
+    found = _review_spans(flat.problem, flat.plan, on_flat_graph(problem, plan, flat, timeline))
+    return replace(found, graph=flat.problem.graph, modules=())
+
+
+def _review_spans(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
     index = index_spans(problem.graph, timeline)
     path = critical_spans(problem, timeline, index)
     return Review(
@@ -60,9 +89,9 @@ def review_timeline(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
         critical=describe_path(problem, timeline, path),
         critical_ops=tuple(path),
         links=link_loads(problem, timeline),
-        modules=module_uses(problem, plan, timeline),
+        modules=module_uses(problem, plan, _seconds_on_devices(problem, timeline)),
         limit="",
-        samples=samples_of(problem),
+        samples=samples_of(problem, plan),
     )
 
 
@@ -82,17 +111,6 @@ def _require_match(problem: Problem, timeline: Timeline) -> None:
                 f"the timeline speaks of number {int(items.max())} of the graph's {word}, of which there are"
                 f" {most}; give the timeline of this plan"
             )
-
-
-def samples_of(problem: Problem) -> int | None:
-    """Samples in a step, where the graph remembers how it was captured."""
-    origin = origin_of(problem.graph)
-    if origin is None:
-        return None
-    source, asked = origin
-    named = source.startswith(("hf:", "zoo:"))
-    batch = asked.get("batch", DEFAULT_BATCH if named else None)
-    return None if batch is None else int(batch) * int(asked.get("accumulation") or 1)
 
 
 def link_loads(problem: Problem, timeline: Timeline) -> tuple[LinkLoad, ...]:
@@ -119,12 +137,17 @@ def link_loads(problem: Problem, timeline: Timeline) -> tuple[LinkLoad, ...]:
     return tuple(sorted(rows, key=lambda row: -row.busy_s))
 
 
-def module_uses(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[ModuleUse, ...]:
-    """The tree of modules in the order of a walk, from the whole model down."""
-    graph, num = problem.graph, problem.cluster.num_devices
-    seconds = np.zeros((graph.num_ops, num))
+def _seconds_on_devices(problem: Problem, timeline: Timeline) -> Floats:
+    """[N, D] how long each op ran on each device."""
+    seconds = np.zeros((problem.graph.num_ops, problem.cluster.num_devices))
     compute = timeline.kind == SpanKind.COMPUTE
     np.add.at(seconds, (timeline.item[compute], timeline.resource[compute]), seconds_of(timeline)[compute])
+    return seconds
+
+
+def module_uses(problem: Problem, plan: Plan, seconds: Floats) -> tuple[ModuleUse, ...]:
+    """The tree of modules in the order of a walk, from the whole model down; `seconds` is [N, D]."""
+    graph, num = problem.graph, problem.cluster.num_devices
     made = np.bincount(graph.tensor_op, graph.tensor_bytes.astype(np.float64), minlength=graph.num_ops)
     made[graph.phase == Phase.PARAM] = 0.0  # a weight is counted as resident
     counts = np.zeros((graph.num_ops, num))
@@ -217,7 +240,12 @@ def _list_notes(problem: Problem, plan: Plan) -> list[str]:
             " while the"
             " pipeline runs, the next samples follow behind it."
         )
-    if plan.pipeline is not None:
+    if has_steps(problem, plan):
+        notes.append(
+            "The timeline shows the whole step: F3 is the forward pass of micro-batch 3 through a stage, B3"
+            " its backward pass, I3 and W3 the two halves of one that is split."
+        )
+    elif plan.pipeline is not None:
         notes.append("Memory counts all micro-batches in flight; the timeline shows one of them.")
     if problem.links == Links.HOST:
         notes.append("Transfers go through host memory; link loads are not known under --links host.")

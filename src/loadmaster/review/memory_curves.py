@@ -22,13 +22,15 @@ _WORKSPACE, _RESIDENT = PARTS.index("workspace"), PARTS.index("resident")
 _IN_FLIGHT = MEMORY_KINDS.index("in flight")
 
 
-def memory_curves(simulator: Simulator, plan: Plan, *, most: int = 400) -> tuple[MemoryCurve, ...]:
-    """One curve for each device."""
+def memory_curves(
+    simulator: Simulator, plan: Plan, settled: Longs | None = None, *, most: int = 400
+) -> tuple[MemoryCurve, ...]:
+    """One curve for each device; `settled` says what is resident by kind where the graph does not."""
     problem = simulator.problem
     outcome, changes = memory_changes(simulator, plan)
     part = tensor_parts(problem.graph)[0]
-    kind = np.where(changes.tensor >= 0, part[changes.tensor], _WORKSPACE)
-    settled = _settled_bytes(simulator, plan)
+    kind = np.append(part, _WORKSPACE)[changes.tensor]  # -1 is no tensor: workspace
+    settled = _settled_bytes(simulator, plan) if settled is None else settled
     beside = pipeline_peak_bytes(problem, plan, outcome.peak_bytes) - outcome.peak_bytes
     settled[:, _IN_FLIGHT] = beside
     return tuple(

@@ -268,6 +268,16 @@ def _capture_again(
     measured = bool((problem.costs.origin == Origin.MEASURED).any())
     if fields["batch"] is not None and fields["batch"] < 1:
         raise InputError(f"batch is {fields['batch']}; give a whole number >= 1")
+    if problem.is_stepped and settings.batch is not None:
+        assert problem.schedule is not None
+        parts = problem.schedule.num_microbatches  # the graph is one of them
+        if settings.batch % parts:
+            raise InputError(
+                f"batch is {settings.batch}, which the plan's {parts} micro-batches do not share evenly; give"
+                f" a multiple of {parts}, or plan the source again: loadmaster plan {source} --batch"
+                f" {settings.batch} --pipeline auto"
+            )
+        fields["batch"] = settings.batch // parts
     progress(f"capturing {source}", 0.0)
     question = Question(
         source,

@@ -11,9 +11,10 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.units import format_bytes, parse_bytes
-from loadmaster.review.look import samples_of, shown_plan
+from loadmaster.review.look import shown_plan
 from loadmaster.review.replanning import Replanner
 from loadmaster.review.settings import Settings, change_problem
+from loadmaster.review.steps import samples_of
 
 _RANGE = re.compile(r"\s*([0-9.]+)\s*([A-Za-z/]*)\s*\.\.\s*([0-9.]+)\s*([A-Za-z/]*)\s*(?::\s*([0-9]+)\s*)?")
 _MOST_POINTS = 64
@@ -166,7 +167,7 @@ def make_row(name: str, found: Placement, notes: Sequence[str]) -> Changed:
     return Changed(
         name=name,
         time_s=found.score_s,
-        per_sample_s=_per_sample(found.problem, found.score_s),
+        per_sample_s=_per_sample(found),
         bound_s=found.bound_s,
         peak_bytes=tuple(found.peak_bytes.tolist()),
         devices=cluster.device_name,
@@ -174,9 +175,9 @@ def make_row(name: str, found: Placement, notes: Sequence[str]) -> Changed:
     )
 
 
-def _per_sample(problem: Problem, score_s: float | None) -> float | None:
+def _per_sample(found: Placement) -> float | None:
     """Seconds a sample, where the batch is known."""
-    if score_s is None or problem.objective == Objective.THROUGHPUT:
-        return score_s
-    samples = samples_of(problem)
-    return score_s / samples if samples else None
+    if found.score_s is None or found.problem.objective == Objective.THROUGHPUT:
+        return found.score_s
+    samples = samples_of(found.problem, found.plan)
+    return found.score_s / samples if samples else None

@@ -100,10 +100,10 @@
       left = Math.max(left, -2);
       wide = Math.min(x0 + wide, (t1 - t0) * scale + 2) - left;
       ctx.fillRect(titleWidth + left, y, Math.max(wide - (wide > 3 ? 0.6 : 0), 0.7), tall);
-      if (wide > 46 && tall > 11) {
+      if (wide > (data.short ? 18 : 46) && tall > 11) {
         ctx.globalAlpha = alpha = dim ? 0.4 : 1;
         ctx.fillStyle = colours.ink; pen = -1;
-        const text = data.names[opOf[i]], room = Math.floor((wide - 8) / 6.1);
+        const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0] : name, room = Math.floor((wide - (data.short ? 4 : 8)) / 6.1);
         ctx.fillText(text.length > room ? text.slice(0, room - 1) + "…" : text, titleWidth + left + 4, y + tall / 2 + 4);
       }
       i = next;

@@ -7,6 +7,7 @@ import numpy as np
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind, Timeline
+from loadmaster.simulator.events.engine import simulate
 
 COLUMNS: dict[str, type] = {
     "name": str,
@@ -30,6 +31,8 @@ def op_rows(placement: Placement, timeline: Timeline) -> list[dict[str, Any]]:
     problem = placement.problem
     graph, plan = problem.graph, placement.plan or placement.least_overflow_plan
     assert plan is not None
+    if _has_steps(placement):  # an op runs once for each micro-batch: the first one on its way
+        timeline = simulate(problem, plan)
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
     compute = timeline.kind == SpanKind.COMPUTE
     start[timeline.item[compute]] = timeline.start_s[compute]
@@ -57,6 +60,11 @@ def op_rows(placement: Placement, timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
+def _has_steps(placement: Placement) -> bool:
+    plan = placement.plan or placement.least_overflow_plan
+    return placement.problem.is_stepped and plan is not None and plan.pipeline is not None
+
+
 def edge_rows(graph: Graph) -> list[tuple[int, int, int]]:
     """(producer, consumer, bytes) of all that flows between two ops, summed up."""
     found: dict[tuple[int, int], int] = {}
@@ -71,4 +79,8 @@ def lost_of(placement: Placement) -> tuple[str, ...]:
     lost = ["transfers between devices and links have no rows of their own: an edge has its bytes only"]
     if not placement.fits:
         lost.append("the plan does not fit; it is the one that came nearest")
+    if _has_steps(placement):
+        lost.append(
+            "start and end are those of one micro-batch alone; the order of the step is in --to chrome"
+        )
     return tuple(lost)

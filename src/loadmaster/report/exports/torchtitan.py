@@ -1,8 +1,11 @@
 """torchtitan: module names of every stage of a pipeline (`parallelism.module_fqns_per_model_part`).
 
-A stage is a stretch of the forward pass on one device; without a pipeline in the plan the stretches are
-found. torchtitan moves whole modules, named by their paths: children of numbered lists one by one, all else
-by the highest module that lies in one stage.
+torchtitan copies the model for each stage and deletes what is not named. It looks at the children of the
+model alone: one that is a list (ModuleList, ModuleDict) is thinned out to the members that are named
+(`layers.3`), any other stays if its own name is there (`norm`) and goes if not. So names are those; where a
+model has its layers deeper, they are named as deep as they are, and that is said.
+
+A stage is one of the plan's pipeline, or else a stretch of the forward pass on one device.
 """
 
 import json
@@ -28,36 +31,79 @@ def export(placement: Placement, timeline: Timeline) -> Exported:
     if not any(graph.module):
         raise PlanError(f"graph {graph.name!r} names no modules, so there are no lists of them")
     stage = plan.pipeline.stage if plan.pipeline is not None else plan.device
-    home = _stage_of_modules(graph, np.asarray(stage))
+    stages = np.asarray(stage)
+    naming = _Naming(graph)
+    home = _stage_of_modules(graph, stages, naming)
     parts: list[list[str]] = []
     owners: list[int] = []
-    for module, at in home.items():
-        if not owners or owners[-1] != at:
-            owners.append(at)
-            parts.append([])
-        parts[-1].append(module)
+    if plan.pipeline is not None:
+        owners = [*range(plan.pipeline.num_stages)]
+        parts = [[module for module, at in home.items() if at == s] for s in owners]
+    else:
+        for module, at in home.items():
+            if not owners or owners[-1] != at:
+                owners.append(at)
+                parts.append([])
+            parts[-1].append(module)
+    for part in parts:
+        part += naming.whole_lists(part)
     names = placement.problem.cluster.device_name
-    stages = np.asarray(stage)
     document = {
         "module_fqns_per_model_part": parts,
         "devices": [names[int(plan.device[np.flatnonzero(stages == at)[0]])] for at in owners],
     }
-    lost = _list_lost(placement, home, stages, len(owners) - len(set(owners)))
+    on = [int(plan.device[np.flatnonzero(stages == at)[0]]) for at in owners]
+    returns = len(on) - len(set(on))
+    lost = _list_lost(placement, home, stages, naming, returns)
+    empty = [str(at) for at, part in enumerate(parts) if not part]
+    if empty:
+        lost.append(f"stages without a module of their own have an empty list: {', '.join(empty)}")
     return Exported((json.dumps(document, indent=2) + "\n").encode(), tuple(lost))
 
 
-def _stage_of_modules(graph: Graph, stage: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> dict[str, int]:
+class _Naming:
+    """What torchtitan can keep or delete, as the paths of a graph show it."""
+
+    def __init__(self, graph: Graph) -> None:
+        paths = [path.split(".") for path in dict.fromkeys(graph.module) if path]
+        self.flat = any(len(words) > 1 and words[1].isdecimal() for words in paths)
+        self.numbered = {words[0] for words in paths if len(words) > 1 and words[1].isdecimal()}
+        self.deep = {words[0] for words in paths if not self.flat and any(w.isdecimal() for w in words[2:])}
+        self.members: dict[str, set[str]] = {}
+        for words in paths:
+            if words[0] in self.numbered and len(words) > 1:
+                self.members.setdefault(words[0], set()).add(".".join(words[:2]))
+
+    def movable(self, path: str) -> str:
+        """The name under which a module moves."""
+        words = path.split(".")
+        if words[0] in self.numbered:
+            return ".".join(words[:2])
+        if words[0] in self.deep:
+            at = next((depth for depth, word in enumerate(words) if word.isdecimal()), 1)
+            return ".".join(words[: at + 1])
+        return words[0]
+
+    def whole_lists(self, part: list[str]) -> list[str]:
+        """Lists that a stage has all of: a Sequential is no list to torchtitan and stays by its name."""
+        return [
+            name for name, all_of in self.members.items() if all_of <= set(part) and name not in set(part)
+        ]
+
+
+def _stage_of_modules(
+    graph: Graph, stage: "np.ndarray[tuple[int], np.dtype[np.int32]]", naming: _Naming
+) -> dict[str, int]:
     """The stage of every movable module, in the order in which they first run."""
     leaves: dict[str, Counter[int]] = {}
     for op in np.flatnonzero((graph.phase == Phase.FORWARD) | (graph.phase == Phase.PARAM)).tolist():
         path = graph.module[op]
         if graph.phase[op] == Phase.PARAM and not path:
             path = graph.op_name[op].rpartition(".")[0]
-        if path and path != _LOSS and graph.op_kind[op] != "constant":
-            leaves.setdefault(_movable(path), Counter())[int(stage[op])] += 1
-    first = {
-        module: at for at, module in enumerate(dict.fromkeys(_movable(path) for path in _run_order(graph)))
-    }
+        if path and path != _LOSS and path not in naming.deep and graph.op_kind[op] != "constant":
+            leaves.setdefault(naming.movable(path), Counter())[int(stage[op])] += 1
+    order = dict.fromkeys(naming.movable(path) for path in _run_order(graph))
+    first = {module: at for at, module in enumerate(order)}
     ordered = sorted(leaves, key=lambda module: first.get(module, len(first)))
     return {module: leaves[module].most_common(1)[0][0] for module in ordered}
 
@@ -68,32 +114,25 @@ def _run_order(graph: Graph) -> list[str]:
     ]
 
 
-def _movable(path: str) -> str:
-    """A numbered layer with its list ('layers.3'), or the module above all numbers' level."""
-    words = path.split(".")
-    for depth, word in enumerate(words):
-        if word.isdecimal():
-            return ".".join(words[: depth + 1])
-    return (
-        words[0]
-        if len(words) == 1 or words[0] in ("wte", "wpe")
-        else ".".join(words[:2])
-        if len(words) > 2
-        else path
-    )
-
-
 def _list_lost(
     placement: Placement,
     home: dict[str, int],
     stage: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    naming: _Naming,
     returns: int,
 ) -> list[str]:
     graph = placement.problem.graph
     lost = ["which device a stage gets is not part of the lists: stage i goes to rank i"]
+    if naming.deep:
+        lost.append(
+            f"torchtitan cuts children of the model itself; layers in {', '.join(sorted(naming.deep))} lie"
+            " deeper, so give it a model that has them as its own"
+        )
+    elif len(set(home.values())) > 1:
+        lost.append("lists must be ModuleList or ModuleDict: torchtitan does not cut a Sequential")
     torn = set()
     for op in np.flatnonzero(graph.phase == Phase.FORWARD).tolist():
-        module = _movable(graph.module[op]) if graph.module[op] else ""
+        module = naming.movable(graph.module[op]) if graph.module[op] else ""
         if module in home and home[module] != stage[op]:
             torn.add(module)
     if torn:

@@ -13,7 +13,10 @@ def read_study_log(folder: Path) -> StudyLog:
     """What happened in the study of a folder, as far as its journal was written."""
     path = folder / "journal"
     if not path.is_file():
-        raise FileError(f"{folder} is no folder of a study: it holds no journal; name the study's `dir`")
+        inside = sorted(each.parent.name for each in folder.glob("*/journal"))[:4] if folder.is_dir() else []
+        there = ", ".join(str(folder / name) for name in inside)
+        what = f"name one of those in it: {there}" if inside else "name the study's `dir`"
+        raise FileError(f"{folder} is no folder of a study: it holds no journal; {what}")
     records = read_journal(path).records
     turns = [record for record in records if record["kind"] == "turn"]
     timed = [record for record in turns if _number(record, "ended_at") > 0 and record.get("device")]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loadmaster import api
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind
-from loadmaster.review.look import module_uses, review_plan, review_timeline
+from loadmaster.review.look import review_measured, review_plan
 from loadmaster.review.waiting import list_waits
 from tests.builders import chain, diamond, graph_of, loose_ops, plan_on, problem_of, star_cluster
 from tests.strategies import plans, problems
@@ -95,9 +95,7 @@ def test_links_carry_what_crosses_them() -> None:
 def test_modules_add_up_to_the_whole() -> None:
     graph = graph_of({"module": "a.b"}, {"module": "a"}, {"module": "c"}, {})
     answer = placed(graph, star_cluster(2), [[1.0], [2.0], [4.0], [8.0]], 0, 1, 1, 0)
-    assert answer.plan is not None
-    timeline = api.simulate(answer.problem, answer.plan)
-    rows = {row.path: row for row in module_uses(answer.problem, answer.plan, timeline)}
+    rows = {row.path: row for row in review_plan(answer).modules}
     assert rows[""].seconds == (9.0, 6.0)
     assert rows["a"].seconds == (1.0, 2.0)
     assert rows["a.b"].depth == 2
@@ -145,4 +143,4 @@ def test_the_timeline_of_another_plan_is_refused() -> None:
     assert one.plan is not None
     assert other.plan is not None
     with pytest.raises(Exception, match="of which there are 2"):
-        review_timeline(one.problem, one.plan, api.simulate(other.problem, other.plan))
+        review_measured(one.problem, one.plan, api.simulate(other.problem, other.plan))

@@ -1,8 +1,12 @@
 """Exports: each is read by the program it is for, or its own library, and says the same there."""
 
+import copy
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,15 @@ from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.placement import Placement
 from loadmaster.report.exports.registry import FORMATS
 from tests.browser.pages import HOSTILE, hostile, two_devices
+from tests.builders import graph_of, plan_on, problem_of, star_cluster
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "exports"
+try:
+    import torch
+except ImportError:  # an extra
+    torch = None  # type: ignore[assignment]
+
+AFFINITIES = Path(__file__).with_name("affinities.py")
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "exports"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +42,7 @@ def transformer() -> Placement:
 def test_the_file_is_the_golden_one(to: str) -> None:
     content, lost = api.export(two_devices(), to)
     path = GOLDEN / f"two_devices.{to}"
-    assert content == path.read_bytes(), "if this is meant: python -m tests.unit.test_exports"
+    assert content == path.read_bytes(), "if this is meant: python -m tests.unit.report.test_exports"
     assert lost
     assert all(not line.endswith(".") for line in lost)
 
@@ -67,6 +78,77 @@ def test_torchtitan_gets_every_module_once_in_order(transformer: Placement) -> N
     assert any("rank" in line for line in lost)
 
 
+class Layered(torch.nn.Module if torch else object):  # type: ignore[misc]
+    """A model as torchtitan wants one: its layers are children of its own; what is gone is passed."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.tok_embeddings = nn.Embedding(50, 16)
+        blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)]
+        named = {str(at): block for at, block in enumerate(blocks)}
+        self.layers = nn.ModuleDict(named) if kind == "dict" else nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(16)
+        self.output = nn.Linear(16, 50)
+
+    def forward(self, x: Any) -> Any:
+        x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers.values() if hasattr(self.layers, "values") else self.layers:
+            x = x + layer(x)
+        x = self.norm(x) if self.norm is not None else x
+        return self.output(x) if self.output is not None else x
+
+
+def keep_only(whole: Any, names: list[str]) -> Any:
+    """A stage as torchtitan cuts it: children of the model that are not named go; lists are thinned out."""
+    nn, part = torch.nn, copy.deepcopy(whole)
+    for name, child in part.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            wanted = {each.split(".", 1)[1] for each in names if each.startswith(f"{name}.")}
+            if isinstance(child, nn.ModuleDict):
+                setattr(part, name, nn.ModuleDict({k: v for k, v in child.items() if k in wanted}))
+            else:
+                kept = [v for at, v in enumerate(child) if str(at) in wanted]
+                setattr(part, name, nn.ModuleList(kept))
+        elif name not in names:
+            setattr(part, name, None)
+    return part
+
+
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("pipeline", ["", "1f1b:4", "interleaved:4"])
+def test_stages_cut_as_torchtitan_cuts_them_are_the_whole_model_when_joined(kind: str, pipeline: str) -> None:
+    from loadmaster.graph.capture import capture
+
+    torch.manual_seed(0)
+    model, batch = Layered(kind), torch.arange(8).reshape(2, 4)
+    graph = capture(model, batch, optimizer="sgd")
+    words: dict[str, Any] = {"pipeline": pipeline} if pipeline else {"algorithm": "chain_balance"}
+    answer = api.plan(graph, "RTX4090, RTX3090", budget="20x", **words)
+    content, _ = api.export(answer, "torchtitan")
+    document = json.loads(content)
+    lists = document["module_fqns_per_model_part"]
+    if pipeline and answer.plan is not None and answer.plan.pipeline is not None:
+        assert len(lists) == answer.plan.pipeline.num_stages
+    stages = [keep_only(model, names) for names in lists]
+    owned = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    assert sum(owned) == sum(p.numel() for p in model.parameters())
+    value = batch
+    for stage in stages:
+        value = stage(value)
+    assert torch.equal(value, model(batch))
+
+
+def test_modules_that_torchtitan_cannot_cut_are_said() -> None:
+    deep = graph_of(*({"module": f"model.layers.{at}.linear"} for at in range(4)), {"module": "head.proj"})
+    answer = api.plan(problem_of(deep, star_cluster(2), 1.0), algorithm=plan_on([0, 0, 1, 1, 1]))
+    content, lost = api.export(answer, "torchtitan")
+    lists = json.loads(content)["module_fqns_per_model_part"]
+    assert lists == [["model.layers.0", "model.layers.1"], ["model.layers.2", "model.layers.3", "head"]]
+    assert any("children of the model itself" in line for line in lost)
+
+
 def test_openvino_affinities_name_every_forward_op(transformer: Placement) -> None:
     document = json.loads(api.export(transformer, "openvino")[0])
     graph, plan = transformer.problem.graph, transformer.plan
@@ -80,6 +162,36 @@ def test_openvino_affinities_name_every_forward_op(transformer: Placement) -> No
             assert document["affinities"][name] == device.upper().replace("GPU", "GPU.").replace(
                 "CPU0", "CPU"
             )
+
+
+def openvino_says(*words: str | Path) -> Any:
+    """What a process with OpenVINO says; it brings threads and a telemetry that no other test should meet."""
+    done = subprocess.run(
+        [sys.executable, AFFINITIES, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENVINO_TELEMETRY": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_openvino_compiles_and_runs_its_own_model_by_the_affinities(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    model, path = tmp_path / "model.xml", tmp_path / "affinities.json"
+    openvino_says("write", model)
+    answer = api.plan(str(model), "cpu#0-64MB, cpu#1-64MB", algorithm="round_robin")
+    api.export(answer, "openvino", path)
+    document = json.loads(path.read_text())
+    assert {"layers.0/matmul", "layers.2/relu", "sum"} <= set(document["affinities"])
+    found = openvino_says("compile", model, path)
+    assert found["off"] == [0.0, 0.0]
+    assert found["devices"] == ["CPU"]
+    document["affinities"]["layers.1/relu"] = "ELSEWHERE"  # that it reads them at all
+    path.write_text(json.dumps(document))
+    assert "ELSEWHERE" in openvino_says("compile", model, path)["refused"]
 
 
 TRACE_SCHEMA = {
