@@ -20,7 +20,7 @@ VIEWS = frozenset(
         """
     Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient Snapshot
     ReadVariableOp Const Placeholder Shape ShapeN Rank Size NoOp VarHandleOp EnsureShape
-    CheckNumerics PlaceholderWithDefault
+    CheckNumerics PlaceholderWithDefault VariableShape
     """
     )
 )  # nothing is computed, and nothing moved
@@ -68,7 +68,7 @@ _EACH = {  # flops for each element of the result
         _names(
             """
     Tanh TanhGrad Sigmoid SigmoidGrad SqrtGrad RsqrtGrad Erf Erfc Pow Elu EluGrad Selu SeluGrad
-    Softplus SoftplusGrad Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma
+    Softplus SoftplusGrad _MklSwish Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma
     ReciprocalGrad InvGrad Erfinv Ndtri _UnaryOpsComposition
     """
         ),
