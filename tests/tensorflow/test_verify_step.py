@@ -14,7 +14,7 @@ from tests.tensorflow.small_models import build, capture, random_plan, weights_o
 
 
 def test_a_plan_is_verified_and_the_model_stays_as_it_was(tmp_path: Path) -> None:
-    model, batch = build("mlp", "adam")
+    model, batch = build("mlp")
     placement = random_plan(capture(model, batch).graph, 0)
     before = weights_of(model)
     homes = [weight.value.device for weight in model.trainable_variables]

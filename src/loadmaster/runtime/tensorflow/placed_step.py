@@ -54,6 +54,7 @@ class PlacedStep:
     planned: dict[str, int] = field(default_factory=dict)  # device by op
     _ready: dict[Any, _Ready] = field(default_factory=dict)
     _options: Any = None
+    _has_run: bool = False
     _homes: dict[int, int] = field(default_factory=dict)  # id of a variable -> its device
     _copied: dict[int, Any] = field(default_factory=dict)  # id of a variable -> its copy
 
@@ -67,6 +68,7 @@ class PlacedStep:
         """One step."""
         flat = [value if tf.is_tensor(value) else tf.convert_to_tensor(value) for value in _flatten(args)]
         ready = self._ready.get(_key(flat)) or self._prepare(args, flat)
+        self._has_run = True
         with self._call_options():
             given = ready.call(*flat)
         return _pack(ready.results, given)
@@ -93,7 +95,9 @@ class PlacedStep:
         return self._copied[id(variable)]
 
     def import_again(self) -> None:
-        """New functions of the same ops: TensorFlow tells of a function only at its first run."""
+        """New functions of ops that have run: TensorFlow tells of a function at its first run only."""
+        if not self._has_run:
+            return
         for key, ready in self._ready.items():
             call = _import_placed(ready.optimised, ready.device_of, self.devices, self._copied)
             self._ready[key] = replace(ready, call=call)
@@ -256,6 +260,7 @@ def _import_placed(
         node.attr.pop("_class", None)
         node.device = devices[device_of[node.name]].full_name
     graph_def.node.extend(nodes)
+    _add_functions(graph_def.library.function)
     flat = _flatten(optimised.traced.specs)
     held = [
         one.tensor if one.variable is None else copied.get(id(one.variable), one.variable).handle
@@ -281,6 +286,14 @@ def _import_placed(
         body, input_signature=signature, autograph=False, experimental_attributes={"_noinline": True}
     )
     return function.get_concrete_function()  # type: ignore[no-any-return]
+
+
+def _add_functions(functions: Any) -> None:
+    """Branches that the optimiser specialised (a loss scale's `tf.cond`) are not known to TensorFlow yet."""
+    context = eager_context.context()
+    for function in functions:
+        if not context.has_function(function.signature.name):
+            context.add_function_def(function)
 
 
 def _used_inputs(nodes: list[Any], outputs: tuple[str, ...]) -> set[str]:
