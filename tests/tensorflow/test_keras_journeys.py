@@ -172,6 +172,10 @@ def test_bad_input_is_refused_with_a_remedy() -> None:
     for wrong, args, words in cases:
         with pytest.raises(InputError, match=words):
             lm.place(wrong, args, devices=DEVICES, costs="roofline")
+    model._jit_compile = True  # Keras itself refuses it where ops must be deterministic, as here
+    with pytest.raises(InputError, match=r"jit_compile=False.*Keras chooses XLA"):
+        lm.place(model, (x, y), devices=DEVICES, costs="roofline")
+    model._jit_compile = False
     with pytest.raises(ClusterError, match="set_logical_device_configuration"):
         lm.place(model, (x, y), devices=", ".join(f"cpu#{i}-1GB" for i in range(4)), costs="roofline")
     with pytest.raises(InputError, match="verify"):

@@ -76,7 +76,7 @@ def verify_step(model: Any, given: Any, batch: Any, *, loss: Any, seed: int) -> 
     placed = PlacedStep(step, placement, devices, copies=True)
     traced = placed.traced_for(*args)
     got_results = _arrays(placed(*args))
-    variables = {held.node: held.variable for held in traced.captured if held.variable is not None}
+    variables = _name_variables(traced, model)
     got = {name: placed.copy_of(variable).numpy() for name, variable in variables.items()}
     results, wanted = _run_unplaced(traced, args, variables)
     finding = _find_difference(results, got_results, "result") or _find_difference(wanted, got, "variable")
@@ -95,6 +95,16 @@ def verify_step(model: Any, given: Any, batch: Any, *, loss: Any, seed: int) -> 
         identical=_same_bits(results, got_results) and _same_bits(wanted, got),
         finding=finding,
     )
+
+
+def _name_variables(traced: Traced, model: Any) -> dict[str, Any]:
+    """The variables of a step, by Keras's paths where it has them."""
+    optimizer = getattr(model, "optimizer", None)
+    known = [*(getattr(model, "variables", None) or ()), *(getattr(optimizer, "variables", None) or ())]
+    paths = {id(one.value): str(one.path) for one in known if hasattr(one, "path")}
+    held = [one for one in traced.captured if one.variable is not None]
+    found = {paths.get(id(one.variable), one.node): one.variable for one in held}
+    return found if len(found) == len(held) else {one.node: one.variable for one in held}
 
 
 def _to_tensor(value: Any) -> Any:
