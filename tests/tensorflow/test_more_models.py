@@ -44,7 +44,7 @@ def _two_inputs_and_outputs() -> Made:
     return model, (x, {"p": np.ones((4, 2), np.float32), "q": np.ones((4, 1), np.float32)})
 
 
-class _Own(tf.keras.Model):  # type: ignore[misc]
+class Own(tf.keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = layers.Dense(8, activation="swish"), layers.Dense(3, activation="softmax")
@@ -57,7 +57,7 @@ class _Own(tf.keras.Model):  # type: ignore[misc]
 def _subclassed_with_sample_weights() -> Made:
     schedule = tf.keras.optimizers.schedules.CosineDecay(0.01, 10)
     batch = (np.ones((4, 6), np.float32), _CLASSES, np.array([1, 0.5, 1, 2], np.float32))
-    return _compiled(_Own(), tf.keras.optimizers.RMSprop(schedule, clipnorm=1.0)), batch
+    return _compiled(Own(), tf.keras.optimizers.RMSprop(schedule, clipnorm=1.0)), batch
 
 
 def _mixed(policy: str) -> Made:
