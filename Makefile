@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n auto --dist worksteal
 TENSORFLOW_TESTS := $(BIN)/python tests/run_tensorflow.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint kernels setup setup-ci bench schemas clean
+.PHONY: demo test test-slow lint kernels setup setup-ci browser bench schemas clean
 
 # What is installed grows with what is asked for: base, then the tools of the developers, then every extra.
 .venv/base: pyproject.toml constraints.txt
@@ -46,6 +46,11 @@ setup: .venv/all
 	@$(BIN)/python -m loadmaster.cli.warm
 
 setup-ci: .venv/ci
+
+# What the pages are tested in; installed where it is missing and apt-get is there.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { echo "installing chromium"; apt-get install --yes --no-install-recommends chromium chromium-driver; }
 
 # Kernels are compiled once, beside the linters, and not by each process of pytest for itself.
 test: .venv/dev

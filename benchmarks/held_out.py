@@ -102,10 +102,16 @@ def main() -> None:
                 for precision in ("fp32", "bf16-mixed"):
                     case = HeldOut(name, batch, seq, precision)
                     rows.append(_compare(report, case, Path(folder) / "costs.sqlite"))
+                    _write(report, given.out)
     _summarise(report, rows)
-    if given.out:
+    _write(report, given.out)
+
+
+def _write(report: Report, out: str) -> None:
+    """What there is so far: a run that is cut off has its cases."""
+    if out:
         text = json.dumps({"machine": machine(), "figures": report.figures}, indent=1)
-        Path(given.out).write_text(text + "\n", encoding="utf-8")
+        Path(out).write_text(text + "\n", encoding="utf-8")
 
 
 def _compare(report: Report, case: HeldOut, path: Path) -> tuple[float, float, bool]:

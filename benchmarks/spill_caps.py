@@ -61,9 +61,9 @@ def main() -> None:
         for cap in given.caps:
             _under_cap(report, cluster, graph, cap, compute_s, update_s, Path(folder) / "costs.sqlite")
             forget()
-    if given.out:
-        text = json.dumps({"machine": machine(), "figures": report.figures}, indent=1)
-        Path(given.out).write_text(text + "\n", encoding="utf-8")
+            if given.out:
+                text = json.dumps({"machine": machine(), "figures": report.figures}, indent=1)
+                Path(given.out).write_text(text + "\n", encoding="utf-8")
 
 
 def _uncapped_s(report: Report) -> float:

@@ -24,7 +24,7 @@ os.environ.setdefault("LOADMASTER_MEASURE", "0")
 CI = bool(os.environ.get("LOADMASTER_CI"))
 ACCEPTED = re.compile(
     r"no CUDA device|no GPU here|needs a machine without GPUs|one core:"  # hardware
-    r"|root may write"
+    r"|root may write|needs root"
     r"|this system (has|gives) no|on Unix only|on Linux alone|of POSIX|no forks|/proc"  # the platform
     r"|beside the repository"  # public workloads, which are not part of it
 )

@@ -8,10 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loadmaster.advisor.ask import advise as advise
     from loadmaster.api import check_plan as check_plan
     from loadmaster.api import compare_timelines as compare_timelines
+    from loadmaster.api import diff as diff
+    from loadmaster.api import explain as explain
+    from loadmaster.api import export as export
     from loadmaster.api import fit as fit
+    from loadmaster.api import import_file as import_file
+    from loadmaster.api import launch as launch
     from loadmaster.api import load as load
+    from loadmaster.api import load_measured as load_measured
     from loadmaster.api import lower_bound as lower_bound
     from loadmaster.api import place as place
     from loadmaster.api import plan as plan
@@ -20,6 +27,8 @@ if TYPE_CHECKING:
     from loadmaster.api import save as save
     from loadmaster.api import simulate as simulate
     from loadmaster.api import verify as verify
+    from loadmaster.api import whatif as whatif
+    from loadmaster.api import write_report as write_report
     from loadmaster.core.cluster import Cluster as Cluster
     from loadmaster.core.errors import LoadmasterError as LoadmasterError
     from loadmaster.core.graph import Graph as Graph
@@ -40,10 +49,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "advise": "advisor.ask",
     "capture": "graph.capture",
     "check_plan": "api",
     "compare_timelines": "api",
     "fit": "api",
+    "launch": "api",
+    "import_file": "api",
+    "export": "api",
+    "whatif": "api",
+    "load_measured": "api",
+    "explain": "api",
+    "diff": "api",
     "load": "api",
     "lower_bound": "api",
     "place": "api",
@@ -54,6 +71,7 @@ _HOME = {
     "save": "api",
     "simulate": "api",
     "verify": "api",
+    "write_report": "api",
     "Budget": "core.run",
     "Cluster": "core.cluster",
     "Costs": "core.problem",

@@ -11,7 +11,7 @@ and torch are imported where they are used: bad input is answered without them.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -24,20 +24,25 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
-from loadmaster.core.run import Bound, Budget, ignore_progress, parse_budget
+from loadmaster.core.run import Bound, Budget, ignore_news, ignore_progress, parse_budget
+from loadmaster.core.schedule import AUTO
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.framework import is_tensorflow_model
 from loadmaster.graph.origin import is_tensorflow_graph
+from loadmaster.graph.source import is_model
 from loadmaster.graph.whole_modules import group_by_module
 from loadmaster.placers.ask import PlanRequest, find_placement
 from loadmaster.placers.registry import Placer, objectives_of, placer, require_served
-from loadmaster.questions.problem import build_problem, revise_problem, target_of
+from loadmaster.questions.problem import batch_of, build_problem, revise_problem, target_of
 
 if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.core.fit_answer import Fit
+    from loadmaster.core.outcomes import Difference, Explanation, Outcomes
     from loadmaster.core.run_report import Outcome
+    from loadmaster.runtime.distributed.launch import PipelineRun
+    from loadmaster.runtime.distributed.trial_run import PipelineOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.tensorflow.verify_step import StepVerification
@@ -47,8 +52,14 @@ if TYPE_CHECKING:
 __all__ = [
     "check_plan",
     "compare_timelines",
+    "diff",
+    "explain",
+    "export",
     "fit",
+    "import_file",
+    "launch",
     "load",
+    "load_measured",
     "lower_bound",
     "place",
     "plan",
@@ -57,6 +68,8 @@ __all__ = [
     "save",
     "simulate",
     "verify",
+    "whatif",
+    "write_report",
 ]
 
 
@@ -139,23 +152,58 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
-    progress: Callable[[str, float], None] = ignore_progress,
+    question: Question | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Placement:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
-    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'. With `spill` 'host' (or
+    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'; 'auto' weighs pipelines
+    of any schedule and number of micro-batches against other plans, for a step of the whole batch (then
+    `question` says how a Problem's micro-batches are captured). With `spill` 'host' (or
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
+
+    Without `progress`, a terminal or a notebook shows a live table: the best plan so far, the bound, the gap.
     """
     chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
+    if pipeline == AUTO:
+        question = question or _question_of(problem_or_source, devices)
+        whole = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
+        say = progress or ignore_progress
+        request = PlanRequest(chosen, parse_budget(budget), seed, order, spill, say)
+        return _plan_microbatches(whole, question, request)
     if objective is None and not isinstance(problem_or_source, Problem):
         only = objectives_of(chosen)
         objective = only[0] if len(only) == 1 else None
     asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, asked)
-    return find_placement(asked, PlanRequest(chosen, parse_budget(budget), seed, order, spill, progress))
+    limit = parse_budget(budget)
+    again = None
+    if not isinstance(problem_or_source, Problem) and is_model(problem_or_source):
+        again = Question(problem_or_source, devices, objective, links, split, pipeline=pipeline, target="cpu")
+    if progress is not None or isinstance(algorithm, Plan):
+        say = progress or ignore_progress
+        return _ask(asked, PlanRequest(chosen, limit, seed, order, spill, say), again)
+    from loadmaster.report.live_plan import show_live
+
+    with show_live() as live:
+        say = ignore_progress if live is None else live.say
+        watch = ignore_news if live is None else live.watch
+        return _ask(asked, PlanRequest(chosen, limit, seed, order, spill, say, watch), again)
+
+
+def _ask(problem: Problem, asked: PlanRequest, again: Question | None) -> Placement:
+    """The answer; of a model (`again`: for the kernels of CPUs) with each device's own kernels."""
+    if again is None:
+        return find_placement(problem, asked)
+    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
+
+    def ask(one: Problem, limit: Budget) -> Placement:
+        return find_placement(one, replace(asked, budget=limit))
+
+    return plan_with_own_kernels(problem, asked.budget, ask, lambda: build_problem(again))
 
 
 def fit(
@@ -207,7 +255,9 @@ def place(
     plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
     """
     if is_tensorflow_model(model):
-        return _place_tensorflow(model, plan_or_inputs, devices, wishes)
+        placed: Placed = _place_tensorflow(model, plan_or_inputs, devices, wishes)
+        return placed
+    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
     from loadmaster.runtime import place_request
 
     place_request.check_place_request(model, wishes)
@@ -221,8 +271,19 @@ def place(
         order = "captured" if model.training else "free"  # autograd has an order of its own
         budget, spill = wishes.get("budget", 10.0), wishes.get("spill")
         costs = wishes.get("costs", "auto" if isinstance(devices, str) else "roofline")
-        asked = problem(graph, devices if isinstance(devices, str) else cluster, costs=costs)
-        placement = plan(asked, budget=budget, spill=spill, order=order)
+        where = devices if isinstance(devices, str) else cluster
+
+        def ask(one: Problem, limit: Budget) -> Placement:
+            return plan(one, budget=limit, spill=spill, order=order)
+
+        def on_cpus() -> Problem:
+            captured = place_request.capture_step(model, plan_or_inputs, wishes, target="cpu")
+            by_hooks = place_request.is_run_by_hooks(model, plan_or_inputs, wishes)
+            return problem(group_by_module(captured) if by_hooks else captured, where, costs=costs)
+
+        placement = plan_with_own_kernels(
+            problem(graph, where, costs=costs), parse_budget(budget), ask, on_cpus
+        )
     else:
         place_request.refuse_planning_options(devices, wishes)
     # The only function that is handed down: `placed.plan_that_fits()`, which the user calls when a device was
@@ -281,10 +342,9 @@ def run(
     The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
     measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
     """
-    if isinstance(plan, str | os.PathLike):
-        plan = load(plan)
-    if isinstance(plan, Placement) and is_tensorflow_graph(plan.problem.graph):
-        return _run_tensorflow(plan, model, steps, seed, calibrate, tell)
+    loaded = load(plan) if isinstance(plan, str | os.PathLike) else plan
+    if isinstance(loaded, Placement) and is_tensorflow_graph(loaded.problem.graph):
+        return _run_tensorflow(loaded, model, steps, seed, calibrate, tell)
     from loadmaster.runtime.place_request import load_placement, place_on_plan
     from loadmaster.runtime.run.launch import plan_as_run, rebuild_model, require_steps, run_placed
 
@@ -317,6 +377,80 @@ def _run_tensorflow(
     return Outcome(running.report(predicted, steps), placement, predicted, None)
 
 
+def launch(
+    plan: "Placement | str | os.PathLike[str]",
+    model: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    clip: float | None = None,
+    autocast: Any = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    source: str | None = None,
+) -> "PipelineRun":
+    """The processes of a pipeline, started here or, under torchrun, joined (docs/pipelines.md).
+
+    `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
+    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
+    seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
+    """
+    from loadmaster.runtime.distributed.launch import LaunchOptions
+    from loadmaster.runtime.distributed.launch import launch as start
+    from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
+    from loadmaster.runtime.place_request import load_placement, require_model
+
+    if model is not None:
+        require_model(model)
+    train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
+    return start(
+        load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate=emulate)
+    )
+
+
+def run_pipeline(
+    plan: "Placement | str | os.PathLike[str]",
+    *,
+    model: str | None = None,
+    steps: int = 20,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    every: int = 0,
+    timeout: float = 120.0,
+    threads: int | None = None,
+    emulate: bool = False,
+    tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
+) -> "PipelineOutcome":
+    """Train a captured model on a pipeline for some steps of synthetic data: predicted beside measured.
+
+    With `checkpoint` the run goes on from the newest checkpoint in that folder, and leaves one at its end and
+    every so many steps.
+    """
+    from loadmaster.graph.origin import origin_of
+    from loadmaster.runtime.distributed.trial_run import run_steps
+    from loadmaster.runtime.place_request import load_placement
+    from loadmaster.runtime.run.launch import require_steps
+
+    require_steps(steps)
+    placement = load_placement(plan)
+    found = origin_of(placement.problem.graph)
+    source = model or (found[0] if found is not None else "")
+    with launch(
+        placement, source=model, seed=seed, timeout=timeout, threads=threads, emulate=emulate
+    ) as running:
+        return run_steps(
+            running,
+            steps,
+            tell or (lambda *_: None),
+            source=source,
+            checkpoint=checkpoint,
+            every=every,
+        )
+
+
 def simulate(
     problem: Problem, plan: Plan, links: Links | str | None = None, *, dispatch: str | None = None
 ) -> Timeline:
@@ -325,6 +459,10 @@ def simulate(
     from loadmaster.simulator.events import engine
 
     how = parse_choice(engine.Dispatch, dispatch)
+    if problem.is_stepped:
+        from loadmaster.simulator.pipelines.unrolled import simulate_step
+
+        return simulate_step(problem, plan, links=parse_choice(Links, links))[0]
     return engine.simulate(problem, plan, links=parse_choice(Links, links), dispatch=how)
 
 
@@ -334,6 +472,143 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
     from loadmaster.simulator.events.throughput import steady_state
 
     return steady_state(replace(problem, links=parse_choice(Links, links) or problem.links), plan).time_s
+
+
+def write_report(
+    placement: Placement,
+    path: str | os.PathLike[str],
+    *,
+    measured: Timeline | None = None,
+    compare: Mapping[str, Placement] | None = None,
+    outcomes: "Sequence[Outcomes]" = (),
+) -> None:
+    """Write one self-contained HTML page of a placement (docs/report.md): it loads nothing from anywhere.
+
+    `measured` is drawn below the prediction, on the same axis; `compare` are other answers to the same
+    question, by name; `outcomes` what `whatif` found.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.plan_page import PlanPage, render_plan_page
+    from loadmaster.review.look import review_plan, review_timeline, shown_plan
+
+    review = review_plan(placement)
+    seen = None
+    if measured is not None:
+        seen = review_timeline(placement.problem, shown_plan(placement), measured)
+    others = tuple((compare or {}).items())
+    write_bytes(render_plan_page(PlanPage(placement, review, seen, others, outcomes)), path)
+
+
+def load_measured(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> Timeline:
+    """A measured timeline of a placement's plan: a file of `run`, or a Chrome trace of `torch.profiler`."""
+    from loadmaster.review.profiler_trace import read_measured
+
+    return read_measured(path, placement, max_bytes=max_bytes)
+
+
+def export(
+    placement: Placement, to: str, path: str | os.PathLike[str] | None = None
+) -> tuple[bytes, tuple[str, ...]]:
+    """A plan in the format of another program ('device_map', 'torchtitan', 'openvino', 'chrome', 'graphml',
+    'nodelink', 'csv'): the file, written to `path` if one is named, and what the format cannot express.
+    """
+    from loadmaster.core.io import write_bytes
+    from loadmaster.report.exports.registry import export_plan
+    from loadmaster.review.look import shown_plan
+
+    made = export_plan(placement, simulate(placement.problem, shown_plan(placement)), to)
+    if path is not None:
+        write_bytes(made.content, path)
+    return made.content, made.lost
+
+
+def import_file(
+    path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
+) -> tuple[Placement | Timeline, tuple[str, ...]]:
+    """A device_map scored on a placement's question, or a Chrome trace as its measured timeline; with
+    notes."""
+    from loadmaster.review.imports import read_device_map, read_import
+
+    read = read_import(path, placement, max_bytes=max_bytes)
+    if isinstance(read, tuple):
+        return read
+    imported, notes = read_device_map(read, placement)
+    return plan(placement.problem, algorithm=imported), notes
+
+
+def explain(
+    placement: Placement,
+    target: str = "",
+    *,
+    budget: Budget | float | str = "100x",
+    replan: bool = True,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "Explanation":
+    """Why a plan, or an op or module of it, is as it is: the alternatives are tried (docs/report.md).
+
+    Without a target single changes of the question are planned for, with one the target is put on every
+    other device. `budget` is for each of these plans; without `replan` a target elsewhere is only simulated.
+    """
+    from loadmaster.review.explain import explain_plan
+    from loadmaster.review.replanning import Replanner
+
+    replanner = Replanner(parse_budget(budget), seed=seed, progress=progress)
+    return explain_plan(placement, target, replanner, replan=replan)
+
+
+def diff(
+    before: Placement, after: Placement, *, names: tuple[str, str] = ("before", "after")
+) -> "Difference":
+    """Two plans of one model: what moved, and time and memory before and after."""
+    from loadmaster.review.diff import compare_plans
+
+    return compare_plans(before, after, names)
+
+
+def whatif(
+    placement: Placement,
+    *,
+    set: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    sweep: str | None = None,
+    together: bool = False,
+    budget: Budget | float | str = "100x",
+    order: str = "free",
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "tuple[Outcomes, Placement | None]":
+    """The outcomes of planning again with something changed, and the plan with all changes.
+
+    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1', and what a captured model can be captured
+    with again; `sweep` 'batch=1..64' instead takes one of them through several values. Without `together`
+    each of several changes has a row of its own before the row of all.
+    """
+    from loadmaster.review import whatif as trials
+    from loadmaster.review.replanning import Replanner
+    from loadmaster.review.settings import Settings
+
+    replanner = Replanner(parse_budget(budget), order, seed, progress)
+    words: dict[str, Any] = {"batch": batch, "seq": seq, "optimizer": optimizer, "precision": precision}
+    asked = Settings(tuple(set), tuple(add), tuple(remove), batch, seq, optimizer, precision)
+    if sweep is not None:
+        found, answers = trials.sweep(placement, sweep, asked, replanner)
+        return found, answers[-1]
+    single = [Settings(sets=(each,)) for each in set]
+    single += [Settings(add=(each,)) for each in add] + [Settings(remove=(each,)) for each in remove]
+    single += [Settings(**{name: value}) for name, value in words.items() if value is not None]
+    if not single:
+        raise InputError("nothing is changed; name --set, --add, --remove, --batch or --sweep")
+    changes = [asked] if together or len(single) == 1 else [*single, asked]
+    found, answers = trials.try_changes(placement, changes, replanner)
+    return found, answers[-1]
 
 
 def lower_bound(
@@ -354,7 +629,7 @@ def lower_bound(
 def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
     """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
     _require_plan(problem, plan)
-    from loadmaster.simulator.events.peak_check import check_plan_and_peaks
+    from loadmaster.simulator.peak_check import check_plan_and_peaks
 
     return check_plan_and_peaks(problem, plan)
 
@@ -382,11 +657,33 @@ def _resolve_problem(
     return revise_problem(given, objective=objective, links=links, split=split, pipeline=pipeline)
 
 
+def _question_of(given: Problem | Source, devices: Devices | None) -> Question | None:
+    """How a source would be captured again; a Problem does not know."""
+    return None if isinstance(given, Problem) else Question(given, devices)
+
+
+def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanRequest) -> Placement:
+    """Pipelines weighed against other plans, micro-batches captured anew where a question says how."""
+    from loadmaster.placers.microbatches import Whole, plan_microbatches
+
+    batch = batch_of(whole.graph, question)
+    if question is None:
+        return plan_microbatches(Whole(whole, batch), ask)
+    again = replace(question, pipeline=None, objective=Objective.STEP)
+    can = is_model(question.source)
+
+    def capture(batch: int) -> Problem:
+        part = build_problem(replace(again, batch=batch), progress=ask.progress)
+        return replace(part, links=whole.links)
+
+    return plan_microbatches(Whole(whole, batch, capture if can else None), ask)
+
+
 def _repair_plan(problem: Problem, start: Plan) -> Placement:
     """A plan that fits, repaired from one that does not."""
     from loadmaster.placers.search.refine import Refine
 
-    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x")
+    return plan(problem, algorithm=Refine(start, kicks=0), budget="60x", progress=ignore_progress)
 
 
 def _resolve_algorithm(algorithm: str | Placer | Plan) -> Placer:

@@ -206,6 +206,7 @@ def test_compare_sets_all_algorithms_side_by_side_best_first(say: Say) -> None:
     names = {row["name"] for row in ask(say, "algorithms")["algorithms"]}
     assert {"auto", "single_device", "round_robin", "fastest_device", "chain_balance", "brute_force"} <= names
     for_pipelines = {"cpsat_throughput", "ideal_dp", "linear_dp", "local_search"}
+    for_pipelines |= {"pipeline", "pipeline_equal", "pipeline_by_speed"}
     said = ask(say, "compare", "gen:chain:8", "--budget", "50x")
     assert {row["name"] for row in said["results"]} == names - for_pipelines
     assert all(row["status"] for row in said["results"])
@@ -290,6 +291,9 @@ def test_the_demo_says_where_it_wrote_plan_and_trace(say: Say) -> None:
     assert isinstance(placement, lm.Placement)
     assert placement.fits
     assert json.loads(Path("a/b/demo-trace.json").read_text())["traceEvents"]
+    page = Path("a/b/demo-report.html")
+    assert f"page written to {page.resolve()}" in out.splitlines()[-1]
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:

@@ -110,7 +110,7 @@ def _list_held_bytes(graph: Graph, held: HeldMemory) -> tuple[list[str], Longs]:
         weight = min(int(own[op]), whole)
         rows += [(op, _WEIGHTS, weight), (op, _OPTIMIZER, whole - weight)]
     rows += [(op, _WORKSPACE, int(graph.workspace_bytes[op])) for op in held.workspace_op.tolist()]
-    part, home = _tensor_parts(graph)
+    part, home = tensor_parts(graph)
     for tensor, size in zip(held.tensor.tolist(), held.tensor_bytes.tolist(), strict=True):
         rows.append((int(home[tensor]), int(part[tensor]), size))
     table = np.zeros((len(rows), len(PARTS)), dtype=np.int64)
@@ -150,7 +150,7 @@ def gradient_tensors(graph: Graph) -> tuple[Ints, Ints]:
     return np.array(list(reader), dtype=np.int32), np.array(list(reader.values()), dtype=np.int32)
 
 
-def _tensor_parts(graph: Graph) -> tuple[Ints, Ints]:
+def tensor_parts(graph: Graph) -> tuple[Ints, Ints]:
     """[T] part of every tensor by its storage, and the op whose module it counts to."""
     base = np.where(graph.tensor_storage == NO_STORAGE, np.arange(graph.num_tensors), graph.tensor_storage)
     part = np.full(graph.num_tensors, _ACTIVATIONS, dtype=np.int32)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from loadmaster.cluster.presets import KindPreset, link_preset
+from loadmaster.cluster.presets import KindPreset, find_kind, link_preset
 from loadmaster.core.arrays import Ints
 from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster
 from loadmaster.core.graph import Dtype
@@ -67,6 +67,16 @@ def with_more(cluster: Cluster, device: int, num: int = 1) -> Cluster:
 def with_preset(cluster: Cluster, preset: KindPreset) -> Cluster:
     """One device of another kind besides."""
     return _add_device(cluster, preset_cluster(preset), bus="pcie4" if preset.on_host else preset.bus)
+
+
+def with_devices(cluster: Cluster, extra: Cluster) -> Cluster:
+    """All devices of another cluster besides, each on the bus of its kind."""
+    found = cluster
+    for device in range(extra.num_devices):
+        kind = find_kind(extra.kind_name[int(extra.kind[device])])
+        bus = kind.bus if kind is not None and not kind.on_host else "pcie4"
+        found = _add_device(found, single_device_cluster(extra, device), bus=bus)
+    return found
 
 
 def _add_device(cluster: Cluster, extra: Cluster, *, bus: str) -> Cluster:

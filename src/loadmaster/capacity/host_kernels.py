@@ -43,10 +43,10 @@ def find_kernel_ops(one: Graph, other: Graph) -> Bools:
     """[N] ops of the first graph whose kernels take other memory in the second, of the same step."""
     if one.op_name != other.op_name:
         return np.ones(one.num_ops, dtype=bool)  # other ops altogether
-    return np.asarray(_count_made_bytes(one) != _count_made_bytes(other))
+    return np.asarray(count_made_bytes(one) != count_made_bytes(other))
 
 
-def _count_made_bytes(graph: Graph) -> Floats:
+def count_made_bytes(graph: Graph) -> Floats:
     """[N] what each op makes, and what it needs while it runs."""
     own = graph.tensor_storage == np.arange(len(graph.tensor_op))
     made = np.bincount(graph.tensor_op[own], weights=graph.tensor_bytes[own], minlength=graph.num_ops)

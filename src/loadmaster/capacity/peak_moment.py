@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.core.arrays import Longs
+from loadmaster.core.arrays import Floats, Longs
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links
 from loadmaster.simulator.events.engine import Outcome, Simulator, is_unordered
@@ -39,6 +39,27 @@ def held_at_peaks(simulator: Simulator, plan: Plan) -> tuple[Outcome, list[HeldM
     replay.run()
     num = simulator.problem.cluster.num_devices
     return outcome, [replay.at_peak(device) for device in range(num)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryChanges:
+    """Every change of what stands on a device beside its residents, in the order in which it happened."""
+
+    time_s: Floats  # [C]
+    device: Longs  # [C]
+    tensor: Longs  # [C] -1 = workspace
+    op: Longs  # [C] whose workspace it is, -1 = a tensor's bytes
+    num_bytes: Longs  # [C] negative where memory is let go of
+
+
+def memory_changes(simulator: Simulator, plan: Plan) -> tuple[Outcome, MemoryChanges]:
+    """The run of a plan, and every change of its memory."""
+    if is_unordered(plan):
+        plan = simulator.order_by_start(plan)
+    outcome = simulator.run(plan)
+    replay = _Replay(simulator, plan, outcome)
+    replay.run()
+    return outcome, replay.list_changes()
 
 
 class _Replay:
@@ -69,7 +90,9 @@ class _Replay:
         self.arrived = [False] * len(outcome.transfer_end)
         self.later: list[tuple[float, int]] = []  # transfers that were booked for a later time
         self.ends: list[tuple[float, int]] = []
+        self.now = 0.0
         self.changes: list[tuple[int, int, int]] = []  # device, what, bytes
+        self.times: list[float] = []  # of every change
 
     # ---- the run
 
@@ -79,7 +102,7 @@ class _Replay:
         start, next_op = self.outcome.op_start.tolist(), 0
         now, stuck = start[order[0]], False
         while True:
-            begun: list[int] = []
+            self.now, begun = now, list[int]()
             ended = bool(self.ends) and self.ends[0][0] == now
             while self.ends and self.ends[0][0] == now:
                 begun += self._end(heapq.heappop(self.ends)[1], now)
@@ -233,6 +256,17 @@ class _Replay:
     def _change(self, device: int, what: int, num_bytes: int) -> None:
         if num_bytes:
             self.changes.append((device, what, num_bytes))
+            self.times.append(self.now)
+
+    def list_changes(self) -> MemoryChanges:
+        """All of them, as columns."""
+        table: Any = np.array(self.changes, dtype=np.int64).reshape(-1, 3)
+        device, what, size = table.T
+        moved = np.concatenate([np.asarray(self.move_tensor, dtype=np.int64), [-1]])
+        copied = np.clip(what - self.num_tensors, -1, self.num_moves)
+        tensor = np.where(what < self.num_tensors, what, moved[copied])
+        op = np.where(what < self._workspace(0), -1, what - self._workspace(0))
+        return MemoryChanges(np.array(self.times), device, tensor, op, size)
 
     def at_peak(self, device: int) -> HeldMemory:
         """What stands on a device at its highest point."""

@@ -6,18 +6,25 @@ import typer
 
 from loadmaster import __version__
 from loadmaster.cli.verbs import (
+    advise,
     algorithms,
     compare,
     costs,
     demo,
+    diff,
     doctor,
+    explain,
+    export,
     fit,
+    import_,
     plan,
     probe,
+    report,
     run,
     show,
     simulate,
     train,
+    whatif,
 )
 
 app = typer.Typer(
@@ -26,8 +33,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Where every operator of a neural network goes: plans that fit unequal devices, with a proven gap.",
 )
-for verb in (plan, fit, run, train, simulate, compare, show, probe, algorithms, demo, doctor):
-    app.command(name=verb.__name__.rpartition(".")[2], short_help=verb.SUMMARY)(verb.command)
+for verb in (
+    plan,
+    fit,
+    run,
+    train,
+    report,
+    explain,
+    diff,
+    whatif,
+    export,
+    import_,
+    simulate,
+    compare,
+    show,
+    probe,
+    algorithms,
+    demo,
+    doctor,
+):
+    app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"), short_help=verb.SUMMARY)(verb.command)
+app.add_typer(advise.app, name="advise", short_help=advise.SUMMARY)
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 
 

@@ -63,8 +63,10 @@ PipelineName = Annotated[
     str | None,
     typer.Option(
         "--pipeline",
-        metavar="SCHEDULE:N",
-        help="Stages with room for N micro-batches of training in flight: 1f1b:8 or gpipe:8.",
+        metavar="auto|SCHEDULE:N",
+        help="auto: weigh pipelines of micro-batches against other plans, for a step of the whole batch."
+        " 1f1b:8, gpipe:8: stages with room for 8 micro-batches in flight, of which the source is one;"
+        " also zb-h1:8, interleaved:8x2.",
     ),
 ]
 Order = Annotated[

@@ -10,12 +10,16 @@ from loadmaster.core.fit_answer import SCHEMA_VERSION as FIT
 from loadmaster.core.fit_answer import Fit
 from loadmaster.core.io import NOUNS, json_schema, write_bytes
 from loadmaster.core.run_report import SCHEMA_VERSION as RUN
-from loadmaster.core.run_report import Ran
+from loadmaster.core.run_report import PipelineRan, Ran
 
 
 def list_schemas() -> dict[str, bytes]:
     """File name -> JSON Schema, as published under docs/schemas."""
-    answers = {"fit": _answer_schema(Fit, "fit", FIT), "run": _answer_schema(Ran, "run", RUN)}
+    answers = {
+        "fit": _answer_schema(Fit, "fit", FIT),
+        "run": _answer_schema(Ran, "run", RUN),
+        "pipeline-run": _answer_schema(PipelineRan, "pipeline run", RUN),
+    }
     schemas = {name: json_schema(noun) for name, noun in NOUNS.items()} | answers
     return {
         f"{name}.schema.json": msgspec.json.format(msgspec.json.encode(schema), indent=2) + b"\n"

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Ints
+from loadmaster.core.errors import InputError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held_bytes, units
-from loadmaster.core.pipelining import find_mirrored_ops, standing_bytes
+from loadmaster.core.pipeline_order import ZERO_BUBBLE, in_flight_of, make_order
+from loadmaster.core.pipelining import find_mirrored_ops, settled_bytes, standing_bytes
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
+from loadmaster.core.schedule import AUTO, Schedule
 from loadmaster.core.units import format_apart
 
 
@@ -82,6 +85,10 @@ def _check_pipeline(problem: Problem, plan: Plan) -> list[Violation]:
             text = f"op {name!r} is to be recomputed, which only the stages of a pipeline are"
             return [Violation("recompute", text)]
         return []
+    if problem.is_stepped:
+        broken = _check_step(problem, plan, pipeline, schedule) or _check_ranks(problem, plan, pipeline)
+        found = [Violation("pipeline", broken)] if broken else []
+        return found + _check_recompute(graph, plan, pipeline)
     broken = _check_stages(problem, plan, pipeline)
     given = f"{pipeline.schedule}:{pipeline.num_microbatches}"
     needs = schedule.in_flight(len(pipeline.replicas))
@@ -105,6 +112,54 @@ def _check_recompute(graph: Graph, plan: Plan, pipeline: Pipeline) -> list[Viola
     return []
 
 
+def _check_step(problem: Problem, plan: Plan, pipeline: Pipeline, schedule: Schedule) -> str:
+    """How a plan is not the step of micro-batches that is asked for, '' if it is."""
+    given = Schedule(pipeline.schedule, pipeline.num_microbatches, pipeline.stages_per_rank)
+    if pipeline.num_microbatches != schedule.num_microbatches or schedule.name not in (AUTO, given.name):
+        return f"the problem asks for {problem.pipeline}, the plan is {given}"
+    if schedule.name != AUTO and schedule.stages_per_rank != given.stages_per_rank:
+        return f"the problem asks for {problem.pipeline}, the plan is {given}"
+    try:
+        orders = [
+            make_order(given.name, pipeline.num_stages, count, given.stages_per_rank)
+            for count in set(pipeline.microbatches)
+        ]
+    except InputError as problem_found:
+        return str(problem_found)
+    needs = np.max([in_flight_of(order, pipeline.num_stages) for order in orders], axis=0)
+    if (pipeline.in_flight != needs).any():
+        holds = f"stages hold {pipeline.in_flight.tolist()} micro-batches"
+        return f"{holds}, under {given} they hold {needs.tolist()}"
+    if given.name == ZERO_BUBBLE and plan.recompute.any():
+        return "a stage is recomputed under zb-h1, which splits its backward pass; use 1f1b"
+    return ""
+
+
+def _check_ranks(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
+    """What is wrong with the devices of stages and replicas, '' if nothing."""
+    devices = pipeline.devices_of(plan.device)
+    if devices.max() >= problem.cluster.num_devices:
+        return f"a stage is on device {devices.max()}, the cluster has {problem.cluster.num_devices}"
+    num = pipeline.num_ranks
+    if (devices != devices[:, np.arange(pipeline.num_stages) % num]).any():
+        return "the stages of a rank are on different devices"
+    used = devices[:, :num].reshape(-1)
+    if len(np.unique(used)) != len(used):
+        return f"{len(used)} ranks on {len(np.unique(used))} devices; every rank has a device of its own"
+    apart = np.flatnonzero(plan.device != devices[0, pipeline.stage])
+    if len(apart):
+        op = problem.graph.op_name[apart[0]]
+        return f"op {op!r} is not on the device of its stage"
+    if len(np.unique(pipeline.stage)) != pipeline.num_stages:
+        return f"{pipeline.num_stages} stages, of which {len(np.unique(pipeline.stage))} have ops"
+    kinds = problem.cluster.kind[devices]
+    for row in kinds[1:]:
+        stuck = ~np.isfinite(problem.costs.compute_s[np.arange(len(plan.device)), row[pipeline.stage]])
+        if stuck.any():
+            return f"op {problem.graph.op_name[int(stuck.argmax())]!r} cannot run on every replica"
+    return _check_stage_order(problem.graph, pipeline.stage)
+
+
 def _check_stages(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
     """What is wrong with the stages of a plan, '' if nothing."""
     graph, device, stage = problem.graph, plan.device, pipeline.stage
@@ -117,6 +172,11 @@ def _check_stages(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
         return (
             f"{num} stages on {used} devices; every stage has a device of its own, and every device a stage"
         )
+    return _check_stage_order(graph, stage)
+
+
+def _check_stage_order(graph: Graph, stage: Ints) -> str:
+    """An op that stands in a later stage than one that needs it, '' if none does."""
     source, target = stage_order(graph)
     back = np.flatnonzero(stage[source] > stage[target])
     if len(back):
@@ -153,7 +213,9 @@ def _check_placement(problem: Problem, plan: Plan) -> list[Violation]:
         text = f"op {graph.op_name[op]!r} cannot run on {cluster.device_name[device[op]]}"
         found.append(Violation("support", text))
     held = np.bincount(device, held_bytes(graph).astype(np.float64), minlength=cluster.num_devices)
-    if plan.pipeline is not None:
+    if problem.is_stepped:  # what is in flight is the simulator's to count
+        held = np.bincount(device, settled_bytes(graph).astype(np.float64), minlength=cluster.num_devices)
+    elif plan.pipeline is not None:
         held = standing_bytes(graph, plan, cluster.num_devices).astype(np.float64)
     for d in np.flatnonzero(held > cluster.usable_bytes):
         there, have = format_apart(held[d], cluster.usable_bytes[d])

@@ -131,6 +131,14 @@ class Cluster:
         return content_digest(self)
 
 
+def process_engines(cluster: Cluster) -> Ints:
+    """[D] engines where each device has a process of its own: then CPU devices of a host run side by side."""
+    engine = cluster.engine.copy()
+    own = np.flatnonzero(cluster.on_host[cluster.kind])
+    engine[own] = engine.max() + 1 + np.arange(len(own), dtype=np.int32)
+    return engine
+
+
 def star(
     name: str,
     *,

@@ -35,8 +35,17 @@ class Stash:
     again: Longs  # [D] of `each`, what is kept for recomputation alone
 
 
-def stash_of(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> Stash:
-    """What micro-batches keep on each device when op n is on `device[n]`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Pairs (storage, device) of what backward passes need, as storage * D + device."""
+
+    pair: Longs  # sorted
+    made: Bools  # made again on that device instead of being kept
+    saved: Bools  # needed without recomputation too
+
+
+def find_kept(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> Kept:
+    """What is kept of a micro-batch, and where, when op n is on `device[n]`."""
     root, num = graph.tensor_storage, num_devices
     counted = root[graph.use_tensor] >= 0
     base, user = root[graph.use_tensor][counted], graph.use_op[counted]
@@ -58,18 +67,33 @@ def stash_of(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> 
     pair = sorted_unique(np.concatenate([saved, _distinct_pairs(base[rerun], where[rerun], num)]))
     tensor, at = pair // num, pair % num
     op = graph.tensor_op[tensor]
-    made = recompute[op] & (device[op] == at) & ~kept[tensor]
-    is_saved = np.isin(pair, saved)
-    away = where != device[maker]
-    away &= ((graph.phase[maker] == Phase.PARAM) | (later[maker] & kept[base])) & later[user]
-    copies = sorted_unique(_distinct_pairs(base[away], where[away], num))
+    return Kept(pair, recompute[op] & (device[op] == at) & ~kept[tensor], np.isin(pair, saved))
+
+
+def stash_of(graph: Graph, device: Ints, recompute: Bools, num_devices: int) -> Stash:
+    """What micro-batches keep on each device when op n is on `device[n]`."""
+    num, found = num_devices, find_kept(graph, device, recompute, num_devices)
+    tensor, at, made = found.pair // num, found.pair % num, found.made
+    copies = _find_copies(graph, device, num)
     size = graph.tensor_bytes
     return Stash(
         each=_sum_by_device(at[~made], size[tensor[~made]], num),
-        once=_sum_by_device(at[made & is_saved], size[tensor[made & is_saved]], num)
+        once=_sum_by_device(at[made & found.saved], size[tensor[made & found.saved]], num)
         + _sum_by_device(copies % num, size[copies // num], num),
-        again=_sum_by_device(at[~made & ~is_saved], size[tensor[~made & ~is_saved]], num),
+        again=_sum_by_device(at[~made & ~found.saved], size[tensor[~made & ~found.saved]], num),
     )
+
+
+def _find_copies(graph: Graph, device: Ints, num: int) -> Longs:
+    """Pairs of weights and kept gradients that backward or update ops need on another device."""
+    root = graph.tensor_storage
+    counted = root[graph.use_tensor] >= 0
+    base, user = root[graph.use_tensor][counted], graph.use_op[counted]
+    maker, where = graph.tensor_op[base], device[user]
+    later = np.isin(graph.phase, (Phase.BACKWARD, Phase.UPDATE))
+    away = where != device[maker]
+    away &= ((graph.phase[maker] == Phase.PARAM) | (later[maker] & kept_storages(graph)[base])) & later[user]
+    return sorted_unique(_distinct_pairs(base[away], where[away], num))
 
 
 def kept_storages(graph: Graph) -> Bools:

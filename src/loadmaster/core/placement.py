@@ -14,6 +14,7 @@ from loadmaster.core.problem import Problem
 
 if TYPE_CHECKING:
     from loadmaster.core.device_map import DeviceMap
+    from loadmaster.core.notebook import Picture
 
 
 class Status(StrEnum):
@@ -105,6 +106,19 @@ class Placement:
         if self.plan is None:
             raise PlanError(f"no plan was found ({self.status.value}), so there is no device map")
         return self.plan.to_device_map(self.problem)
+
+    def plot(self) -> "Picture":
+        """The Gantt of the plan, or of the one that came nearest, as a picture."""
+        from loadmaster.core.notebook import picture_of
+
+        if self.plan is None and self.least_overflow_plan is None:
+            raise PlanError(f"no plan was found ({self.status.value}), so there is nothing to draw")
+        return picture_of(self)
+
+    def _repr_html_(self) -> str:
+        from loadmaster.core.notebook import html_of
+
+        return html_of(self)
 
     def __repr__(self) -> str:
         """One line; a placement holds whole graphs."""

@@ -19,6 +19,7 @@ from loadmaster.core.errors import PlanError
 
 if TYPE_CHECKING:
     from loadmaster.core.device_map import DeviceMap
+    from loadmaster.core.notebook import Picture
     from loadmaster.core.problem import Problem
 
 
@@ -29,9 +30,14 @@ class Pipeline:
     stage: Ints  # [N]
     replicas: Ints  # [S]
     num_microbatches: int
-    schedule: str  # e.g. '1f1b', 'gpipe'
+    schedule: str  # e.g. '1f1b', 'gpipe'; `core/pipeline_order.py` has the order of each
     in_flight: Ints  # [S] micro-batches whose activations a stage holds at once
     stage_s: Floats  # [S] time of one micro-batch
+    # What follows is of whole steps; files from before there were such have none of it.
+    rank: tuple[int, ...] = ()  # [S] which process of a replica has the stage; () = stage s is rank s
+    replica_device: tuple[tuple[int, ...], ...] = ()  # [R][S] devices; () = one replica, on Plan.device
+    replica_microbatches: tuple[int, ...] = ()  # [R] of num_microbatches; () = all to the one replica
+    microbatch_rows: tuple[int, ...] = ()  # [M] rows of each; () = the graph's batch, for every one
 
     def __post_init__(self) -> None:
         """Check every invariant once."""
@@ -52,6 +58,72 @@ class Pipeline:
         set_column(self, "stage_s", np.float64, (stages,), PlanError)
         require_range(self.stage, 0, stages, "Pipeline.stage", PlanError)
         require_finite(self.stage_s, "Pipeline.stage_s", PlanError)
+        self._check_ranks(stages)
+        self._check_replicas(stages)
+
+    def _check_ranks(self, stages: int) -> None:
+        num = len(set(self.rank))
+        if self.rank and self.rank != tuple(s % num for s in range(stages)):
+            raise PlanError(
+                f"Pipeline.rank is {list(self.rank)}; {stages} stages are dealt to {num} ranks in turn"
+            )
+        if self.rank and stages % num:
+            raise PlanError(f"Pipeline.rank deals {stages} stages to {num} ranks; each has as many")
+
+    def _check_replicas(self, stages: int) -> None:
+        if any(len(row) != stages or min(row, default=0) < 0 for row in self.replica_device):
+            raise PlanError(f"Pipeline.replica_device must name a device for each of {stages} stages")
+        given, rows = self.replica_microbatches, self.microbatch_rows
+        if given and (len(given) != self.num_replicas or min(given) < 1):
+            raise PlanError(
+                f"Pipeline.replica_microbatches is {list(given)}; {self.num_replicas} replicas need at least"
+                " one micro-batch each"
+            )
+        if given and sum(given) != self.num_microbatches:
+            raise PlanError(
+                f"Pipeline.replica_microbatches add up to {sum(given)}, the step has {self.num_microbatches}"
+            )
+        if self.num_replicas > 1 and not given:
+            raise PlanError("Pipeline.replica_microbatches is empty; say how many each replica takes")
+        if self.replica_device and (self.replicas != self.num_replicas).any():
+            raise PlanError(f"Pipeline.replicas and the {self.num_replicas} rows of replica_device differ")
+        if rows and (len(rows) != self.num_microbatches or min(rows) < 1):
+            raise PlanError(
+                f"Pipeline.microbatch_rows has {len(rows)} numbers for {self.num_microbatches} micro-batches"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        """R, of the whole pipeline."""
+        return max(len(self.replica_device), 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica."""
+        return len(set(self.rank)) or self.num_stages
+
+    @property
+    def stages_per_rank(self) -> int:
+        """More than one where stages are interleaved."""
+        return self.num_stages // self.num_ranks
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """[R] how many micro-batches each replica takes; the first replica takes the first ones."""
+        return self.replica_microbatches or (self.num_microbatches,)
+
+    def devices_of(self, device: Ints) -> Ints:
+        """[R, S] devices, of a plan that puts op n on `device[n]`."""
+        if self.replica_device:
+            return np.array(self.replica_device, dtype=np.int32)
+        first = np.zeros(self.num_stages, dtype=np.int32)
+        first[self.stage] = device
+        return first[None, :]
 
     @property
     def digest(self) -> str:
@@ -91,6 +163,17 @@ class Plan:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
         return content_digest(self)
+
+    def plot(self, problem: "Problem") -> "Picture":
+        """The Gantt of the plan on its problem, as a picture."""
+        from loadmaster.core.notebook import picture_of
+
+        return picture_of(self, problem)
+
+    def _repr_html_(self) -> str:
+        from loadmaster.core.notebook import html_of
+
+        return html_of(self)
 
     def to_device_map(self, problem: "Problem") -> "DeviceMap":
         """Hugging Face's dict of modules and devices: coarser than the plan (`core/device_map.py`)."""

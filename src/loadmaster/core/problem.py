@@ -18,7 +18,7 @@ from loadmaster.core.arrays import (
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import CostError, InputError, ProblemError
 from loadmaster.core.graph import Graph, Phase, units
-from loadmaster.core.schedule import Schedule, parse_schedule
+from loadmaster.core.schedule import OF_THROUGHPUT, Schedule, parse_schedule
 
 BY_ROUTE = -1.0  # a transfer time that follows from bytes and links
 FREE = -1  # an op that is not pinned
@@ -113,7 +113,7 @@ class Problem:
     split: Split
     load: Load
     pinned: Ints  # [N] device, or FREE
-    pipeline: str = ""  # the schedule that stages must have room for, e.g. '1f1b:8'; '' = none is asked
+    pipeline: str = ""  # the graph is one of so many micro-batches, e.g. '1f1b:8'; '' = none is asked
 
     def __post_init__(self) -> None:
         """Check that the parts belong together."""
@@ -149,17 +149,19 @@ class Problem:
             object.__setattr__(self, "pipeline", str(parse_schedule(self.pipeline)))
         except InputError as problem:
             raise ProblemError(f"Problem.pipeline: {problem}") from None
-        asked = f"pipeline {self.pipeline!r}"
-        wrong = [
-            f"{field} {getattr(self, field).value!r}"
-            for field, right in (("objective", Objective.THROUGHPUT), ("split", Split.CHAIN))
-            if getattr(self, field) != right
-        ]
-        if wrong:
-            raise ProblemError(
-                f"{asked} is a chain of stages for throughput, not for {' and '.join(wrong)};"
-                " leave that out, or the pipeline"
-            )
+        asked, schedule = f"pipeline {self.pipeline!r}", self.schedule
+        assert schedule is not None
+        if self.objective == Objective.THROUGHPUT:
+            if schedule.name not in OF_THROUGHPUT or schedule.stages_per_rank > 1:
+                raise ProblemError(
+                    f"{asked} is for the time of a step; ask for --objective step, or for"
+                    f" {' or '.join(OF_THROUGHPUT)}"
+                )
+            if self.split != Split.CHAIN:
+                raise ProblemError(
+                    f"{asked} is a chain of stages for throughput, not for split {self.split.value!r};"
+                    " leave that out, or the pipeline"
+                )
         if not (self.graph.phase == Phase.BACKWARD).any():
             raise ProblemError(
                 f"{asked} is a schedule of training, and graph {self.graph.name!r} has no backward op;"
@@ -170,6 +172,11 @@ class Problem:
     def schedule(self) -> Schedule | None:
         """The schedule asked for, None where none is."""
         return parse_schedule(self.pipeline) if self.pipeline else None
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a whole step of micro-batches is asked for, from the first forward pass to the update."""
+        return self.pipeline != "" and self.objective == Objective.STEP
 
     def _check_somewhere_to_run(self, num_devices: int) -> None:
         runs = np.isfinite(self.device_compute_s)

@@ -81,6 +81,19 @@ class Bound:
     infeasible: str = ""  # why no plan can fit at all, '' = not proven
 
 
+@dataclass(frozen=True, slots=True)
+class PlanNews:
+    """A better plan was found."""
+
+    time_s: float
+    overflow_bytes: int  # 0 = it fits
+    bound_s: float  # what is proven so far
+
+
+def ignore_news(_news: PlanNews) -> None:
+    """A listener that does nothing."""
+
+
 def ignore_progress(_message: str, _share: float) -> None:
     """A progress callback that says nothing."""
 

@@ -70,3 +70,45 @@ class Outcome:
     placement: Placement
     predicted: Timeline
     measured: Timeline | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageRan:
+    """One stage of one replica, in the last step."""
+
+    stage: int
+    rank: int
+    device: str
+    where: str  # as torch names it
+    microbatch_s: Pair  # forward and backward of one micro-batch
+    forward_s: float
+    backward_s: float
+    update_s: float
+    bubble_share: float  # of the step, in which its process computed nothing
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRan:
+    """A pipeline that was run over processes; `--json` prints exactly this."""
+
+    loadmaster: str  # always 'pipeline run'
+    schema: int
+    source: str
+    graph: str
+    placement_digest: str
+    processes: int
+    replicas: int
+    schedule: str
+    num_microbatches: int
+    steps_asked: int
+    steps_done: int
+    ended: str
+    losses: tuple[float | None, ...]
+    step_times_s: tuple[float, ...]
+    step_s: Pair  # median of all but the first, where there are others
+    bubble_share: Pair
+    stages: tuple[StageRan, ...]
+    sent_bytes: int  # of all ranks in a step
+    checkpoint: str | None
+    notes: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from loadmaster.core.arrays import (
     set_names,
 )
 from loadmaster.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from loadmaster.core.graph import Graph
+    from loadmaster.core.notebook import Picture
 
 
 class SpanKind(IntEnum):
@@ -78,6 +83,17 @@ class Timeline:
         busy = np.zeros(len(self.device_name))
         np.add.at(busy, self.resource[compute], (self.end_s - self.start_s)[compute])
         return busy
+
+    def plot(self, graph: "Graph | None" = None) -> "Picture":
+        """The Gantt as a picture; with the graph its phases have colours."""
+        from loadmaster.core.notebook import picture_of
+
+        return picture_of(self, graph)
+
+    def _repr_html_(self) -> str:
+        from loadmaster.core.notebook import html_of
+
+        return html_of(self)
 
     def __repr__(self) -> str:
         """One line; the columns may be long."""

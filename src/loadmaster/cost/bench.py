@@ -15,7 +15,8 @@ from loadmaster.cost.gaps import (
     measure_gaps,
     measure_whole_step,
 )
-from loadmaster.cost.keys import COPIES, GAPS, WHOLE_STEP, Keys, all_keys, collect_keys
+from loadmaster.cost.issue_reference import capture_issue_references, measure_issue
+from loadmaster.cost.keys import COPIES, GAPS, ISSUES, WHOLE_STEP, Keys, all_keys, collect_keys
 from loadmaster.cost.stopwatch import (
     DeviceLost,
     Job,
@@ -63,7 +64,8 @@ def measure_missing(
     new = _measure_and_save(jobs, here, database, budget_s - sum(extra_s), say, watch)
     with preserve_state(here.torch_name):  # models of their own are made for them, with random weights
         if extra_s[0]:
-            _measure_gaps(here, database, extra_s[0], say, watch)
+            measure = _measure_gaps if here.on_host else _measure_issue
+            measure(here, database, extra_s[0], say, watch)
         if extra_s[1]:
             _measure_whole_step(here, database, extra_s[1], say, watch)
     usable = sum(row.seconds is not None for row in new.values())
@@ -72,7 +74,7 @@ def measure_missing(
 
 def _extra_seconds(here: LocalDevice, sure: dict[str, CostRow], budget_s: float) -> tuple[float, float]:
     """How long to measure gaps and a whole step, 0 where they are known or there is no time for them."""
-    between = [*GAPS, *COPIES] if here.on_host else GAPS
+    between = [*GAPS, *COPIES] if here.on_host else ISSUES
     gaps = budget_s >= _LEAST_FOR_GAPS_S and any(key not in sure for key in between)
     gaps_s = min(_GAPS_BUDGET_S, _GAPS_SHARE * budget_s) if gaps else 0.0
     whole = here.on_host and budget_s >= _LEAST_FOR_STEP_S and any(key not in sure for key in WHOLE_STEP)
@@ -125,6 +127,16 @@ def _measure_gaps(
     known = _measure_reference_ops(graphs, here, database, budget_s, watch)
     say(f"measuring what lies between ops on {here.chip}", 0.0)
     database.put(measure_gaps(graphs, known, here.torch_name, here.chip, watch))
+
+
+def _measure_issue(
+    here: LocalDevice, database: CostDatabase, budget_s: float, say: Say, watch: BusyWatch
+) -> None:
+    """What the host takes to issue whole passes to a GPU, beside the ops of those passes."""
+    graphs = capture_issue_references()
+    known = _measure_reference_ops(graphs, here, database, budget_s, watch)
+    say(f"measuring how fast steps are issued to {here.chip}", 0.0)
+    database.put(measure_issue(graphs, known, here.torch_name, here.chip, watch))
 
 
 def _measure_whole_step(

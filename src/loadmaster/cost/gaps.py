@@ -1,10 +1,10 @@
-"""Gaps: what Python and autograd take between ops, beyond what the ops take on their own. [torch]
+"""Gaps: what Python and autograd take between ops of a CPU, beyond what the ops take on their own. [torch]
 
 A small model of ordinary modules is trained for a few steps; what a step takes, less the measured times of
 its ops, is shared out over its ops: forward and backward, both again in mixed precision (where each op also
-decides what to cast), and the updates with the clearing of gradients. On a GPU it is the host's time to
-issue that is compared. What calling an optimizer takes, however few its weights, is shared out over the
-updates of a step. Kept like any other measurement, under keys of their own.
+decides what to cast), and the updates with the clearing of gradients. What calling an optimizer takes,
+however few its weights, is shared out over the updates of a step. Kept like any other measurement, under keys
+of their own. For a GPU see `issue_reference`: there ops do not wait for what lies between them.
 
 What it takes to copy a tensor to another part of the same CPU is timed along with them (`copies`).
 
@@ -20,53 +20,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import COPIES, GAPS, WHOLE_STEP, collect_keys
+from loadmaster.cost.reference_models import WIDTH, make_model, small_input
 from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
 from loadmaster.cost.timing import lower_quartile, read_clocks, time_call, work_seconds_since
 from loadmaster.graph.capture import capture
 
 FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE, MIXED_BACKWARD = GAPS
 _MIXED = torch.bfloat16
-_WIDTH, _HEADS, _DEPTH, _ROWS, _STEPS = 16, 2, 8, (2, 8), 20
+_DEPTH, _STEPS = 8, 20
 _LARGE, _LARGE_DEPTH, _LARGE_ROWS = 768, 3, (1, 64)
 _WARM_UP_STEPS = 4
 _MOST_S = 3.0
-_WAIT_CYCLES = 100_000_000  # some 50 ms, while the host issues
-
-
-class _Block(nn.Module):
-    """A layer as people write them: modules, views, a residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.act = nn.GELU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention by hand, then a product."""
-        batch, rows, width = x.shape
-        parts = self.mix(self.norm(x)).view(batch, rows, _HEADS, 3, width // _HEADS)
-        query, key, value = parts.permute(3, 0, 2, 1, 4).unbind(0)
-        scores = torch.softmax(query @ key.transpose(-2, -1), dim=-1)
-        seen = (scores @ value).transpose(1, 2).reshape(batch, rows, width)
-        made: torch.Tensor = x + self.act(self.out(seen))
-        return made
-
-
-def _make_model(width: int, depth: int) -> nn.Module:
-    return nn.Sequential(*(_Block(width) for _ in range(depth)))
 
 
 def capture_references() -> tuple[Graph, Graph]:
     """The small model's step, and its step in mixed precision."""
-    model, given = _make_model(_WIDTH, _DEPTH), (torch.zeros(*_ROWS, _WIDTH),)
+    model, given = make_model(WIDTH, _DEPTH), (small_input(),)
     mixed = capture(model, given, optimizer=None, autocast=_MIXED, name="gaps in mixed precision")
     return capture(model, given, name="gaps"), mixed
 
@@ -74,14 +48,14 @@ def capture_references() -> tuple[Graph, Graph]:
 def capture_trained_reference() -> Graph:
     """The larger model's training step."""
     with torch.device("meta"):
-        model, given = _make_model(_LARGE, _LARGE_DEPTH), torch.zeros(*_LARGE_ROWS, _LARGE)
+        model, given = make_model(_LARGE, _LARGE_DEPTH), torch.zeros(*_LARGE_ROWS, _LARGE)
     return capture(model, (given,), optimizer="adamw", name="whole step")
 
 
 def measure_gaps(
     graphs: tuple[Graph, Graph], rows: Mapping[str, CostRow], torch_name: str, chip: str, watch: BusyWatch
 ) -> list[CostRow]:
-    """What is lost per op, given the measured rows of the references' keys, and per step."""
+    """What is lost per op on the CPU, given the measured rows of the references' keys, and per step."""
     device = torch.device(torch_name)
     plain, mixed = graphs
     passes, mixed_passes = _time_host(device, None), _time_host(device, _MIXED)
@@ -94,8 +68,7 @@ def measure_gaps(
         MIXED_BACKWARD: _gap_per_op(mixed_passes.backward_s, Phase.BACKWARD, mixed, rows),
         UPDATE: _gap_per_op(passes.update_s - call_s, Phase.UPDATE, plain, rows),
     }
-    if device.type == "cpu":
-        found |= {key: time_call(_make_copy(size), device).seconds for key, size in COPIES.items()}
+    found |= {key: time_call(_make_copy(size), device).seconds for key, size in COPIES.items()}
     moment, date = _moment_of(watch, rows.values()), today()
     return [
         CostRow(key, chip, torch_version(), date, seconds, 0.0, _STEPS, moment=moment)
@@ -128,7 +101,7 @@ def measure_whole_step(
 def _time_steps() -> list[float]:
     """Seconds of training steps of the larger model on the CPU, the first ones left out."""
     with torch.enable_grad():
-        model = _make_model(_LARGE, _LARGE_DEPTH)
+        model = make_model(_LARGE, _LARGE_DEPTH)
         optimizer = torch.optim.AdamW(model.parameters())
         given, seconds = torch.zeros(*_LARGE_ROWS, _LARGE), []
         end = time.perf_counter() + _MOST_S
@@ -169,7 +142,7 @@ def _gap_per_op(total_s: float, phase: Phase, graph: Graph, rows: Mapping[str, C
     for op in ops.tolist():
         row = rows.get(keys.text[keys.of_op[op]])
         if row is not None and row.seconds is not None:
-            own_s += row.issue_s or row.seconds
+            own_s += row.seconds
     return max(0.0, (total_s - own_s) / max(1, len(ops)))
 
 
@@ -183,15 +156,14 @@ class _HostSeconds(NamedTuple):
 
 def _time_host(device: torch.device, mixed: torch.dtype | None) -> _HostSeconds:
     """The host's seconds for a step of the small model."""
-    model = _make_model(_WIDTH, _DEPTH).to(device)
+    model = make_model(WIDTH, _DEPTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    given = torch.zeros(*_ROWS, _WIDTH, device=device)
+    given = small_input(device)
     seen = []
     end = time.perf_counter() + _MOST_S
     for step in range(_WARM_UP_STEPS + _STEPS):
         if step > _WARM_UP_STEPS + 2 and time.perf_counter() > end:
             break
-        _keep_busy(device)
         started = read_clocks()
         optimizer.zero_grad()
         clear_s, started = work_seconds_since(started), read_clocks()
@@ -204,11 +176,3 @@ def _time_host(device: torch.device, mixed: torch.dtype | None) -> _HostSeconds:
         if step >= _WARM_UP_STEPS:
             seen.append(_HostSeconds(forward_s, backward_s, clear_s + work_seconds_since(started)))
     return _HostSeconds(*(lower_quartile(list(each)) for each in zip(*seen, strict=True)))
-
-
-def _keep_busy(device: torch.device) -> None:
-    """The GPU waits, so that nothing the host does has to wait for it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        with torch.cuda.device(device):
-            torch.cuda._sleep(_WAIT_CYCLES)

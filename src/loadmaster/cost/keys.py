@@ -22,7 +22,7 @@ from loadmaster.cost.signature import Signature, parse_signature
 GRAD = " @grad"
 UPDATE = "update "
 TENSORFLOW = "tf."  # of an op that no autograd watches as it runs
-# See `gaps`: what lies between ops; calling an optimizer once; between ops in mixed precision, and updates.
+# See `gaps`: what lies between ops of a CPU; calling an optimizer once; the same in mixed precision.
 GAPS = (
     "gap forward",
     "gap backward",
@@ -31,8 +31,11 @@ GAPS = (
     "gap each update",
     "gap mixed backward",
 )
+ISSUE_CALL = "issue call"  # see `issue`: calling an optimizer once, and whole passes of a reference's step
+ISSUE_PASSES = ("forward", "backward", "update", "mixed forward", "mixed backward")
 WHOLE_STEP = ("whole step", "whole step by ops")  # see `whole_step`
 COPIES = {f"copy of {size} bytes": size for size in (2**12, 2**18, 2**24)}  # see `copies`
+ISSUES = (ISSUE_CALL, *(f"issue {name}{by}" for name in ISSUE_PASSES for by in ("", " by ops")))
 NO_KEY = -1
 _STATES = ((0, "sgd"), (1, "momentum"), (2, "adamw"))  # bytes kept beside a weight, in weights
 _STEP_BYTES = 16  # a step count beside them
@@ -79,7 +82,12 @@ def collect_keys(graph: Graph) -> Keys:
 
 def all_keys(keys: Keys) -> list[str]:
     """What the database is asked for: the keys of a graph, and what is measured once for all graphs."""
-    return [*keys.text, *GAPS, *COPIES, *WHOLE_STEP, step_key(keys)]
+    return [*keys.text, *GAPS, *ISSUES, *COPIES, *WHOLE_STEP, step_key(keys)]
+
+
+def issue_keys(name: str) -> tuple[str, str]:
+    """Of a pass of ISSUE_PASSES: as a whole, and the sum of its ops."""
+    return f"issue {name}", f"issue {name} by ops"
 
 
 def step_key(keys: Keys) -> str:

@@ -7,8 +7,8 @@ machines have the rows that were measured there and imported, if any. Needs the 
 something is to be timed.
 
 An op's origin is MEASURED where its time was measured on every kind that can run it on its own. On the host
-an op also has its share of what Python and autograd take between ops (`gaps`); on a GPU that is part of
-`issue_s`.
+an op also has its share of what Python and autograd take between ops (`gaps`); on a GPU `issue_s` is
+scaled to what whole passes take (`issue`).
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from loadmaster.cost.copies import copy_seconds, is_one_cpu
 from loadmaster.cost.database import CostDatabase, CostRow
 from loadmaster.cost.error_bar import op_errors
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
+from loadmaster.cost.issue import scale_issues
 from loadmaster.cost.keys import GAPS, TENSORFLOW, Keys, all_keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 from loadmaster.cost.signature import AUTOCAST
@@ -168,7 +169,10 @@ def _load_or_measure_rows(
                 f"measuring needs {name}; install it with: pip install 'loadmaster[{extra}]'"
             ) from None
         return known, 0, 0.0
-    return bench.measure_missing(graph, keys, plain_s, here, database, budget_s=budget_s, say=say)
+    measured: tuple[dict[str, CostRow], int, float] = bench.measure_missing(
+        graph, keys, plain_s, here, database, budget_s=budget_s, say=say
+    )
+    return measured
 
 
 def _import_bench(extra: str) -> Any:
@@ -219,14 +223,14 @@ def _make_column(
     use = measured & (on_host | ~idle)  # a view launches nothing on a GPU
     compute_s = np.where(use, seconds[of], np.where(measured, 0.0, compute_s))
     num_busy = sum(bool(has[at]) and moment[at] == BUSY for at in range(num))
-    gap_s = np.where(keys.measurable, _gap_s(graph, known), 0.0)
+    gap_s = np.where(keys.measurable & on_host, _gap_s(graph, known), 0.0)
     factor, anchor_spread = find_anchor(compute_s + gap_s, keys, known) if on_host else (1.0, 0.0)
     rel_error = np.where(measured, op_errors(spread, moment, anchor_spread)[of], rel_error)
     if on_host:
         compute_s = factor * (compute_s + gap_s)
         return _Column(compute_s, np.zeros(graph.num_ops), measured, lost, rel_error, fitted, num_busy)
     issue_s = np.where(measured, issue[of], _typical_issue_s(graph, measured, issue[of], idle))
-    issue_s = np.where(keys.measurable, issue_s + gap_s, 0.0)
+    issue_s = np.where(keys.measurable, scale_issues(graph, issue_s, known, _is_mixed(graph)), 0.0)
     return _Column(compute_s, issue_s, measured, lost, rel_error, fitted, num_busy)
 
 
@@ -241,12 +245,17 @@ def _fit_measured(graph: Graph, cluster: Cluster, k: int, keys: Keys, seconds: F
     return fit_roofline(samples, cluster.flops_per_s[k], float(cluster.memory_bytes_per_s[k]))
 
 
+def _is_mixed(graph: Graph) -> bool:
+    """Whether ops decide what to cast."""
+    return any(AUTOCAST in text for text in graph.signature_table)
+
+
 def _gap_s(graph: Graph, known: dict[str, CostRow]) -> Floats:
     """[N] what Python and autograd add to each op, and calling the optimizer to its updates together."""
     forward, backward, call, mixed_forward, update, mixed_backward = (
         known[key].seconds if key in known else None for key in GAPS
     )
-    if any(AUTOCAST in text for text in graph.signature_table):
+    if _is_mixed(graph):
         forward = forward if mixed_forward is None else mixed_forward
         backward = backward if mixed_backward is None else mixed_backward
     num_updates = max(1, int((graph.phase == Phase.UPDATE).sum()))

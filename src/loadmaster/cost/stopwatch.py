@@ -213,7 +213,8 @@ def _time_update(job: Job, device: torch.device, left_s: float) -> Timing:
     if word.num_bytes >= _LARGE_WEIGHT_BYTES:  # calling the optimizer is nothing beside it, and differences
         num = max(1, num // 4)  # of large times are mostly noise
         all_s = time_call(_make_optimizer_step(name, word, num, device), device, limit_s=left_s)
-        return Timing(all_s.seconds / num, all_s.spread, all_s.count * num, all_s.issue_s / num)
+        issue_s = _time_update_issue(name, word, device) if device.type == "cuda" else 0.0
+        return Timing(all_s.seconds / num, all_s.spread, all_s.count * num, issue_s)
     one = time_call(_make_optimizer_step(name, word, 1, device), device, limit_s=left_s / 2)
     more = time_call(_make_optimizer_step(name, word, 1 + num, device), device, limit_s=left_s / 2)
     seconds, issue_s = (
@@ -221,6 +222,15 @@ def _time_update(job: Job, device: torch.device, left_s: float) -> Timing:
         for a, b in ((one.seconds, more.seconds), (one.issue_s, more.issue_s))
     )
     return Timing(seconds, max(one.spread, more.spread), one.count + more.count, issue_s)
+
+
+def _time_update_issue(name: str, word: TensorSpec, device: torch.device) -> float:
+    """The host's time for one weight more, which does not depend on its size; small ones fit often."""
+    small = TensorSpec(word.dtype, (1,) * len(word.shape), (1,) * len(word.shape))
+    one, more = (
+        time_call(_make_optimizer_step(name, small, num, device), device) for num in (1, 1 + MOST_WEIGHTS)
+    )
+    return max((more.issue_s - one.issue_s) / MOST_WEIGHTS, more.issue_s / (2 * MOST_WEIGHTS + 2))
 
 
 def time_optimizer_call(device: torch.device) -> float:

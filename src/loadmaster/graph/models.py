@@ -99,6 +99,7 @@ def is_saved_model(source: str) -> bool:
 
 def capture_model(source: str, asked: CaptureOptions) -> Graph:
     """The training step of the model that a source names."""
+    graph: Graph | None
     if is_tensorflow_source(source):
         graph = _tensorflow_capture(source).capture_source(source, asked)
     else:

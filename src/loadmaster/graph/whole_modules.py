@@ -15,6 +15,7 @@ from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import NO_GROUP, NO_STORAGE, Graph, Phase
 
 LOSS = "loss"  # the module of ops that are not the model's own
+_SUMS = ("add", "add_")
 
 
 def group_by_module(graph: Graph) -> Graph:
@@ -32,7 +33,23 @@ def group_by_module(graph: Graph) -> Graph:
         lead[second] = first
     group = np.array([find(op) for op in range(graph.num_ops)], dtype=np.int32)
     alone = np.bincount(group, minlength=graph.num_ops)[group] == 1
-    return replace(graph, group=np.where(alone, NO_GROUP, group).astype(np.int32))
+    graph = replace(graph, group=np.where(alone, NO_GROUP, group).astype(np.int32))
+    return replace(graph, tensor_storage=_list_sum_storages(graph))
+
+
+def _list_sum_storages(graph: Graph) -> Ints:
+    """Sums of gradients in memory of their own: autograd adds in place only what it alone holds.
+
+    A term that came from another device is held by the copy's sender too, and which terms come from others is
+    not known before there is a plan.
+    """
+    storage = graph.tensor_storage.copy()
+    sums = (graph.phase == Phase.BACKWARD) & np.array([kind in _SUMS for kind in graph.op_kind])
+    made = np.flatnonzero(sums[graph.tensor_op] & (storage != NO_STORAGE))
+    for tensor in made.tolist():
+        if graph.tensor_op[storage[tensor]] != graph.tensor_op[tensor]:
+            storage[tensor] = tensor
+    return storage
 
 
 def _pair_groups(group: Ints) -> list[tuple[int, int]]:
@@ -43,7 +60,7 @@ def _pair_groups(group: Ints) -> list[tuple[int, int]]:
 
 def _pair_modules(graph: Graph) -> list[tuple[int, int]]:
     """Pairs of ops that hooks run on one device."""
-    base = _find_viewed_ops(graph)
+    base = find_viewed_ops(graph)
     read, readers = _find_first_reads(graph, base)
     first: dict[str, int] = {}
     pairs = []
@@ -78,7 +95,7 @@ def _find_first_reads(graph: Graph, base: Mapping[int, int]) -> tuple[dict[int, 
     return read, readers
 
 
-def _find_viewed_ops(graph: Graph) -> dict[int, int]:
+def find_viewed_ops(graph: Graph) -> dict[int, int]:
     """[op that only gives views] the op whose memory they look at; a view of a weight is with its module."""
     made: dict[int, set[int]] = {}
     for op, storage in zip(graph.tensor_op.tolist(), graph.tensor_storage.tolist(), strict=True):

@@ -15,7 +15,7 @@ from loadmaster.core.findings import FOR_THIS_BRANCH
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Budget, Run, Score, ignore_progress
+from loadmaster.core.run import Budget, PlanNews, Run, Score, ignore_news, ignore_progress
 from loadmaster.placers.answer import broken_rules, make_placement
 from loadmaster.placers.registry import Placer
 
@@ -40,6 +40,7 @@ class PlanRequest:
     order: str = FREE
     spill: str | None = None
     progress: Callable[[str, float], None] = ignore_progress
+    watch: Callable[[PlanNews], None] = ignore_news  # told of every better plan
 
     def __post_init__(self) -> None:
         """Refuse an unknown order."""
@@ -75,9 +76,10 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     from loadmaster.placers.bounds import quick_bound
     from loadmaster.placers.warm import warm_up_for
     from loadmaster.simulator.events import engine
+    from loadmaster.simulator.pipelines.unrolled import Unrolled
 
     bound = quick_bound(problem)
-    simulator = engine.prepare(problem)
+    simulator = Unrolled(problem) if problem.is_stepped else engine.prepare(problem)
     simulator.warm_up(ask.progress)
     warm_up_for(problem, ask.algorithm, ask.progress)
     captured = ask.order == CAPTURED
@@ -85,6 +87,7 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
         problem,
         _score_in_graph_order(simulator.score) if captured else simulator.score,
         _arrange_in_graph_order(simulator.score) if captured else simulator.order_and_score,
+        lambda score: ask.watch(PlanNews(score.time_s, score.overflow_bytes, bound.seconds)),
     )
     run = Run(
         budget=ask.budget,
@@ -124,8 +127,9 @@ class _BestSoFar:
         problem: Problem,
         score: Callable[[Plan], Score],
         arrange: Callable[[Plan], tuple[Plan, Score]],
+        tell: Callable[[Score], None],
     ) -> None:
-        self._problem, self._score, self._arrange = problem, score, arrange
+        self._problem, self._score, self._arrange, self._tell = problem, score, arrange, tell
         self._rated: tuple[bool, Score] | None = None
         self.found: tuple[Plan, Score] | None = None
 
@@ -147,6 +151,8 @@ class _BestSoFar:
         rated = (bool(broken_rules(self._problem, plan)), score)
         if self._rated is None or rated < self._rated:
             self._rated, self.found = rated, (plan, score)
+            if not rated[0]:
+                self._tell(score)
 
 
 def _score_in_graph_order(score: Callable[[Plan], Score]) -> Callable[[Plan], Score]:

@@ -10,11 +10,13 @@ import numpy as np
 from loadmaster.core.graph import units
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Bound
-from loadmaster.simulator.bounds import lower_bounds
+from loadmaster.simulator.bounds import lower_bounds, pipeline_step
 
 
 def quick_bound(problem: Problem) -> Bound:
     """The best of the arguments that cost little, with its name, or the proof that nothing fits."""
+    if problem.is_stepped:
+        return pipeline_step.step_bound(problem)
     known = lower_bounds.lower_bound(problem)
     if problem.objective != Objective.THROUGHPUT or known.infeasible:
         return known

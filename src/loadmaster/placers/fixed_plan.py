@@ -23,6 +23,7 @@ class Given:
     objectives: ClassVar[tuple[Objective, ...]] = tuple(Objective)
     splits: ClassVar[tuple[Split, ...]] = tuple(Split)
     pipelines: ClassVar[bool] = True
+    stepped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Score it, in its order if it has one."""

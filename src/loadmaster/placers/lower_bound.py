@@ -15,6 +15,8 @@ _BELOW = 1.0 - 1e-12  # rounding
 def find_lower_bound(problem: Problem, budget: Budget | float | str | None = None) -> Bound:
     """What no plan can beat, and the argument's name; without a budget no solver is asked."""
     best = quick_bound(problem)
+    if problem.is_stepped:
+        return best
     if problem.objective == Objective.STEP and not best.infeasible:
         programme = Bound(solve_relaxed_step(problem).bound_s * _BELOW, "step programme")
         best = max(best, programme, key=lambda bound: bound.seconds)

@@ -20,7 +20,7 @@ from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.traits import Traits, read_traits, traits_of
 
-FAMILIES = ("heuristic", "exact", "search", "learned")
+FAMILIES = ("heuristic", "exact", "search", "pipelined", "learned")
 _HERE = Path(__file__).parent
 
 
@@ -106,6 +106,12 @@ def objectives_of(algorithm: Placer) -> tuple[Objective, ...]:
     return tuple(traits_of(algorithm).objectives)
 
 
+def serves_steps_alone(algorithm: Placer | Traits) -> bool:
+    """Whether an algorithm is for steps of micro-batches and nothing else."""
+    known = _as_traits(algorithm)
+    return known.stepped and not known.pipelines
+
+
 def why_not(algorithm: Placer | Traits, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, or cannot run here, '' if it does."""
     return why_unsuited(algorithm, problem) or why_missing_package(algorithm)
@@ -118,7 +124,11 @@ def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
         return f"{known.name} serves {' and '.join(known.objectives)}, not {problem.objective}"
     if known.max_ops is not None and problem.graph.num_ops > known.max_ops:
         return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
-    if problem.pipeline and not known.pipelines:
+    if problem.is_stepped and not known.stepped:
+        return f"{known.name} makes no steps of micro-batches, and {problem.pipeline} is asked for"
+    if serves_steps_alone(known) and not problem.is_stepped:
+        return f"{known.name} makes steps of micro-batches only"
+    if problem.pipeline and not (known.pipelines or known.stepped):
         return f"{known.name} makes no pipelines, and {problem.pipeline} is asked for"
     if problem.objective == Objective.THROUGHPUT and problem.split not in known.splits:
         return f"{known.name} makes {' or '.join(known.splits)} splits, not {problem.split}"
@@ -181,6 +191,11 @@ def _suggest_remedy(algorithm: Placer, problem: Problem) -> str:
     known = traits_of(algorithm)
     if problem.objective not in known.objectives:
         return f"ask for --objective {known.objectives[0]}, or choose another algorithm"
+    if serves_steps_alone(known) and not problem.is_stepped:
+        return "ask for some, e.g. --pipeline 1f1b:8 --objective step, or choose another algorithm"
+    if problem.is_stepped and not known.stepped:
+        able = [name for name, entry in own_algorithms().items() if entry.traits.stepped]
+        return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"
     if problem.pipeline and not known.pipelines:
         able = [name for name, entry in own_algorithms().items() if entry.traits.pipelines]
         return f"choose one that does ({', '.join(sorted(able))}), or leave the pipeline out"

@@ -31,7 +31,8 @@ class Traits:
     objectives: tuple[Objective, ...] = tuple(Objective)
     splits: tuple[Split, ...] = tuple(Split)
     max_ops: int | None = None
-    pipelines: bool = False
+    pipelines: bool = False  # for throughput
+    stepped: bool = False  # pipelines for the time of a whole step of micro-batches
     needs: tuple[str, str] = ("", "")  # a package or a module of one, and the extra that brings it
 
 

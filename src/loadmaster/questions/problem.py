@@ -8,10 +8,13 @@ from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.core.choices import parse_choice
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ProblemError, UnknownNameError
+from loadmaster.core.graph import Graph
 from loadmaster.core.pins import resolve_pins
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
+from loadmaster.core.schedule import AUTO as AUTO_PIPELINE
+from loadmaster.core.schedule import OF_THROUGHPUT, parse_schedule
 from loadmaster.core.units import parse_bytes
 from loadmaster.cost.cost_request import (
     AUTO,
@@ -23,7 +26,8 @@ from loadmaster.cost.cost_request import (
     measure_unasked,
 )
 from loadmaster.cost.roofline import roofline_costs
-from loadmaster.graph.models import CaptureOptions
+from loadmaster.graph.models import DEFAULT_BATCH, CaptureOptions
+from loadmaster.graph.origin import origin_of
 from loadmaster.graph.source import is_model, read_source
 
 
@@ -59,7 +63,9 @@ def build_problem(
         given = load_or_measure_costs(graph, cluster, budget_s, question.database, tell, progress)
     elif question.costs == AUTO and given is None and is_here(devices):
         given = measure_unasked(graph, cluster, question.database, tell, progress)
-    pipeline = question.pipeline
+    pipeline = None if question.pipeline == AUTO_PIPELINE else question.pipeline
+    if question.pipeline == AUTO_PIPELINE:
+        question = replace(question, objective=_step_for_auto(question.objective))
     asked = choose_objective(question.objective, pipeline, workload.objective)
     own = named is None  # links and pins speak of the source's own devices
     own_split = workload.split if asked == workload.objective else None
@@ -81,6 +87,25 @@ def _name_devices(source: object) -> str:
     return f"source {name} brings no devices; name some, e.g. --devices '2xA100-80GB'"
 
 
+def _step_for_auto(objective: Objective | str | None) -> Objective:
+    """The objective of `--pipeline auto`, which is no other's."""
+    if parse_choice(Objective, objective) == Objective.THROUGHPUT:
+        raise ProblemError(
+            "pipeline 'auto' weighs whole steps against each other, not objective 'throughput'; leave that"
+            " out, or ask for a steady state, e.g. 1f1b:8"
+        )
+    return Objective.STEP
+
+
+def batch_of(graph: Graph, question: Question | None) -> int | None:
+    """How many samples a captured step has, None where nobody knows."""
+    if question is not None and is_model(question.source):
+        return question.batch or DEFAULT_BATCH
+    origin = origin_of(graph)
+    batch = origin[1].get("batch", DEFAULT_BATCH) if origin is not None else None
+    return batch if isinstance(batch, int) else None
+
+
 def revise_problem(
     problem: Problem,
     *,
@@ -90,6 +115,8 @@ def revise_problem(
     pipeline: str | None,
 ) -> Problem:
     """The same problem asked differently; it keeps what is None."""
+    if pipeline == AUTO_PIPELINE:
+        objective, pipeline = _step_for_auto(objective), ""
     asked = choose_objective(objective, pipeline, problem.objective)
     kept = problem.split if asked == problem.objective else default_split(asked)
     staged = pipeline or (problem.pipeline if pipeline is None and asked == problem.objective else "")
@@ -119,8 +146,13 @@ def target_of(cluster: Cluster) -> str:
 def choose_objective(
     objective: Objective | str | None, pipeline: str | None, default: Objective
 ) -> Objective:
-    """The objective that is named; stages are for throughput."""
-    return parse_choice(Objective, objective) or (Objective.THROUGHPUT if pipeline else default)
+    """The objective that is named; '1f1b:8' alone is about throughput, other schedules are about a step."""
+    named = parse_choice(Objective, objective)
+    if named is not None or not pipeline:
+        return named or default
+    schedule = parse_schedule(pipeline)
+    steady = schedule.name in OF_THROUGHPUT and schedule.stages_per_rank == 1
+    return Objective.THROUGHPUT if steady else Objective.STEP
 
 
 def default_split(objective: Objective) -> Split:

@@ -19,7 +19,8 @@ from loadmaster.core.units import format_bytes, format_flops, format_percent, fo
 from loadmaster.graph.measures import measure
 from loadmaster.report import documents, tables
 from loadmaster.report.plain_text import escape_control_characters
-from loadmaster.report.tables import columns, fields, memory_text, one_line
+from loadmaster.report.tables import fields, memory_text
+from loadmaster.report.text_columns import columns, one_line
 
 _MOST_LINKS = 40
 Description = tuple[dict[str, Any], list[RenderableType]]

@@ -15,7 +15,9 @@ from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.error_bar import step_error
 from loadmaster.cost.measure import measured_share
+from loadmaster.report import pipelines
 from loadmaster.report.trace import chrome_trace
+from loadmaster.simulator.pipelines.lowering import lower
 
 
 def findings_document(graph: Graph) -> dict[str, Any]:
@@ -27,8 +29,8 @@ def findings_document(graph: Graph) -> dict[str, Any]:
     }
 
 
-def placement_document(placement: Placement) -> dict[str, Any]:
-    """What `--json` prints of a placement."""
+def placement_document(placement: Placement, timeline: Timeline | None = None) -> dict[str, Any]:
+    """What `--json` prints of a placement; `timeline` says how long the devices of a pipeline wait."""
     problem = placement.problem
     return {
         "algorithm": placement.algorithm,
@@ -58,7 +60,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
         "not_runnable": why_not_runnable(problem, placement.plan) if placement.plan is not None else [],
         "links": problem.links.value,
         "split": problem.split.value,
-        "pipeline": _pipeline_document(placement),
+        "pipeline": _pipeline_document(placement, timeline),
         "members": [
             {
                 "name": m.name,
@@ -72,7 +74,7 @@ def placement_document(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _pipeline_document(placement: Placement) -> dict[str, Any] | None:
+def _pipeline_document(placement: Placement, timeline: Timeline | None) -> dict[str, Any] | None:
     """The stages of a plan, None where it has none."""
     plan = placement.plan
     if plan is None or plan.pipeline is None:
@@ -86,6 +88,7 @@ def _pipeline_document(placement: Placement) -> dict[str, Any] | None:
         "in_flight": pipeline.in_flight.tolist(),
         "stage_s": pipeline.stage_s.tolist(),
         "recomputed": recomputed_stages(placement),
+        **(pipelines.pipeline_document(placement, timeline) if placement.problem.is_stepped else {}),
     }
 
 
@@ -146,4 +149,8 @@ def require_matching(placement: Placement) -> None:
 
 def save_trace(placement: Placement, timeline: Timeline, path: str) -> None:
     """Write the timeline of a placement as a Chrome trace."""
-    write_bytes(chrome_trace(timeline, placement.problem.graph), path)
+    plan = placement.plan or placement.least_overflow_plan
+    graph = placement.problem.graph
+    if placement.problem.is_stepped and plan is not None:
+        graph = lower(placement.problem, plan).problem.graph
+    write_bytes(chrome_trace(timeline, graph), path)

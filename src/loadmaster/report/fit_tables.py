@@ -6,7 +6,8 @@ from rich.text import Text
 from loadmaster.core.findings import describe_findings
 from loadmaster.core.fit_answer import Fit, LargestBatch, ModuleParts, Parts
 from loadmaster.core.units import format_bytes, format_seconds
-from loadmaster.report.tables import Bar, columns, fields, one_line
+from loadmaster.report.tables import Bar, fields
+from loadmaster.report.text_columns import columns, one_line
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
 

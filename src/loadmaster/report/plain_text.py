@@ -45,3 +45,11 @@ def _replace_unencodable(problem: UnicodeError) -> tuple[str, int]:
     lost = problem.object[problem.start : problem.end]
     shown = (_STAND_INS.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lost)
     return "".join(shown), problem.end
+
+
+def escape_for_xml(text: str) -> str:
+    """The text as character data or as the value of an attribute, without characters that XML forbids."""
+    shown = escape_control_characters(text).encode("utf-8", "backslashreplace").decode()
+    for plain, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
+        shown = shown.replace(plain, safe)
+    return shown

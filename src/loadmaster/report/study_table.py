@@ -11,7 +11,7 @@ from rich.table import Table
 
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.plain_text import escape_control_characters
-from loadmaster.report.tables import columns, one_line
+from loadmaster.report.text_columns import columns, one_line
 
 _EVERY_S = 20.0
 
@@ -24,6 +24,7 @@ class _Row:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     seconds: float = 0.0
+    num_done: int = 0  # steps that were seen
 
 
 @dataclass
@@ -37,7 +38,13 @@ class _Device:
 class _Watch:
     """Collects what callbacks tell."""
 
-    def __init__(self, names: Sequence[str] = (), evaluated: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        evaluated: Collection[str] | None = None,
+        num_steps: Mapping[str, int] | None = None,
+    ) -> None:
+        self._num_steps = num_steps or {}
         self._evaluated = evaluated  # the others report a loss of their steps, which is shown already
         self.rows = {name: _Row() for name in names}
         self.devices: dict[str, _Device] = {}
@@ -49,6 +56,7 @@ class _Watch:
         row.status, row.step, row.loss = "running", done.step, done.loss
         row.num_tokens += done.num_tokens
         row.seconds += done.seconds
+        row.num_done += 1
         seen = self.devices.setdefault(device, _Device())
         seen.trial = trial
         seen.busy_s += done.seconds
@@ -73,7 +81,14 @@ class _Watch:
     def trials_table(self) -> Table:
         """A row a trial."""
         table = columns(
-            "trial", "status", "step", "loss", "eval", "tokens/s", right=("step", "loss", "tokens/s")
+            "trial",
+            "status",
+            "step",
+            "loss",
+            "eval",
+            "tokens/s",
+            *(("left",) if self._num_steps else ()),
+            right=("step", "loss", "tokens/s", "left"),
         )
         for name, row in self.rows.items():
             table.add_row(
@@ -86,8 +101,16 @@ class _Watch:
                 )
                 or "-",
                 f"{row.num_tokens / row.seconds:.4g}" if row.seconds else "-",
+                *((self._format_left(name, row),) if self._num_steps else ()),
             )
         return table
+
+    def _format_left(self, name: str, row: _Row) -> str:
+        """Time left of a trial, at the pace of its steps so far."""
+        left = self._num_steps.get(name, 0) - row.step
+        if row.status != "running" or not row.num_done or left <= 0:
+            return "-"
+        return format_seconds(left * row.seconds / row.num_done)
 
     def devices_table(self) -> Table:
         """A row a device."""
@@ -110,9 +133,13 @@ class LiveTable(_Watch):
     is_logger = True
 
     def __init__(
-        self, console: Console, names: Sequence[str], evaluated: Collection[str] | None = None
+        self,
+        console: Console,
+        names: Sequence[str],
+        evaluated: Collection[str] | None = None,
+        num_steps: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(names, evaluated)
+        super().__init__(names, evaluated, num_steps)
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
 
     def _draw(self) -> Group:

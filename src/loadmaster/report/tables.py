@@ -20,8 +20,10 @@ from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
+from loadmaster.report import pipelines
 from loadmaster.report.documents import measured_part, predicted_error, recomputed_stages
 from loadmaster.report.plain_text import escape_control_characters
+from loadmaster.report.text_columns import columns, one_line
 
 _MOST_PEAKS = 6
 _LONG_REASON = 240
@@ -31,26 +33,6 @@ _STATUS = {
     Status.INFEASIBLE: "infeasible (no {kind} fits, proven)",
     Status.NOT_FOUND: "no plan that fits was found",
 }
-
-
-def one_line(text: str, limit: int = 48) -> Text:
-    """A name from elsewhere, safe to print: control characters shown, markup not obeyed."""
-    shown = escape_control_characters(text)
-    return Text(shown if len(shown) <= limit else f"{shown[: limit - 1]}…")
-
-
-def columns(*titles: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
-    """An empty table; numbers stand to the `right`, and `whole` columns are never cut or wrapped."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(
-            Text(title),
-            justify="right" if title in right else "left",
-            no_wrap=title in whole,
-            overflow="fold",
-            min_width=max((len(word) for word in title.split()[:2]), default=0),  # of its heading
-        )
-    return table
 
 
 def fields(rows: dict[str, object]) -> Table:
@@ -88,8 +70,8 @@ def bound_text(placement: Placement) -> str:
     return f"{format_seconds(placement.bound_s)} ({placement.bound_name})"
 
 
-def summary(placement: Placement) -> Table:
-    """What was found, how good it is, and what proves it."""
+def summary(placement: Placement, timeline: Timeline | None = None) -> Table:
+    """What was found, how good it is, and what proves it; `timeline` says how long devices wait."""
     rows: dict[str, object] = {
         "algorithm": _winner_text(placement),
         "status": Text(status_text(placement), style="green" if placement.fits else "red"),
@@ -99,7 +81,7 @@ def summary(placement: Placement) -> Table:
             placement.score_s, predicted_error(placement)
         )
     if placement.plan is not None and placement.plan.pipeline is not None:
-        rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline)
+        rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline, timeline)
     rows["lower bound"] = bound_text(placement)
     if placement.gap is not None:
         kind = kind_of_plan(placement.problem)
@@ -132,8 +114,10 @@ def status_text(placement: Placement) -> str:
     return f"{text} ({FOR_THIS_BRANCH})" if placement.proof.startswith(FOR_THIS_BRANCH) else text
 
 
-def _pipeline_text(placement: Placement, pipeline: Pipeline) -> str:
+def _pipeline_text(placement: Placement, pipeline: Pipeline, timeline: Timeline | None) -> str:
     """Schedule, micro-batches in flight of each stage, and which stages are recomputed."""
+    if placement.problem.is_stepped:
+        return pipelines.summary_text(placement, timeline)
     flying = " ".join(map(str, pipeline.in_flight.tolist()))
     again = ", ".join(map(str, recomputed_stages(placement))) or "none"
     asked = f"{pipeline.schedule}, {pipeline.num_microbatches} micro-batches"

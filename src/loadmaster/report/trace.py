@@ -148,7 +148,7 @@ def _transfer_events(timeline: Timeline, graph: Graph, num: int) -> list[dict[st
         spans = moved[timeline.resource[moved] == pair]
         source, target = timeline.device_name[pair // num], timeline.device_name[pair % num]
         label = f"{source} to host memory" if pair // num == pair % num else f"{source} to {target}"
-        lane = _assign_lanes(timeline.start_s[spans], timeline.end_s[spans])
+        lane = assign_lanes(timeline.start_s[spans], timeline.end_s[spans])
         for k in range(int(lane.max()) + 1):
             events.append(_name_event("thread_name", num, tid + k, label))
         for span, k in zip(spans.tolist(), lane.tolist(), strict=True):
@@ -162,7 +162,7 @@ def _transfer_events(timeline: Timeline, graph: Graph, num: int) -> list[dict[st
     return events
 
 
-def _assign_lanes(start_s: Floats, end_s: Floats) -> Ints:
+def assign_lanes(start_s: Floats, end_s: Floats) -> Ints:
     """The first lane that is free at each span's start."""
     lane = np.zeros(len(start_s), dtype=np.int32)
     taken: list[tuple[float, int]] = []  # (end, lane) of the lanes in use

@@ -106,14 +106,17 @@ def is_divided(group: dict[str, Any]) -> bool:
 
 def _find_optimizers() -> list[Any]:
     """Every optimizer there is: an object refers to its class, and the collector finds who does."""
-    kind = torch.optim.Optimizer
-    referring: list[Any] = gc.get_referrers(*_list_kinds(kind))
-    return [one for one in referring if isinstance(one, kind) and hasattr(one, "param_groups")]
+    return [one for one in gc.get_referrers(*_list_kinds(torch.optim.Optimizer)) if _is_optimizer(one)]
+
+
+def _is_optimizer(one: Any) -> bool:
+    return isinstance(one, torch.optim.Optimizer) and hasattr(one, "param_groups")
 
 
 def _list_kinds(kind: type) -> Iterator[type]:
     yield kind
-    for one in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for one in below:
         yield from _list_kinds(one)
 
 

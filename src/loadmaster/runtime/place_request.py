@@ -242,9 +242,14 @@ def require_plan(placement: Placement) -> Plan:
             f"the plan has {graph.op_name[op]!r} on device {plan.device[op]}, but only {cluster.num_devices}"
             " devices, counted from 0; plan anew, or mend the file"
         )
-    for what, wanted in (("a pipeline", plan.pipeline is not None), ("recomputation", plan.recompute.any())):
-        if wanted:
-            raise PlanError(f"the plan has {what}, which is not run yet; plan without it")
+    if plan.pipeline is not None:
+        raise PlanError(
+            "the plan has a pipeline, whose stages are processes; run it with lm.launch,"
+            " or with: loadmaster run"
+            " PLAN --launch local"
+        )
+    if plan.recompute.any():
+        raise PlanError("the plan has recomputation, which is run in pipelines only; plan without it")
     return plan
 
 

@@ -76,6 +76,24 @@ class Options:
         return replace(self, engine=HOOKS)
 
 
+class _NotCompiled:
+    """Stands where torch.compile looks for what it is given (`placed.forward`), and refuses."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """It is never run."""
+        raise RunError(_COMPILE)
+
+    def __eq__(self, other: object) -> bool:
+        """Newer versions of torch ask first whose wrapper it is."""
+        raise RunError(_COMPILE)
+
+    __hash__ = object.__hash__
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Any:  # older ones look behind it
+        raise RunError(_COMPILE)
+
+
 class Placed(nn.Module):
     """Stands before the class of the user's model: `type(placed)` is a subclass of both."""
 
@@ -338,6 +356,8 @@ def _make_placed_instance(model: nn.Module) -> Placed:
     def forward(self: Placed, *args: Any, **kwargs: Any) -> Any:
         return Placed.forward(self, *args, **kwargs)
 
+    refusal: Any = _NotCompiled()
+    vars(forward).update(_torchdynamo_orig_callable=refusal, _torchdynamo_wrapper_id=refusal)
     own = {"forward": forward, "__module__": kind.__module__, "__qualname__": f"Placed{kind.__qualname__}"}
     cls = types.new_class(kind.__name__, (Placed, kind), exec_body=lambda names: names.update(own))
     made: Placed = object.__new__(cls)

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from loadmaster.train.coordination.callbacks import CsvLogger as CsvLogger
     from loadmaster.train.coordination.callbacks import JsonlLogger as JsonlLogger
     from loadmaster.train.coordination.callbacks import TensorBoardLogger as TensorBoardLogger
+    from loadmaster.train.coordination.patience import Patience as Patience
+    from loadmaster.train.coordination.remote_loggers import MlflowLogger as MlflowLogger
+    from loadmaster.train.coordination.remote_loggers import WandbLogger as WandbLogger
     from loadmaster.train.coordination.result import Result as Result
     from loadmaster.train.coordination.searchers import Asha as Asha
     from loadmaster.train.coordination.searchers import Decision as Decision
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from loadmaster.train.coordination.searchers import SuccessiveHalving as SuccessiveHalving
     from loadmaster.train.execute.runner import interleave as interleave
     from loadmaster.train.execute.runner import open_runner as open_runner
+    from loadmaster.train.one_model import train as train
     from loadmaster.train.optuna_search import OptunaSearch as OptunaSearch
     from loadmaster.train.optuna_search import optimize as optimize
     from loadmaster.train.plain_loop import reference as reference
@@ -32,7 +36,9 @@ _HOME = {
     "CsvLogger": "train.coordination.callbacks",
     "Decision": "train.coordination.searchers",
     "JsonlLogger": "train.coordination.callbacks",
+    "MlflowLogger": "train.coordination.remote_loggers",
     "OptunaSearch": "train.optuna_search",
+    "Patience": "train.coordination.patience",
     "Result": "train.coordination.result",
     "RunAll": "train.coordination.searchers",
     "Searcher": "train.coordination.searchers",
@@ -40,12 +46,14 @@ _HOME = {
     "SuccessiveHalving": "train.coordination.searchers",
     "TensorBoardLogger": "train.coordination.callbacks",
     "Trial": "shards.spec.trial",
+    "WandbLogger": "train.coordination.remote_loggers",
     "group_steps": "train.backbone.group",
     "interleave": "train.execute.runner",
     "open_group": "train.backbone.group",
     "open_runner": "train.execute.runner",
     "optimize": "train.optuna_search",
     "reference": "train.plain_loop",
+    "train": "train.one_model",
 }
 _NAME_AT_HOME = {"group_steps": "steps"}
 __all__ = sorted(_HOME)

@@ -12,7 +12,7 @@ import torch
 
 from loadmaster.modules import randomness
 from loadmaster.shards.model.blocks import Chain, build_chain, call_block
-from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss, split_batch
 from loadmaster.train.execute.micro_batches import move_to_device
 
 
@@ -71,7 +71,8 @@ class _Loop:
 
     def _step(self, batches: list[Any]) -> bool:
         total = 0.0
-        for number, (inputs, targets) in enumerate(batches):
+        for number, batch in enumerate(batches):
+            inputs, targets = split_batch(batch) or batch
             loss = self._forward(
                 move_to_device(inputs, self.device), move_to_device(targets, self.device), number
             )
@@ -96,8 +97,8 @@ class _Loop:
     def _loss(self, value: Any, targets: Any, micro_batch: int) -> torch.Tensor:
         dtype = COMPUTE_DTYPE[self.trial.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            if self.chain.traced and not self.trial.counted_rng:  # the model itself, not what was cut of it
-                return self.trial.loss(call_block(self.chain.model, value, first=True), targets)
+            if self.chain.is_whole and not self.trial.counted_rng:  # the model itself, not what was cut of it
+                return compute_loss(self.trial, call_block(self.chain.model, value, first=True), targets)
             for index, block in enumerate(self.chain.blocks):
                 if self.trial.counted_rng:
                     seed = randomness.derive_seed(
@@ -105,7 +106,7 @@ class _Loop:
                     )
                     randomness.seed_all(seed, self.device)
                 value = call_block(block, value, first=index == 0)
-            return self.trial.loss(value, targets)
+            return compute_loss(self.trial, value, targets)
 
     def _update(self) -> None:
         everything = [p for p in self.chain.model.parameters() if p.grad is not None]

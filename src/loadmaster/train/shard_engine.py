@@ -195,6 +195,7 @@ class ShardEngine:
             load_s=(plan.load_bytes if self.share == 1 else plan.slot_bytes) / rates.up_bytes_per_s,
             options=built.probe.options,
             built_on="meta" if built.empty else "cpu",
+            note=built.record.note,
             detail=planned,
         )
 

@@ -28,6 +28,7 @@ from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.pace import Pace
+from loadmaster.train.coordination.progress import show_progress
 from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
 from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
@@ -99,6 +100,7 @@ class Study:
         # Trials that ended in an earlier call are planned again, to refuse what has changed under a name;
         # a search that made them itself (`optimize`) knows that they have not.
         self.trusts_ended = False
+        self._watchers: list[Any] = []
         self._as_begun: dict[str, Any] = {}  # trials that go on by the rules they were begun under
 
     @property
@@ -219,8 +221,17 @@ class Study:
             return ray_device_names()
         return engine.device_names(self._devices)
 
-    def fit(self, *, retry_failed: bool = False, adopt_checkpoints: bool = False) -> Result:
+    def fit(
+        self,
+        *,
+        retry_failed: bool = False,
+        adopt_checkpoints: bool = False,
+        progress: bool | str = "auto",
+        note: str = "",
+    ) -> Result:
         """Train all trials to their ends, from wherever an earlier call was left.
+
+        On a terminal and in a notebook a table shows how far they are; `progress=False` shows nothing.
 
         Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt; SIGTERM does the same and
         ends with SystemExit(143). Checkpoints that the
@@ -230,7 +241,13 @@ class Study:
         with self._release_models(), confine_worker_deaths():
             self._forget_ended(retries=retry_failed)
             plan = self._plan_to_train()
-            return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
+            num_steps = {each.trial: each.num_steps for each in plan.trials}
+            shown = show_progress(
+                progress, self.names, num_steps=num_steps, evaluated=self.evaluated, note=note
+            )
+            with shown as watchers:
+                self._watchers = watchers
+                return self._train(plan, retry_failed=retry_failed, adopt_checkpoints=adopt_checkpoints)
 
     def _train(self, plan: StudyPlan, *, retry_failed: bool, adopt_checkpoints: bool) -> Result:
         plan.require_feasible()
@@ -341,7 +358,7 @@ class Study:
                 state.rewind(name)
         if adopt_checkpoints:
             self._settle_unlisted_checkpoints(state, root, adopt=True)
-        audience = CallbackList(self.callbacks)
+        audience = CallbackList([*self.callbacks, *self._watchers])
         root.mkdir(exist_ok=True)
         # It is told everything anew from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()

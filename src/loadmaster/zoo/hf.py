@@ -136,6 +136,13 @@ def build_example(size: Size, *, batch: int, seq: int, device: str = "meta") -> 
     return Example(model, (), {"input_ids": given, "labels": labels})
 
 
+def restore_attention(model: nn.Module) -> None:
+    """Register our attention in this process, for a model that another process built with it."""
+    names = {getattr(getattr(one, "config", None), "_attn_implementation", None) for one in model.modules()}
+    if _ATTENTION in names:
+        _register_attention(_import_transformers(), None)
+
+
 def _register_attention(transformers: Any, config: Any) -> str:
     """PyTorch's attention under a name for which the library writes out no mask."""
     try:

@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import loadmaster.train as lt
-from loadmaster.core.errors import InputError
 from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.shards.model.blocks import build_chain
 
@@ -143,7 +142,7 @@ def test_evaluation_runs_the_model_as_eval_mode_has_it() -> None:
     runner.close()
 
 
-def test_a_forward_that_looks_at_values_is_refused_with_the_reason_and_the_way_out() -> None:
+def test_a_forward_that_looks_at_values_is_trained_as_it_is() -> None:
     class Looking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -153,8 +152,9 @@ def test_a_forward_that_looks_at_values_is_refused_with_the_reason_and_the_way_o
             return self.linear(x) if x.sum() > 0 else -self.linear(x)
 
     trial = _trial("unet", build=Looking)
-    with pytest.raises(InputError, match=r"Looking shows no chain of blocks.*give Trial\(blocks"):
-        build_chain(trial, Looking())
+    chain = build_chain(trial, Looking())
+    assert chain.by_call
+    assert not chain.traced
 
 
 def _own_init() -> nn.Module:

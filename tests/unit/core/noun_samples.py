@@ -37,7 +37,7 @@ CLUSTER = cluster_of(
 )
 PROBLEM = problem_of(GRAPH, CLUSTER, [[0, 0], [1, 2], [2, INF], [1, 1]], issue_s=0.5, pinned=[-1, -1, 0, -1])
 PIPELINE = Pipeline(
-    stage=[0, 0, 1, 1], replicas=[1, 2], num_microbatches=4, schedule="1f1b", in_flight=[2, 1], stage_s=[1, 2]
+    stage=[0, 0, 1, 1], replicas=[1, 1], num_microbatches=4, schedule="1f1b", in_flight=[2, 1], stage_s=[1, 2]
 )  # fmt: skip
 PLAN = Plan(
     device=[0, 0, 0, 0], priority=[0, 1, 2, 3], recompute=[False, True, False, False], pipeline=PIPELINE
@@ -104,6 +104,10 @@ OTHER: dict[tuple[str, str], Any] = {
     ("Pipeline", "num_microbatches"): 5,
     ("Pipeline", "schedule"): "gpipe",
     ("Pipeline", "stage"): [0, 0, 0, 1],
+    ("Pipeline", "rank"): (0, 0),
+    ("Pipeline", "replica_device"): ((0, 1),),
+    ("Pipeline", "replica_microbatches"): (4,),
+    ("Pipeline", "microbatch_rows"): (2, 2, 2, 1),
     ("Plan", "pipeline"): None,
     ("Timeline", "origin"): TimelineOrigin.SIMULATED,
     ("Timeline", "device_name"): ["a", "b"],

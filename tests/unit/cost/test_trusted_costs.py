@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import loadmaster as lm
+from loadmaster.core.graph import Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Origin
 from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN, BusyWatch, ProcessorTimes, count_cores
@@ -29,10 +30,23 @@ from loadmaster.cost.error_bar import (
     step_error,
 )
 from loadmaster.cost.exchange import export_costs, import_costs
-from loadmaster.cost.keys import COPIES, WHOLE_STEP, Keys, step_key
+from loadmaster.cost.issue import scale_issues
+from loadmaster.cost.keys import (
+    COPIES,
+    ISSUE_CALL,
+    ISSUES,
+    WHOLE_STEP,
+    Keys,
+    collect_keys,
+    issue_keys,
+    step_key,
+)
 from loadmaster.cost.whole_step import find_anchor
 
 pytest.importorskip("torch", exc_type=ImportError)
+import torch
+
+from loadmaster.cost.issue_reference import capture_issue_references, measure_issue
 from loadmaster.cost.stopwatch import merge_rows
 
 ROW = CostRow("aten.relu.default float32[8]", "chip", "2.9", "2026-01-01T00:00:00Z", 2.0, 0.1, 9)
@@ -240,3 +254,41 @@ def test_transfers_between_parts_of_a_cpu_take_the_time_of_measured_copies() -> 
     assert found is not None
     assert found.tolist() == pytest.approx([1.0, 1.0, 2.0, 3.0, 70.0, 280.0])
     assert copy_seconds(sizes, {}) is None
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_pass_is_issued_as_long_as_the_reference_says_for_its_ops(mixed: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    graph = lm.capture(model, (torch.zeros(3, 8),))
+    own_s = np.where(graph.phase == Phase.PARAM, 0.0, 1e-5)
+    factors = {"forward": 2.0, "backward": 1.5, "update": 0.5, "mixed forward": 3.0, "mixed backward": 0.8}
+    known = {ISSUE_CALL: CostRow(ISSUE_CALL, "chip", "torch", "date", 1e-4)}
+    for name, factor in factors.items():
+        whole, by_ops = issue_keys(name)
+        known[whole] = CostRow(whole, "chip", "torch", "date", factor * 7e-3)
+        known[by_ops] = CostRow(by_ops, "chip", "torch", "date", 7e-3)
+    found = scale_issues(graph, own_s, known, mixed)
+    before = "mixed " * mixed
+    for phase, name in ((Phase.FORWARD, f"{before}forward"), (Phase.BACKWARD, f"{before}backward")):
+        ops = graph.phase == phase
+        assert found[ops].sum() == pytest.approx(factors[name] * own_s[ops].sum())
+    updates = graph.phase == Phase.UPDATE
+    assert found[updates].sum() == pytest.approx(0.5 * own_s[updates].sum() + 1e-4)
+    assert (scale_issues(graph, own_s, {}, mixed) == own_s).all()  # nothing measured: as each op alone
+
+
+def test_passes_of_the_reference_are_timed_beside_its_ops() -> None:
+    graphs = capture_issue_references(depth=2)
+    rows = {
+        key: CostRow(key, "chip", "torch", "date", 1e-6, issue_s=1e-6)
+        for graph in graphs
+        for key in collect_keys(graph).text
+    }
+    found = {row.signature: row for row in measure_issue(graphs, rows, "cpu", "chip", BusyWatch(), depth=2)}
+    assert set(found) == set(ISSUES)
+    assert all(row.seconds and row.seconds > 0 for row in found.values())
+    forward = int(((graphs[0].phase == Phase.FORWARD) & collect_keys(graphs[0]).measurable).sum())
+    assert found["issue forward by ops"].seconds == pytest.approx(1e-6 * forward)
+    del rows[collect_keys(graphs[0]).text[0]]
+    left = {row.signature for row in measure_issue(graphs, rows, "cpu", "chip", BusyWatch(), depth=2)}
+    assert not left & set(issue_keys("forward"))

@@ -210,13 +210,13 @@ class TestQuestion:
     @pytest.mark.parametrize(
         ("fields", "wrong"),
         [
-            ({"objective": "step"}, "not for objective 'step';"),
-            ({"split": "free"}, "not for split 'free';"),
-            ({"objective": "step", "split": "free"}, "not for objective 'step' and split 'free';"),
+            ({"split": "free"}, "chain of stages for throughput, not for split 'free';"),
+            ({"pipeline": "zb-h1:8"}, "is for the time of a step; ask for --objective step, or for 1f1b"),
+            ({"pipeline": "gpipe:8x2"}, "is for the time of a step"),
         ],
     )
-    def test_a_pipeline_is_a_chain_for_throughput(self, fields: Any, wrong: str) -> None:
-        with pytest.raises(ProblemError, match=f"chain of stages for throughput, {wrong}"):
+    def test_a_steady_state_is_of_a_chain_under_two_schedules(self, fields: Any, wrong: str) -> None:
+        with pytest.raises(ProblemError, match=wrong):
             replace(layers(2, each=1), **fields)
 
     def test_a_graph_without_backward_ops_has_no_schedule(self) -> None:

@@ -210,10 +210,11 @@ def test_a_placed_model_that_its_own_model_calls_is_said_not_waited_for() -> Non
         pass
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own import
 def test_torch_compile_of_a_placed_model_names_compile() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
     placed = lm.place(model, (x,), devices="cpu#0-64MB, cpu#1-64MB", budget="5x")
-    for act in (lambda: torch.compile(placed), placed.compile):
+    for act in (lambda: torch.compile(placed), lambda: torch.compile(placed.forward), placed.compile):
         with pytest.raises(RunError, match=r"lm.place\(..., compile=True\)"):
             act()
     assert placed(x).shape == (4, 8)

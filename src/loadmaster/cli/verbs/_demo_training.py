@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loadmaster.core.errors import InputError
 
 if TYPE_CHECKING:
-    from loadmaster.runtime.run.launch import Outcome
+    from loadmaster.core.run_report import Outcome
 
 SOURCE, BATCH, SEQ = "hf:gpt2", 1, 64
 _SHARES = (0.72, 0.5)  # of what the model needs on one device
@@ -59,7 +59,7 @@ def train_demo(out_dir: str, steps: int) -> "tuple[str, Outcome, list[float]]":
     with progress("training GPT-2-small") as say:
         say("capturing it", 0.0)
         whole = api.problem(SOURCE, f"{_first_device()}#0-1TB", batch=BATCH, seq=SEQ)
-        alone = api.plan(whole, algorithm="single_device")
+        alone = api.plan(whole, algorithm="single_device", progress=say)
         needs = int(alone.peak_bytes.max())
         caps = [int(share * needs) for share in _SHARES]
         devices = ", ".join(f"{_first_device()}#{at}-{cap // 2**20}MiB" for at, cap in enumerate(caps))

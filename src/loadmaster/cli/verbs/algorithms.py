@@ -15,7 +15,7 @@ def command(json: o.Json = False) -> None:
         rows = [{"name": e.name, "family": e.family, "summary": e.summary} for e in entries]
         print_json({"algorithms": rows})
         return
-    from loadmaster.report.tables import columns, one_line
+    from loadmaster.report.text_columns import columns, one_line
 
     table = columns("algorithm", "family", "what it does", whole=("algorithm", "family"))
     for e in entries:

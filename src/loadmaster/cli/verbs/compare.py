@@ -103,13 +103,19 @@ def run_all(
 ) -> "list[tuple[str, Placement | str]]":
     """Every algorithm's placement, or why it does not apply; best first.
 
-    None: all of them, but for those that are made for another objective.
+    None: all of them, but for those that are made for another objective, or for steps of micro-batches.
     """
     from loadmaster import api
     from loadmaster.cli.console import progress
     from loadmaster.core.errors import InputError
     from loadmaster.core.placement import Placement
-    from loadmaster.placers.registry import list_algorithms, objectives_of, placer, why_not
+    from loadmaster.placers.registry import (
+        list_algorithms,
+        objectives_of,
+        placer,
+        serves_steps_alone,
+        why_not,
+    )
 
     rows: list[tuple[str, Placement | str]] = []
     with progress("comparing") as say:
@@ -120,7 +126,8 @@ def run_all(
             except InputError as trouble:
                 rows.append((name, str(trouble)))
                 continue
-            if names is None and problem.objective not in objectives_of(algorithm):
+            elsewhere = problem.objective not in objectives_of(algorithm) or serves_steps_alone(algorithm)
+            if names is None and elsewhere:
                 continue
             reason = why_not(algorithm, problem)
             rows.append(

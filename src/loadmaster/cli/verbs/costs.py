@@ -27,7 +27,8 @@ def ls(
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.core.errors import InputError, UnknownNameError
     from loadmaster.core.units import format_percent, format_seconds
-    from loadmaster.report.tables import columns, fields, one_line
+    from loadmaster.report.tables import fields
+    from loadmaster.report.text_columns import columns, one_line
 
     if limit < 0:
         raise InputError(f"--limit is {limit}; give 0 or more")

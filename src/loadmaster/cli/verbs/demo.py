@@ -21,7 +21,7 @@ SUMMARY = "Plan a transformer on four unequal devices."
 
 def command(
     out_dir: Annotated[
-        str, typer.Option("--out-dir", metavar="FOLDER", help="Where plan and trace are written.")
+        str, typer.Option("--out-dir", metavar="FOLDER", help="Where plan, trace and page are written.")
     ] = "out",
     budget: o.BudgetText = "10s",
     pin: o.Pin = None,
@@ -39,14 +39,14 @@ def command(
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.cli.question import parse_pins, parse_size
-    from loadmaster.cli.verbs import _demo_training
+    from loadmaster.cli.verbs import _demo_shards, _demo_training
     from loadmaster.cli.verbs.compare import run_all
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
     from loadmaster.report import documents
 
     parse_budget(budget)
-    plan_path, trace_path = _prepare_paths(out_dir)
+    plan_path, trace_path, page_path = _prepare_paths(out_dir)
     say = stderr() if json else stdout()
     say.print(f"GPT-2-small, batch 8 x 1024, AdamW, one training step ({SOURCE}) on {DEVICES}")
     say.print()
@@ -60,6 +60,8 @@ def command(
     timeline = api.simulate(problem, plan)
     api.save(best, plan_path)
     documents.save_trace(best, timeline, trace_path)
+    others = {name: result for name, result in rows if isinstance(result, Placement) and result is not best}
+    api.write_report(best, page_path, compare=others)
     if json:
         results = {
             name: documents.placement_document(result)
@@ -68,16 +70,26 @@ def command(
             for name, result in rows
         }
         trained = _demo_training.training_document(out_dir, steps) if train else None
-        print_json({"results": results, "plan": plan_path, "trace": trace_path, "trained": trained})
+        print_json(
+            {
+                "results": results,
+                "plan": plan_path,
+                "trace": trace_path,
+                "report": page_path,
+                "trained": trained,
+            }
+        )
         return
     _show(rows, best, timeline)
     console = stdout()
     if train:
         _demo_training.show(out_dir, steps)
+        _demo_shards.show()
     console.print()
     for what, path, then in (
         ("plan", plan_path, f"{program_name()} simulate {plan_path}"),
         ("trace", trace_path, "open it at ui.perfetto.dev"),
+        ("page", str(Path(page_path).resolve()), "open it in a browser"),
     ):
         console.print(escape_control_characters(f"{what} written to {path}  ({then})"), soft_wrap=True)
 
@@ -87,8 +99,9 @@ def program_name() -> str:
     return "loadmaster" if shutil.which("loadmaster") else sys.argv[0]
 
 
-def _prepare_paths(out_dir: str) -> tuple[str, str]:
-    """Where plan and trace go; the folder is made, and what cannot be written is refused before any work."""
+def _prepare_paths(out_dir: str) -> tuple[str, str, str]:
+    """Where plan, trace and page go; the folder is made, and what cannot be written is refused before any
+    work."""
     from loadmaster.core.errors import FileError
     from loadmaster.core.io import require_writable
 
@@ -97,7 +110,8 @@ def _prepare_paths(out_dir: str) -> tuple[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as trouble:
         raise FileError(f"cannot make folder {out_dir}: {trouble.strerror}") from None
-    paths = str(folder / "demo-plan.json"), str(folder / "demo-trace.json")
+    plan, trace, page = (folder / f"demo-{name}" for name in ("plan.json", "trace.json", "report.html"))
+    paths = str(plan), str(trace), str(page)
     for path in paths:
         require_writable(path)
     return paths

@@ -9,8 +9,7 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.core.run_report import Pair, Ran
-    from loadmaster.runtime.run.launch import Outcome
+    from loadmaster.core.run_report import Outcome, Pair, Ran
 
 SUMMARY = "Train on a saved plan and compare with its prediction."
 Tell = Callable[[int, float, float, dict[str, int]], None]
@@ -45,9 +44,39 @@ def command(
             "--trace", metavar="FILE", help="Both timelines as a Chrome trace, one below the other."
         ),
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            "--launch",
+            metavar="WHERE",
+            help="Of a pipeline: 'local' starts its processes here. Under torchrun each process joins.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="Of a pipeline: resume from here, and save at the end."
+        ),
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", help="Save a checkpoint every N steps, too.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Most seconds that a process waits for another.")
+    ] = 120.0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads of each process on a CPU.")
+    ] = None,
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="Hosts of the plan are network namespaces here, with shaped links."),
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
+
+    A plan with a pipeline is run by processes: `loadmaster run plan.json --launch local`, or
+    `torchrun --nproc-per-node 2 -m loadmaster run plan.json` on each host.
 
     Exit code 1 means that the file holds no plan that fits, or that the loss was not a number at some step;
     Ctrl-C ends a run with what was measured.
@@ -64,6 +93,30 @@ def command(
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
     placement = _read_runnable(plan)
+    if getattr(getattr(placement, "plan", None), "pipeline", None) is not None or launch is not None:
+        from loadmaster.cli.verbs._pipeline_run import PipelineRequest, run_pipeline
+
+        request = PipelineRequest(
+            plan,
+            placement,
+            launch,
+            model,
+            steps,
+            seed,
+            checkpoint,
+            every,
+            timeout,
+            threads,
+            emulate,
+            out,
+            trace,
+            json,
+        )
+        run_pipeline(request, lambda: _show_progress_bar(plan, steps))
+        return
+    for name, given in {"--checkpoint": checkpoint, "--every": every, "--emulate": emulate}.items():
+        if given:
+            raise InputError(f"{name} is for pipelines; {plan} has none (plan with --pipeline)")
     with _show_progress_bar(plan, steps) as (say, tell):
         outcome = api.run(
             placement,
@@ -227,7 +280,7 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
 def comparison_table(ran: "Ran") -> Any:
     """A table: what was predicted, what was measured, and how far apart they are."""
     from loadmaster.core.units import format_bytes, format_seconds
-    from loadmaster.report.tables import columns
+    from loadmaster.report.text_columns import columns
 
     table = columns("", "predicted", "measured", "error", right=("predicted", "measured", "error"))
     _add_row(table, "step time", ran.step_s, format_seconds, error=ran.step_rel_error)
@@ -245,7 +298,7 @@ def _add_row(
 ) -> None:
     from loadmaster.core.units import format_percent
     from loadmaster.cost.error_bar import format_error
-    from loadmaster.report.tables import one_line
+    from loadmaster.report.text_columns import one_line
 
     measured = "-" if pair.measured is None else words(pair.measured)
     off = "-" if pair.error is None else format_percent(pair.error)

@@ -101,7 +101,7 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     from loadmaster.core.problem import Objective
     from loadmaster.core.units import format_seconds
     from loadmaster.cost.error_bar import format_error
-    from loadmaster.report import tables
+    from loadmaster.report import pipelines, tables
     from loadmaster.report.documents import predicted_error
     from loadmaster.report.plain_text import escape_control_characters
 
@@ -118,6 +118,9 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     console.print(tables.fields(rows))
     console.print()
     console.print(tables.devices(placement, timeline))
+    if pipelines.stepped_plan(placement) is not None:
+        console.print()
+        console.print(pipelines.stages(placement, timeline))
     for what, path in (("timeline", document["out"]), ("trace", document["trace"])):
         if path is not None:
             console.print(escape_control_characters(f"{what} written to {path}"), soft_wrap=True)

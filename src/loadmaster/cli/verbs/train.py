@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "Train many models on few devices: a study of your own file."
 Source = Annotated[
-    str,
+    str | None,
     typer.Argument(metavar="FILE.py:NAME", help="A loadmaster.train.Study, or a function that returns one."),
+]
+Status = Annotated[
+    str | None,
+    typer.Option("--status", metavar="DIR", help="Say how the study in a folder stands, and train nothing."),
 ]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Print what it will need, and train nothing.")]
 Trace = Annotated[
@@ -27,8 +31,9 @@ Adopt = Annotated[
 
 
 def command(
-    source: Source,
+    source: Source = None,
     plan: PlanOnly = False,
+    status: Status = None,
     retry_failed: Retry = False,
     adopt_checkpoints: Adopt = False,
     trace: Trace = None,
@@ -39,9 +44,16 @@ def command(
     Ctrl-C stops at the next step and saves; the same command goes on. Exit code 1: no trial is done.
     """
     from loadmaster.cli.console import print_json, stderr, stdout
+    from loadmaster.core.errors import InputError
     from loadmaster.core.io import require_writable
     from loadmaster.train.coordination.result import TrialStatus
 
+    if (source is None) == (status is None):
+        raise InputError("give FILE.py:NAME to train a study, or --status DIR to see how one stands")
+    if status is not None:
+        _show_status(status, json=json)
+        return
+    assert source is not None, "one of the two is given"
     if trace is not None:
         require_writable(trace)
     study = _load_study(source)
@@ -71,6 +83,17 @@ def command(
         raise typer.Exit(1)
 
 
+def _show_status(folder: str, *, json: bool) -> None:
+    from loadmaster.cli.console import print_json, stdout
+    from loadmaster.train.coordination.study_status import read_status
+
+    found = read_status(folder)
+    if json:
+        print_json(found.to_json())
+    else:
+        stdout().print(str(found), soft_wrap=True)
+
+
 def _load_study(source: str) -> "Study":
     from importlib.util import find_spec
 
@@ -83,7 +106,7 @@ def _load_study(source: str) -> "Study":
     return load_study(source)
 
 
-def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
+def _fit_with_progress(study: "Study", *, quiet: bool, **how: Any) -> Any:
     """Fit with a live table on a terminal, a line now and then elsewhere."""
     from loadmaster.cli.console import stderr
     from loadmaster.report.study_table import LineReporter, LiveTable
@@ -93,8 +116,8 @@ def _fit_with_progress(study: "Study", *, quiet: bool, **how: bool) -> Any:
         console.print(str(study.plan()), style="dim", soft_wrap=True)
     if not console.is_terminal:
         study.callbacks.append(LineReporter(console))
-        return study.fit(**how)
+        return study.fit(progress=False, **how)
     table = LiveTable(console, study.names, study.evaluated)
     study.callbacks.append(table)
     with table:
-        return study.fit(**how)
+        return study.fit(progress=False, **how)

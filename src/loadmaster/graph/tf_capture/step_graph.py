@@ -105,9 +105,8 @@ class _Writer:
     def _mirror(self, name: str, mirror: str) -> None:
         if name in self._index and mirror in self._index:
             at = self._index[name]
-            row = list(self._builder._ops[at])
-            row[4] = self._index[mirror]
-            self._builder._ops[at] = tuple(row)  # type: ignore[call-overload]
+            row = self._builder._ops[at]
+            self._builder._ops[at] = (*row[:4], self._index[mirror], *row[5:])
 
     def _write_captured(self, op: Any, held: Any) -> None:
         """A variable, with the slots beside it; or a constant from outside."""

@@ -44,6 +44,9 @@ _NOT_CONSTRUCTORS = (
     "brute_force",
     "memory_first",
     "cpsat_latency",
+    "pipeline",  # and its measures: steps of micro-batches
+    "pipeline_equal",
+    "pipeline_by_speed",
     *_PIPELINED,
 )
 _QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
@@ -67,10 +70,16 @@ class Auto:
     tiny_units: int = 12
     small_ops: int = 250
     pipelines: ClassVar[bool] = True
+    stepped: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Run the members in turn until the budget, the bound or the list ends."""
         portfolio = _Portfolio(problem, run, self.good_enough)
+        if problem.is_stepped:
+            for name in ("pipeline_equal", "pipeline_by_speed"):
+                portfolio.construct(name)
+            portfolio.search("pipeline", to_the_end=True)
+            return portfolio.answer()
         if problem.pipeline:
             return _search_stages(portfolio)
         for name in _list_constructors():

@@ -21,7 +21,7 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import Plan
 from loadmaster.graph.spill import LANDED, LOAD, RESTORE, max_window_bytes
-from loadmaster.graph.whole_modules import LOSS
+from loadmaster.graph.whole_modules import LOSS, find_viewed_ops
 from loadmaster.runtime.graph_engine.op_facts import Facts
 from loadmaster.runtime.graph_engine.program import Program, op_kind
 
@@ -36,7 +36,8 @@ class PlanIndex:
     kind: dict[str, str]
     priority: dict[str, int]
     forward: list[tuple[str, str]]  # ops of the forward pass and their modules, in order
-    by_module: dict[str, int]  # the device of most ops of a module
+    by_module: dict[str, int]  # the device of most ops of a module; views count only where there is no other
+    views: frozenset[str]  # ops that only look at memory: they are where it is
     trains: bool  # the graph has a backward pass
     inputs: frozenset[str] = frozenset()
     spilled: frozenset[str] = frozenset()  # weights that stay at home and are loaded for each reader
@@ -50,14 +51,17 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
     if len(plan.device) != graph.num_ops:
         raise PlanError(f"the plan has {len(plan.device)} ops, its graph {graph.num_ops}; give them together")
     kind = dict(zip(graph.op_name, graph.op_kind, strict=True))
+    views = frozenset(graph.op_name[op] for op in find_viewed_ops(graph))
     votes: dict[str, Counter[int]] = {}
+    votes_of_views: dict[str, Counter[int]] = {}
     forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
         if kind[name] in (LOAD, RESTORE, LANDED):
             continue
         if phase in (Phase.FORWARD, Phase.PARAM):
-            votes.setdefault(module, Counter())[device[name]] += 1
+            counted = votes_of_views if name in views else votes
+            counted.setdefault(module, Counter())[device[name]] += 1
         if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
             forward.append((name, module))
     stashes = _find_stashes(graph)
@@ -66,7 +70,8 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
         kind=kind,
         priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
         forward=forward,
-        by_module={module: count.most_common(1)[0][0] for module, count in votes.items()},
+        by_module={module: count.most_common(1)[0][0] for module, count in (votes_of_views | votes).items()},
+        views=views,
         trains=bool((graph.phase == Phase.BACKWARD).any()),
         inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),
         spilled=_find_spilled_weights(graph),

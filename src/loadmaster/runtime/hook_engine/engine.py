@@ -23,6 +23,9 @@ from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
 from loadmaster.runtime.transport.copies import copy_to_device, link_gradient, move_to_device
 from loadmaster.runtime.transport.devices import RunDevice
 
+_CASTS = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "contiguous"}
+)
 _LOOKS = {
     "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim",
     "narrow", "permute", "ravel", "real", "reshape", "reshape_as", "select", "split", "split_with_sizes",
@@ -60,7 +63,7 @@ class HookEngine:
         return sum(
             self.known.device[name] != self.places[module]
             for name, module in self.known.forward
-            if module in self.places
+            if module in self.places and name not in self.known.views
         )
 
     def settle(self) -> bool:
@@ -153,6 +156,8 @@ class _FollowMode(TorchFunctionMode):
         at = self._stack[-1]
         if tensors and self._only_looks(func, leaves[tensors[0]]):
             return func(*args, **kwargs)
+        if tensors and self._changes_nothing(func, args, kwargs):
+            return args[0]
         if tensors and _stays_on_device(func, kwargs):
             at = self._engine.locate_tensor(leaves[tensors[0]], at)
         far = [place for place in tensors if self._engine.locate_tensor(leaves[place], at) != at]
@@ -163,7 +168,7 @@ class _FollowMode(TorchFunctionMode):
             source = leaves[place]
             key = id(source) if getattr(func, "__name__", "") in _COMPARES else place
             if key not in made:
-                made[key] = link_gradient(source, self._copy(source, at))
+                made[key] = self._linked_copy(source, at)
             leaves[place] = made[key]
             original[id(leaves[place])] = source
         args, kwargs = tree_unflatten(leaves, spec)
@@ -178,6 +183,16 @@ class _FollowMode(TorchFunctionMode):
             return False
         return accounts.owner(tensor) == NO_DEVICE
 
+    def _changes_nothing(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function gives back an input that nobody has read, as it is: a cast to what it is."""
+        accounts = self._engine.accounts
+        if accounts is None or getattr(func, "__name__", "") not in _CASTS or not args:
+            return False
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or accounts.owner(first) != NO_DEVICE:
+            return False
+        return func(*args, **kwargs) is first
+
     def _run(self, func: Any, args: Any, kwargs: Any, at: int) -> Any:
         accounts = self._engine.accounts
         if accounts is None or at == NO_DEVICE:
@@ -187,6 +202,14 @@ class _FollowMode(TorchFunctionMode):
             out = func(*args, **kwargs)
         accounts.watch_backward(out, at, what, self._known)
         return out
+
+    def _linked_copy(self, source: torch.Tensor, at: int) -> torch.Tensor:
+        """A copy for one reader; the gradient that it sends home takes memory there, not at the reader."""
+        copy, accounts = link_gradient(source, self._copy(source, at)), self._engine.accounts
+        if accounts is not None and copy.grad_fn is not None:
+            home = self._engine.locate_tensor(source, at)
+            accounts.watch_backward(copy, home, "a copy", self._known)
+        return copy
 
     def _copy(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         """One copy per version of a tensor and device, as long as the tensor is there."""

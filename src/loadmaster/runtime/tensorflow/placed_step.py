@@ -285,7 +285,7 @@ def _import_placed(
     function = tf.function(
         body, input_signature=signature, autograph=False, experimental_attributes={"_noinline": True}
     )
-    return function.get_concrete_function()  # type: ignore[no-any-return]
+    return function.get_concrete_function()
 
 
 def _add_functions(functions: Any) -> None:

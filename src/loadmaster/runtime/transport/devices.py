@@ -42,6 +42,17 @@ def locate_devices(
     return tuple(found)
 
 
+def locate_device(cluster: Cluster, device: int) -> torch.device:
+    """Where one device of a cluster is on the host of this process; the cluster may have several hosts."""
+    kind = int(cluster.kind[device])
+    return _locate_device(
+        cluster.device_name[device],
+        cluster.kind_name[kind],
+        on_host=bool(cluster.on_host[kind]),
+        here=local_devices(),
+    )
+
+
 def _locate_device(name: str, kind: str, *, on_host: bool, here: tuple[LocalDevice, ...]) -> torch.device:
     if on_host:
         return torch.device("cpu")

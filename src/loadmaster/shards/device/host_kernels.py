@@ -116,7 +116,9 @@ def compile_kernels() -> None:
     weight = slab[:16].view(torch.float32)
     table = table_of(slab, [(0, weight[:1], weight[1:2], weight[2:3], weight[3:4], None)])
     options = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    threads = torch.get_num_threads()
     adam_step(slab, table, steps=[1], options=[options], decoupled=[True], num_threads=1)
+    torch.set_num_threads(threads)  # numba's own threads change torch's, and with it how sums are rounded
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.shards.model.blocks import Chain, call_block
-from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def measure_block_peaks(
         live = LiveBytes()
         with autocast, live:
             out = call_block(block, given, first=index == 0)
-            loss = trial.loss(out, targets) if index == last else None
+            loss = compute_loss(trial, out, targets) if index == last else None
         kept = live.now_bytes
         value = tree_map(_detach_tensor, out)
         with live:

@@ -2,7 +2,8 @@
 
 A block takes what the block before it gave: any pytree of tensors, so a skip connection that crosses a cut is
 one more leaf. Blocks are given (`Trial.blocks`), or read off the module tree (`nn.Sequential`, or a module
-whose only children are such chains), or cut out of the graph (`fx_blocks.py`).
+whose only children are such chains), or cut out of the graph (`fx_blocks.py`). A model that is no chain keeps
+its own forward, and its blocks are modules which that calls (`call_shards.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
+from loadmaster.shards.model.call_shards import CallShards, find_call_shards, prepare_to_train
 from loadmaster.shards.model.fx_blocks import cut_blocks_from_graph
 from loadmaster.shards.model.torch_containers import as_chain, has_hooks
 from loadmaster.shards.spec.trial import Trial
@@ -41,6 +43,13 @@ class Chain:
     buffers: tuple[torch.Tensor, ...]
     buffer_slots: tuple[tuple[TensorSlot, ...], ...]
     traced: bool = False  # cut out of the model's graph
+    by_call: bool = False  # blocks are modules that the model's own forward calls, in whatever order
+    rest: tuple[int, ...] = ()  # by call: parameters that are read outside of all blocks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model's own forward is what is trained, with nothing said about blocks."""
+        return self.traced or self.by_call
 
     def users(self, parameter: int) -> tuple[int, ...]:
         """Blocks that hold a parameter."""
@@ -51,14 +60,25 @@ class Chain:
         )
 
 
-def build_chain(trial: Trial, model: nn.Module) -> Chain:
-    """The blocks of a built model; says what does not fit together."""
-    blocks = tuple(trial.blocks(model)) if trial.blocks is not None else cut_blocks_from_tree(model)
-    traced = not blocks and trial.blocks is None
-    if traced:
-        blocks = cut_blocks_from_graph(model)
+def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = None) -> Chain:
+    """The blocks of a built model; says what does not fit together.
+
+    A model that is no chain is trained by call (`call_shards`); `shards` tells which, where that is known.
+    """
+    if shards is not None:
+        return build_call_chain(trial, model, shards)
+    blocks = tuple(trial.blocks(model)) if trial.blocks is not None else ()
+    traced = False
+    if trial.blocks is None and trial.loss is not None and is_chain(model):
+        blocks = cut_blocks_from_tree(model)
+    elif trial.blocks is None and trial.loss is not None:
+        blocks = _try_to_trace(model)
+        traced = bool(blocks)
+    if not blocks and trial.blocks is None:
+        prepare_to_train(model)
+        return build_call_chain(trial, model, find_call_shards(model))
     if not blocks:
-        raise InputError(f"trial {trial.name!r}: its model has no chain of blocks; give Trial(blocks=...)")
+        raise InputError(f"trial {trial.name!r}: its blocks are an empty list")
     for index, block in enumerate(blocks):
         if not callable(block):
             raise InputError(f"trial {trial.name!r}: block {index} is {type(block).__name__}, not a module")
@@ -72,14 +92,73 @@ def build_chain(trial: Trial, model: nn.Module) -> Chain:
         names,
         tuple(parameters),
         tuple(parameters.values()),
-        _find_slots(blocks, list(parameters.values()), "_parameters"),
+        find_slots(blocks, list(parameters.values()), "_parameters"),
         tuple(buffers),
         tuple(buffers.values()),
-        _find_slots(blocks, list(buffers.values()), "_buffers"),
+        find_slots(blocks, list(buffers.values()), "_buffers"),
         traced,
     )
     _check_chain(trial, chain)
     return chain
+
+
+def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chain:
+    """Modules that the model's own forward calls, as blocks; what else it reads is the rest."""
+    if trial.rng == "counter":
+        raise InputError(
+            f"trial {trial.name!r}: rng='counter' seeds block by block, and its model runs its own forward;"
+            " give Trial(blocks=...), or leave rng out"
+        )
+    compiled = next((n for n, m in model.named_modules() if m._compiled_call_impl is not None), None)
+    if compiled is not None:
+        raise InputError(
+            f"trial {trial.name!r}: module {compiled or 'itself'!r} was compiled with .compile(), which goes"
+            " around the calls that weights are brought for; leave it uncompiled"
+        )
+    modules = dict(model.named_modules())
+    blocks = tuple(modules[name] for name in shards.names)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    everything = list(parameters.values())
+    index = {name: number for number, name in enumerate(parameters)}
+    kept = {index[name] for name in shards.rest if name in index}
+    found = find_slots(blocks, everything, "_parameters")
+    slots = tuple(tuple(slot for slot in each if slot.tensor not in kept) for each in found)
+    reached = {slot.tensor for each in slots for slot in each}
+    rest = tuple(number for number in range(len(everything)) if number not in reached)
+    chain = Chain(
+        model,
+        blocks,
+        shards.names,
+        tuple(parameters),
+        tuple(everything),
+        slots,
+        tuple(buffers),
+        tuple(buffers.values()),
+        find_slots((model, *blocks[1:]), list(buffers.values()), "_buffers"),
+        by_call=True,
+        rest=rest,
+    )
+    _check_parameters(trial, chain)
+    return chain
+
+
+def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
+    """Blocks cut out of a model's graph; empty where it cannot be traced.
+
+    A recurrent layer rounds otherwise without gradients than with them, and a norm that counts its batches in
+    a forward of its own counts them in the graph: both had better run as they are, by call.
+    """
+    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in model.modules()):
+        return ()
+    try:
+        return cut_blocks_from_graph(model)
+    except InputError:
+        return ()
+
+
+def _counts_batches(module: nn.Module) -> bool:
+    kind = type(module)
+    return isinstance(module, nn.modules.batchnorm._NormBase) and not kind.__module__.startswith("torch.nn.")
 
 
 def cut_blocks_from_tree(model: nn.Module) -> tuple[Any, ...]:
@@ -108,7 +187,8 @@ def call_block(block: Any, value: Any, *, first: bool) -> Any:
     return block(value)
 
 
-def _find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[TensorSlot, ...], ...]:
+def find_slots(blocks: Sequence[Any], tensors: list[Any], table: str) -> tuple[tuple[TensorSlot, ...], ...]:
+    """Of each block, where it looks up which of some tensors."""
     index = {id(tensor): number for number, tensor in enumerate(tensors)}
     found = []
     for block in blocks:
@@ -128,12 +208,7 @@ def _check_chain(trial: Trial, chain: Chain) -> None:
             f"trial {trial.name!r}: its model has hooks, which are not called where blocks run one by one;"
             " register them on modules inside of blocks"
         )
-    for name, parameter in zip(chain.parameter_name, chain.parameters, strict=True):
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise InputError(
-                f"trial {trial.name!r}: parameter {name!r} has a hook on its gradient, which shards do not"
-                " call; use Trial(clip_norm=...), or a step_pre_hook of the optimizer"
-            )
+    _check_parameters(trial, chain)
     reached = {slot.tensor for slots in chain.parameter_slots for slot in slots}
     missing = [name for number, name in enumerate(chain.parameter_name) if number not in reached]
     missing = [name for name in missing if name not in trial.unused]
@@ -142,8 +217,6 @@ def _check_chain(trial: Trial, chain: Chain) -> None:
             f"trial {trial.name!r}: {len(missing)} of {len(chain.parameters)} parameters are in no block"
             f" ({', '.join(missing[:3])}); the blocks must cover the model, or name them in Trial(unused=...)"
         )
-    if not any(parameter.requires_grad for parameter in chain.parameters):
-        raise InputError(f"trial {trial.name!r}: no parameter requires a gradient; nothing would be trained")
     seen: dict[int, int] = {}
     for index, block in enumerate(chain.blocks):
         if id(block) in seen:
@@ -152,3 +225,15 @@ def _check_chain(trial: Trial, chain: Chain) -> None:
                 " shared weights are fine, but give each block a module of its own"
             )
         seen[id(block)] = index
+
+
+def _check_parameters(trial: Trial, chain: Chain) -> None:
+    """Nothing that the engine would leave out hangs on a parameter, and something is trained."""
+    for name, parameter in zip(chain.parameter_name, chain.parameters, strict=True):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InputError(
+                f"trial {trial.name!r}: parameter {name!r} has a hook on its gradient, which shards do not"
+                " call; use Trial(clip_norm=...), or a step_pre_hook of the optimizer"
+            )
+    if not any(parameter.requires_grad for parameter in chain.parameters):
+        raise InputError(f"trial {trial.name!r}: no parameter requires a gradient; nothing would be trained")

@@ -4,20 +4,23 @@ What was found out about it (`BuildRecord`) is plain data: another process that 
 neither an example batch nor a profile nor a probe of the optimizer.
 """
 
+import time
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.blocks import Chain, build_chain
+from loadmaster.shards.model.call_profile import profile_calls
 from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state, open_source
 from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
-from loadmaster.shards.model.profile import Profile, profile
+from loadmaster.shards.model.profile import Profile, profile, tree_bytes
 from loadmaster.shards.model.refusals import (
     check_dense_grads,
     check_extra_state,
@@ -25,7 +28,10 @@ from loadmaster.shards.model.refusals import (
     refuse_value_reads,
 )
 from loadmaster.shards.model.shared_storage import check_shared_memory
-from loadmaster.shards.spec.trial import Trial
+from loadmaster.shards.spec.trial import Trial, split_batch
+
+_MOST_LOOKED_AT = 1000  # batches, to find the longest
+_LONGEST_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +42,7 @@ class BuildRecord:
     probe: OptimizerProbe
     num_batches: int | None  # of an epoch, where the data says
     empty: bool  # built without memory: its numbers are drawn when it is held
+    note: str = ""  # what else is to be said of it, such as which batch memory is planned for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,41 +90,67 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
         check_not_wrapped(trial, model)
         check_dense_grads(trial, model)
         generators = randomness.capture_generators(device)
-        chain = build_chain(trial, model)
+        calls = None if known is None else known.facts.calls
+        chain = build_chain(trial, model, shards=None if calls is None else calls.shards)
         check_shared_memory(trial.name, chain)
         check_extra_state(trial, model)
         model.train()
         if known is None:
-            facts, num_batches = _profile_first_batch(trial, chain, device)
+            chain, facts, num_batches, note = _profile_batch(trial, chain, device)
         else:
-            facts, num_batches = known.facts, known.num_batches
+            facts, num_batches, note = known.facts, known.num_batches, known.note
         if empty is not None:
             free_weights(model)
-            chain = build_chain(trial, model)
+            chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
         probe = probe_optimizer(trial, chain) if known is None else known.probe
-    record = BuildRecord(facts, probe, num_batches, empty is not None)
+    record = BuildRecord(facts, probe, num_batches, empty is not None, note)
     return BuiltModel(trial, chain, generators, device, record)
 
 
-def _profile_first_batch(trial: Trial, chain: Chain, device: torch.device) -> tuple[Profile, int | None]:
+def _profile_batch(
+    trial: Trial, chain: Chain, device: torch.device
+) -> tuple[Chain, Profile, int | None, str]:
     batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
+    if chain.by_call:
+        batch, note = _find_longest_batch(trial, batch)
+        return *profile_calls(trial, chain, batch, device=device), num_batches, note
     with refuse_value_reads(trial):
-        return profile(trial, chain, batch, device=device), num_batches
+        return chain, profile(trial, chain, batch, device=device), num_batches, ""
+
+
+def _find_longest_batch(trial: Trial, first: Any) -> tuple[Any, str]:
+    """The largest of the batches that can be looked at: collators pad to the longest row of each batch."""
+    began, longest, seen = time.monotonic(), first, 0
+    sizes = {tree_bytes(first[0])}
+    for batch in open_source(trial.data, trial=trial.name):
+        pair = split_batch(batch)
+        if pair is None or seen >= _MOST_LOOKED_AT or time.monotonic() - began > _LONGEST_LOOK_S:
+            break
+        seen += 1
+        sizes.add(tree_bytes(pair[0]))
+        if tree_bytes(pair[0]) > tree_bytes(longest[0]):
+            longest = pair
+    if len(sizes) == 1:
+        return first, ""
+    shape = next((tuple(e.shape) for e in tree_leaves(longest[0]) if isinstance(e, torch.Tensor)), ())
+    return longest, f"memory is planned for the longest of {seen} batches looked at, {shape}"
 
 
 def take_first_batch(trial: Trial, data: Iterable[Any]) -> tuple[Any, int | None]:
     """The first batch of an epoch's data, and how many the epoch has."""
     for batch in data:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
+        pair = split_batch(batch)
+        if pair is None:
             raise InputError(
-                f"trial {trial.name!r}: data must give (inputs, targets), not {type(batch).__name__}"
+                f"trial {trial.name!r}: data must give (inputs, targets), or a dict of the model's keywords,"
+                f" not {type(batch).__name__}"
             )
         if has_state(data):
             try:
                 encode_loader_state(data, trial=trial.name)  # refused now, not at the first checkpoint
             except LoaderError as problem:
                 raise InputError(str(problem)) from None
-        return tuple(batch), _count_batches(data)
+        return pair, _count_batches(data)
     raise InputError(f"trial {trial.name!r}: data is empty")
 
 

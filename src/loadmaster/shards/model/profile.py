@@ -25,7 +25,8 @@ from loadmaster.shards.model.block_peaks import (
     tree_signature,
 )
 from loadmaster.shards.model.blocks import Chain, call_block
-from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.model.call_shards import CallShards
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,23 @@ class Profile:
     num_ops: tuple[int, ...] = ()  # [block] calls of the framework in one forward, the loss with the last
     draws: bool = False  # random numbers, from torch, Python or NumPy
     peaks: BlockPeaks | None = None  # None: not to be had; a rule of thumb stands in
+    calls: "CallFacts | None" = None  # of a model that is trained by call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallFacts:
+    """Bytes of the calls of shards in one forward and backward, in the order of the forward."""
+
+    shards: CallShards
+    order: tuple[int, ...]  # [call] shard
+    kept_bytes: tuple[int, ...]  # [call] from forward to backward, the output included
+    lean_bytes: tuple[int, ...]  # [call] the same where it is to run again
+    between_bytes: tuple[int, ...]  # [call] kept by what runs before it, outside of shards
+    forward_bytes: tuple[int, ...]  # [call] at most while it runs
+    inflow_bytes: tuple[int, ...]  # [call] when its backward begins, beside what was kept
+    backward_bytes: tuple[int, ...]  # [call] at most from then on
+    tail_bytes: int  # at most between the last call and the first backward
+    may_recompute: tuple[bool, ...]  # [shard] whether it may run twice, and that saves memory
 
 
 def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> Profile:
@@ -50,7 +68,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
     inputs, targets = batch
     with (
         preserve_attributes(chain.model),
-        _mute_fake_tensor_log(),
+        mute_fake_tensor_log(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
 
@@ -62,7 +80,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
         parameters = [fake(p.detach()).requires_grad_(p.requires_grad) for p in chain.parameters]
         buffers = [fake(buffer) for buffer in chain.buffers]
         given, wanted = tree_map(fake, inputs), tree_map(fake, targets)
-        with _bind_tensors(chain, parameters, buffers):
+        with bind_tensors(chain, parameters, buffers):
             found = _profile_blocks(trial, chain, given, wanted, parameters, mode)
         dtype = COMPUTE_DTYPE[trial.precision]
         narrow = [
@@ -71,13 +89,13 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
             else p
             for p, castable in zip(parameters, found.castable, strict=True)
         ]
-        with _bind_tensors(chain, narrow, buffers):
+        with bind_tensors(chain, narrow, buffers):
             sums = trial.accumulate > 1
             return replace(found, sums_grads=sums, peaks=_find_peaks(trial, chain, given, wanted, narrow))
 
 
 @contextmanager
-def _mute_fake_tensor_log() -> Iterator[None]:
+def mute_fake_tensor_log() -> Iterator[None]:
     """What does not fit is raised and said in our words; torch would print its own traceback before."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_reject_record)
@@ -126,7 +144,8 @@ def _find_peaks(
 
 
 @contextmanager
-def _bind_tensors(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
+def bind_tensors(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
+    """The places that blocks look up see these tensors."""
     tables = [("_parameters", chain.parameter_slots, parameters), ("_buffers", chain.buffer_slots, buffers)]
     before = []
     for table, of_block, tensors in tables:
@@ -149,7 +168,7 @@ def _profile_blocks(
 
     dtype = COMPUTE_DTYPE[trial.precision]
     device = parameters[0].device.type
-    watch = _CastWatcher(parameters, dtype)
+    watch = CastWatcher(parameters, dtype)
     others = randomness.capture_others()
     saved: list[int] = []
     outputs: list[int] = []
@@ -187,8 +206,8 @@ def _profile_blocks(
             with _note_block_in_errors(chain, index, value):
                 value = call_block(block, value, first=index == 0)
             if index == len(chain.blocks) - 1:
-                loss = trial.loss(value, targets)
-                _check_loss(trial, loss)
+                loss = compute_loss(trial, value, targets)
+                check_loss(trial, loss)
         saved.append(sum(kept.values()))
         outputs.append(tree_bytes(value))
         flops.append(float(counter.get_total_flops()))
@@ -231,13 +250,14 @@ def num_tokens(inputs: Any) -> int:
     return 1
 
 
-def _check_loss(trial: Trial, loss: Any) -> None:
+def check_loss(trial: Trial, loss: Any) -> None:
+    """A loss is one number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"trial {trial.name!r}: loss must give one number, not {shape}; take its mean")
 
 
-class _CastWatcher(TorchDispatchMode):
+class CastWatcher(TorchDispatchMode):
     """Which parameters are cast to the compute dtype, and which are used in any other way."""
 
     def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype | None) -> None:

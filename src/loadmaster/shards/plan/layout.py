@@ -45,6 +45,9 @@ class Layout:
     pieces: tuple[Piece, ...]
     pieces_of: tuple[tuple[int, ...], ...]  # [shard]
     compute_dtype: tuple[torch.dtype, ...]  # [parameter]
+    calls: tuple[int, ...] | None = None  # shards in the order of their calls; None: a chain
+    recompute: tuple[bool, ...] = ()  # [shard] by call: its activations are dropped, and made again
+    rest: int | None = None  # by call: the piece that stays for a whole step
 
     @property
     def num_shards(self) -> int:
@@ -56,6 +59,8 @@ def lay_out(
     chain: Chain, cuts: Sequence[int], *, compute_dtype: torch.dtype | None, castable: Sequence[bool]
 ) -> Layout:
     """Shards that start at the given blocks, and their pieces."""
+    if chain.by_call:
+        cuts = range(len(chain.blocks))
     starts = list(cuts)
     num_blocks = len(chain.blocks)
     if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= num_blocks:
@@ -80,13 +85,18 @@ def lay_out(
         if own:
             own = tuple(sorted(own, key=lambda number: dtypes[number] == chain.parameters[number].dtype))
             pieces.append(Piece(len(pieces), f"shard{shard}", own, (shard,)))
+    rest = len(pieces) if chain.rest else None
+    if chain.rest:
+        numbers = sorted(chain.rest, key=lambda n: (dtypes[n] == chain.parameters[n].dtype, n))
+        pieces.append(Piece(len(pieces), "rest", tuple(numbers), tuple(range(len(spans)))))
     for number, shards in sorted(users.items()):
         if len(shards) > 1:
             pieces.append(Piece(len(pieces), chain.parameter_name[number], (number,), tuple(sorted(shards))))
     of_shard = tuple(
-        tuple(piece.index for piece in pieces if shard in piece.shards) for shard in range(len(spans))
+        tuple(piece.index for piece in pieces if shard in piece.shards and piece.index != rest)
+        for shard in range(len(spans))
     )
-    return Layout(spans, tuple(pieces), of_shard, dtypes)
+    return Layout(spans, tuple(pieces), of_shard, dtypes, () if chain.by_call else None, (), rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,16 +47,11 @@ def make_plan(
     """The plan of one trial; `share` trials like it are to stand on the device at once, and take turns."""
     sizes = measure_sizes(built)
     room = cap_bytes - reserve_bytes(built, cap_bytes) - more_reserve_bytes
-    candidates = [list(cuts)] if cuts is not None else _list_cuts(built, sizes)
-    layouts = [
-        lay_out(
-            built.chain,
-            starts,
-            compute_dtype=COMPUTE_DTYPE[built.trial.precision],
-            castable=built.facts.castable,
-        )
-        for starts in candidates
-    ]
+    if built.chain.by_call:
+        layouts = _list_call_layouts(built)
+    else:
+        candidates = [list(cuts)] if cuts is not None else _list_cuts(built, sizes)
+        layouts = [_lay_out_built(built, starts) for starts in candidates]
     # Rings for state take room that updates on the host do not: where there is none, the host takes all.
     wishes = ("auto", "host") if optimizer_placement == "auto" else (optimizer_placement,)
     for wish in wishes:
@@ -69,7 +64,7 @@ def make_plan(
     if not fitting:
         _refuse_trial(built, sizes, room, min(base.peak_bytes for base in bases))
     plans = []
-    for base in fitting[:_MOST_TRIED]:
+    for base in fitting if built.chain.by_call else fitting[:_MOST_TRIED]:
         pinned = _pin_pieces(built, base, sizes, room, share)
         plans.append(_place_updates(built, pinned, sizes, rates, optimizer_placement, share))
     found = min(plans, key=lambda plan: (plan.limit.predicted_s, plan.peak_bytes))
@@ -77,6 +72,29 @@ def make_plan(
     if optimizer_placement != "auto":
         return clock.told(found)
     return _exchange_placements(_refine_split(found, clock, room), clock, room)
+
+
+def _lay_out_built(built: BuiltModel, starts: Sequence[int]) -> Layout:
+    return lay_out(
+        built.chain,
+        starts,
+        compute_dtype=COMPUTE_DTYPE[built.trial.precision],
+        castable=built.facts.castable,
+    )
+
+
+def _list_call_layouts(built: BuiltModel) -> list[Layout]:
+    """By call, the shards are found; open is which of them run twice: all but the last ones, or fewer."""
+    calls = built.facts.calls
+    assert calls is not None, "a chain by call has its facts"
+    bare = replace(_lay_out_built(built, ()), calls=calls.order)
+    order = list(dict.fromkeys(shard for shard in calls.order if calls.may_recompute[shard]))
+    found: list[Layout] = []
+    for kept in sorted({len(order) * eighths // 8 for eighths in range(9)} | {min(1, len(order))}):
+        twice = set(order[: len(order) - kept])
+        layout = replace(bare, recompute=tuple(shard in twice for shard in range(bare.num_shards)))
+        found.append(layout)
+    return found
 
 
 @dataclass

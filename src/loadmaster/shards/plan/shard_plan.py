@@ -7,7 +7,7 @@ import torch
 
 from loadmaster.shards.device.arena import Arena, align_bytes
 from loadmaster.shards.model.built_model import BuildRecord, BuiltModel
-from loadmaster.shards.model.profile import Profile
+from loadmaster.shards.model.profile import CallFacts, Profile
 from loadmaster.shards.plan.layout import Layout, Placement
 from loadmaster.shards.plan.ring_chunks import ring_size
 from loadmaster.shards.plan.sizes import Sizes
@@ -159,6 +159,9 @@ def replay_memory(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> tuple[int
             standing += align_bytes(sum(align_bytes(sizes.pinned_bytes[n]) for n in piece.parameters))
     arena.book("batch", 2 * built.trial.accumulate * facts.input_bytes)
     deferred = built.trial.deferred
+    if layout.calls is not None:
+        _replay_calls(arena, built, plan, sizes)
+        return need.num_bytes, standing, arena.peak_bytes, need.slot_bytes
     for kind, shard in unit_order(layout.num_shards):
         with arena.hold("activations", unit_bytes(facts, layout, sizes, plan.placement, shard, kind)):
             pass
@@ -173,8 +176,89 @@ def replay_memory(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> tuple[int
     return need.num_bytes, standing, arena.peak_bytes, need.slot_bytes
 
 
+def _replay_calls(arena: Arena, built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> None:
+    """Activations of a micro-batch by call, and the largest update beside them."""
+    facts, layout = built.facts, plan.layout
+    assert facts.calls is not None, "its layout has calls"
+    wide = built.trial.accumulate > 1
+    with arena.hold("activations", call_activation_bytes(facts.calls, layout, sizes, plan.placement)):
+        for piece in layout.pieces:
+            on_device = plan.placement[piece.index] == "pinned" or built.trial.deferred
+            held = update_bytes(sizes, piece.parameters, deferred=built.trial.deferred, on_device=on_device)
+            sums = sum(sizes.grad_bytes[n] for n in piece.parameters) if wide else 0
+            with arena.hold("update", held + sums):
+                pass
+
+
+def call_activation_bytes(
+    calls: CallFacts, layout: Layout, sizes: Sizes, placement: Sequence[Placement]
+) -> int:
+    """The most that activations of one forward and backward take, each shard kept or made again."""
+    again = layout.recompute or (False,) * layout.num_shards
+    live = most = 0
+    at_exit: list[int] = []
+    for call, shard in enumerate(calls.order):
+        live = max(0, live + calls.between_bytes[call])
+        most = max(most, live + calls.forward_bytes[call])
+        live += calls.lean_bytes[call] if again[shard] else calls.kept_bytes[call]
+        at_exit.append(live)
+    most = max(most, live + calls.tail_bytes)
+    for call, shard in enumerate(calls.order):
+        made = calls.kept_bytes[call] - calls.lean_bytes[call] if again[shard] else 0
+        most = max(most, at_exit[call] + made + calls.inflow_bytes[call] + calls.backward_bytes[call])
+    casts = [
+        sum(
+            sizes.copy_bytes[n]
+            for piece in pieces
+            if placement[piece] == "pinned"
+            for n in layout.pieces[piece].parameters
+        )
+        for pieces in (*layout.pieces_of, () if layout.rest is None else (layout.rest,))
+    ]
+    return most + max(casts[:-1], default=0) + casts[-1]
+
+
+def _count_call_work(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> Work:
+    """The same by call: weights come once for every call, forward and backward, of every micro-batch."""
+    layout, facts, m = plan.layout, built.facts, built.trial.accumulate
+    assert facts.calls is not None, "its layout has calls"
+    order = facts.calls.order
+    up = down = host = stepped = 0.0
+    for piece in layout.pieces:
+        where = plan.placement[piece.index]
+        weights = sum(sizes.compute_bytes[n] for n in piece.parameters)
+        trained = [n for n in piece.parameters if sizes.trained[n]]
+        grads = sum(sizes.grad_bytes[n] for n in trained)
+        down, up, host = down + (m - 1) * grads, up + (m - 1) * grads, host + 2 * (m - 1) * grads
+        if where == "pinned":
+            continue
+        calls = [shard for shard in order if shard in piece.shards]
+        visits = 1 if piece.index == layout.rest else m * (2 * len(calls) - (list(order[-1:]) == calls[-1:]))
+        up += visits * weights
+        host += visits * weights
+        if where == "host":
+            down += grads
+            stepped += sum(sizes.numel[n] for n in trained)
+            host += 2 * grads + sum(2 * sizes.pinned_bytes[n] + sizes.copy_bytes[n] for n in trained)
+        else:
+            state = sum(sizes.pinned_bytes[n] for n in trained)
+            copies = sum(sizes.copy_bytes[n] for n in trained)
+            up, down, host = up + state, down + state + copies, host + 2 * state + copies
+    again = layout.recompute or (False,) * layout.num_shards
+    twice = sum(each for each, made in zip(facts.flops, again, strict=True) if made)
+    return Work(
+        flops=m * (3 * sum(facts.flops) + twice),
+        up_bytes=up,
+        down_bytes=down,
+        host_stepped=stepped,
+        host_bytes=host,
+    )
+
+
 def _count_work(built: BuiltModel, plan: ShardPlan, sizes: Sizes) -> Work:
     """Bytes and FLOPs of one step, turns of the order left out."""
+    if plan.layout.calls is not None:
+        return _count_call_work(built, plan, sizes)
     up = down = host = stepped = 0.0
     last = plan.layout.num_shards - 1
     for piece in plan.layout.pieces:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.sizes import Sizes
-from loadmaster.shards.plan.unit_order import count_forwards, unit_order
+from loadmaster.shards.plan.unit_order import count_forwards, list_units
 
 if TYPE_CHECKING:
     from loadmaster.shards.plan.shard_plan import ShardPlan
@@ -149,7 +149,12 @@ class _JobIssuer:
         self._unit_s = _unit_seconds(built, plan, rates)
         turns = range((_ROUNDS + (num_trials == 1)) * num_trials)
         self._num_forwards = count_forwards(built.trial, built.facts)
-        units = unit_order(self._layout.num_shards, self._num_forwards)
+        units = list_units(self._layout, self._num_forwards)
+        if self._layout.calls is not None:
+            units = units * self._num_forwards
+        last_use = {shard: at for at, (_, shard) in enumerate(units)}
+        self._ends = {(kind, shard, at) for at, (kind, shard) in enumerate(units) if last_use[shard] == at}
+        self._num_units = len(units)
         self._order = [(turn, turn % num_trials, kind, shard) for turn in turns for kind, shard in units]
         self._jobs = _Steps()
         self._loads: dict[int, list[_Job]] = {}  # [unit]
@@ -169,11 +174,15 @@ class _JobIssuer:
             while ahead <= min(at + self._plan.depth, len(self._order) - 1) and self._can_load(at, ahead):
                 self._load(ahead)
                 ahead += 1
-            passes = 1 if kind == "B" else self._num_forwards
+            by_call = self._layout.calls is not None
+            passes = 1 if kind == "B" or by_call else self._num_forwards
             unit = self._jobs.add("compute", self._unit_s[kind, shard] / passes, self._loads[at])
             self._uses += [unit] * len(self._loads[at])
             num_lasts = num_lasts + 1 if kind == "L" else num_lasts
-            if kind == "B" or (kind == "L" and num_lasts % self._num_forwards == 0):
+            if by_call:
+                if (kind, shard, at % self._num_units) in self._ends:
+                    self._issue_updates(turn, trial, shard, unit)
+            elif kind == "B" or (kind == "L" and num_lasts % self._num_forwards == 0):
                 self._issue_updates(turn, trial, shard, unit)
         assert unit is not None
         return self._jobs, ends | {unit}
@@ -249,8 +258,31 @@ def _unit_seconds(built: BuiltModel, plan: "ShardPlan", rates: Rates) -> dict[tu
     weight = {"F": _FORWARD, "L": _LAST, "B": _BACKWARD}
     flops = {
         (kind, shard): weight[kind] * sum(built.facts.flops[slice(*plan.layout.cuts[shard])])
-        for kind, shard in unit_order(plan.layout.num_shards)
+        for kind, shard in dict.fromkeys(list_units(plan.layout))
     }
+    if plan.layout.calls is not None:
+        return _call_seconds(built, plan, rates)
     total = sum(flops.values())
     whole = plan.work.flops / rates.flops_per_s if rates.compute_s is None else rates.compute_s
     return {key: whole * each / total if total else 0.0 for key, each in flops.items()}
+
+
+def _call_seconds(built: BuiltModel, plan: "ShardPlan", rates: Rates) -> dict[tuple[str, int], float]:
+    """The same by call: a backward with or without another forward."""
+    calls = plan.layout.calls or ()
+    again = plan.layout.recompute or (False,) * plan.layout.num_shards
+    weight = {"F": 1.0, "B": 2.0}
+    total = built.trial.accumulate * sum(
+        built.facts.flops[shard] * (3 + again[shard]) for shard in set(calls)
+    )
+    whole = plan.work.flops / rates.flops_per_s if rates.compute_s is None else rates.compute_s
+    return {
+        (kind, shard): whole
+        * built.facts.flops[shard]
+        * (weight[kind] + (again[shard] and kind == "B"))
+        / calls.count(shard)
+        / total
+        if total
+        else 0.0
+        for kind, shard in dict.fromkeys(list_units(plan.layout))
+    }

@@ -21,11 +21,27 @@ def unit_order(num_shards: int, num_forwards: int = 1) -> list[tuple[str, int]]:
     return [*forward * num_forwards, *(("B", shard) for shard in reversed(range(last)))]
 
 
+def list_units(layout: Layout, num_forwards: int = 1) -> list[tuple[str, int]]:
+    """The units of a step of a chain; by call, of one micro-batch, whose forward and backward follow."""
+    if layout.calls is None:
+        return unit_order(layout.num_shards, num_forwards)
+    return order_calls(layout.calls)
+
+
+def order_calls(forward: Sequence[int], backward: Sequence[int] | None = None) -> list[tuple[str, int]]:
+    """Calls as they come, and back in reverse."""
+    again = forward if backward is None else backward
+    return [*(("F", shard) for shard in forward), *(("B", shard) for shard in reversed(again))]
+
+
 def count_forwards(trial: Trial, facts: Profile) -> int:
     """Forward passes of a step: one for all micro-batches, or one for each where random numbers are drawn.
 
-    A plain loop draws for a whole micro-batch before it draws for the next one.
+    A plain loop draws for a whole micro-batch before it draws for the next one. By call, each micro-batch
+    goes forward and backward by itself.
     """
+    if facts.calls is not None:
+        return trial.accumulate
     return trial.accumulate if facts.draws and not trial.counted_rng else 1
 
 
@@ -41,9 +57,9 @@ class UnitOrder:
 
     def __post_init__(self) -> None:
         """Where in the order each piece is used."""
-        self.units = unit_order(self.layout.num_shards, self.num_forwards)
-        for position, (_, shard) in enumerate(self.units):
-            for piece in self.layout.pieces_of[shard]:
+        self.units = self.units or list_units(self.layout, self.num_forwards)
+        for position in range(len(self.units)):
+            for piece in self.pieces(position):
                 if piece in self.streamed:
                     self.uses.setdefault(piece, []).append(position)
 
@@ -60,7 +76,8 @@ class UnitOrder:
     def pieces(self, position: int) -> list[int]:
         """Streamed pieces of a unit."""
         _, shard = self.units[position]
-        return [piece for piece in self.layout.pieces_of[shard] if piece in self.streamed]
+        rest = () if self.layout.rest is None else (self.layout.rest,)
+        return [piece for piece in (*self.layout.pieces_of[shard], *rest) if piece in self.streamed]
 
 
 def split_sizes(sizes: Sequence[int], streamed: frozenset[int]) -> tuple[list[int], list[int]]:

@@ -133,5 +133,6 @@ class TrialPlan:
     options: Mapping[str, Any] = field(default_factory=dict)  # of its optimizer; they may not change later
     built_on: str = "cpu"  # 'meta': without memory, until it is held
     is_measured: bool = False  # its time comes from rates that were measured on this machine
+    note: str = ""  # what else is to be said
     ended: str = ""  # how it ended in an earlier call: nothing more is planned for it
     detail: Any = None  # the engine's own plan; workers get it, too, so it can be pickled

@@ -14,9 +14,9 @@ from loadmaster.core.errors import InputError, LoadmasterError, RunError, Unknow
 
 Precision = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CALLABLES = ("build", "loss", "data", "optim")
+_CALLABLES = ("build", "data", "optim")
 _LIBRARIES = ("site-packages", "dist-packages", "<eval_with_key>", str(Path(__file__).resolve().parents[2]))
-_OPTIONAL_CALLABLES = ("blocks", "lr_schedule", "evaluate")
+_OPTIONAL_CALLABLES = ("loss", "blocks", "lr_schedule", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +24,9 @@ class Trial:
     """What to train; every field that names a thing to make is a function that makes it.
 
     `data()` gives an iterable of (inputs, targets), one epoch each time; a tuple of inputs is spread over the
-    first block's arguments, a mapping becomes its keywords. `lr_schedule` takes the optimizer and gives a
+    first block's arguments, a mapping becomes its keywords. A batch may also be a mapping by itself, as
+    tokenizers and collators of transformers give it: its entries are the model's keywords, and without `loss`
+    the model's own output holds the loss. `lr_schedule` takes the optimizer and gives a
     scheduler, stepped after each optimizer step. `evaluate` takes a function from inputs to outputs (the
     model in eval mode) and gives metrics by name. `replay` lets a GPU replay what the first steps recorded,
     in groups on one frozen backbone: for models whose `forward` does the same at every step.
@@ -32,7 +34,7 @@ class Trial:
 
     name: str
     build: Callable[[], torch.nn.Module]
-    loss: Callable[[Any, Any], torch.Tensor]
+    loss: Callable[[Any, Any], torch.Tensor] | None = None  # None: the model's output holds it
     data: Callable[[], Iterable[Any]]
     optim: Callable[[Any], torch.optim.Optimizer]
     blocks: Callable[[Any], Sequence[Any]] | None = None
@@ -74,6 +76,18 @@ class Trial:
         if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
             raise InputError(f"trial {self.name!r}: clip_norm must be a number above 0, not {clip!r}")
 
+    @classmethod
+    def from_trainer(cls, trainer: Any, *, name: str | None = None, **changes: Any) -> "Trial":
+        """The trial of a `transformers.Trainer`: its model, data and arguments.
+
+        Optimizer, schedule, accumulation, clipping, precision, epochs, seed and evaluation come along. What
+        would change the numbers and cannot is refused by name. `changes` are fields that overrule.
+        """
+        from loadmaster.shards.spec.hf_trainer import trial_from_trainer
+
+        found: Trial = trial_from_trainer(trainer, name=name, make=cls, **changes)
+        return found
+
     @property
     def counted_rng(self) -> bool:
         """Whether random numbers are seeded by (step, micro-batch, block), not drawn from one stream."""
@@ -99,6 +113,33 @@ class Trial:
     def _require_choice(self, field: str, known: tuple[str, ...]) -> None:
         if getattr(self, field) not in known:
             raise UnknownNameError(f"{field} of trial {self.name!r}", str(getattr(self, field)), known)
+
+
+def compute_loss(trial: Trial, output: Any, targets: Any) -> torch.Tensor:
+    """The loss of a micro-batch: of the trial's own function, else what the model's output holds."""
+    if trial.loss is not None:
+        return trial.loss(output, targets)
+    if isinstance(output, torch.Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    if not isinstance(found, torch.Tensor):
+        raise InputError(
+            f"trial {trial.name!r} has no loss function, and the output of its model"
+            f" ({type(output).__name__}) holds no loss; give Trial(loss=...), or batches with 'labels'"
+        )
+    return found
+
+
+def split_batch(batch: Any) -> tuple[Any, Any] | None:
+    """Inputs and targets of a batch: a pair as it is; a mapping is both. None: neither."""
+    if isinstance(batch, Mapping):
+        found = dict(batch)
+        return found, found
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    return None
 
 
 def compute_metrics(trial: Trial, predict: Callable[[Any], Any]) -> dict[str, float]:

@@ -97,9 +97,7 @@ def run_events(
     engine_of_op = np.empty(num_ops, dtype=np.int32)
     used = np.zeros(num_devices, dtype=np.int64)
     waiting = np.empty(num_ops, dtype=np.int32)
-    first_come = not in_order  # where no op comes before another: then a queue serves, no heap is needed
     for i in range(num_ops):
-        first_come = first_come and priority[i] == priority[0]
         engine_of_op[i] = fixed.engine[device[i]]
         used[device[i]] += fixed.resident[i]
         waiting[i] = in_ptr[i + 1] - in_ptr[i] + issue
@@ -107,6 +105,7 @@ def run_events(
     order = sort_by_priority(priority) if in_order else priority
     queue_ptr, queue = group_by_engine(order, engine_of_op, num_engines, in_order)
     queue_len = np.zeros(num_engines, dtype=np.int32)  # in order: how many were started
+    first_come = not in_order and priority.min() == priority.max()  # then a queue serves, no heap is needed
     queue_head = np.zeros(num_engines, dtype=np.int32)
     busy = np.zeros(num_engines, dtype=np.bool_)
     dirty = np.ones(num_engines, dtype=np.bool_)  # engines to look at in step 6, and the list of them

@@ -231,23 +231,15 @@ def pop_ready(queue: Any, root: int, size: int, priority: Any, ready_s: Any) -> 
 @kernel
 def sort_by_priority(priority: Any) -> Any:
     """Ops by (priority, index): by counting where priorities are dense, as ranks are."""
-    num_ops, low, high = len(priority), priority[0], priority[0]
-    for i in range(num_ops):
-        low, high = min(low, priority[i]), max(high, priority[i])
-    order = np.empty(num_ops, dtype=np.int32)
-    if high - low > 4 * num_ops:  # by the heap of events, which is compiled anyway
-        heap_key, heap_op = np.empty(num_ops), np.empty(num_ops, dtype=np.int64)
-        for i in range(num_ops):
-            push(heap_key, heap_op, i, float(priority[i]), i)
-        for i in range(num_ops):
-            order[i] = heap_op[0]
-            drop_first(heap_key, heap_op, num_ops - i)
-        return order
+    num_ops, low, high = len(priority), priority.min(), priority.max()
+    if high - low > 4 * num_ops:
+        return np.argsort(priority, kind="mergesort").astype(np.int32)
     place = np.zeros(high - low + 2, dtype=np.int32)
     for i in range(num_ops):
         place[priority[i] - low + 1] += 1
     for p in range(1, len(place)):
         place[p] += place[p - 1]
+    order = np.empty(num_ops, dtype=np.int32)
     for i in range(num_ops):
         order[place[priority[i] - low]] = i
         place[priority[i] - low] += 1

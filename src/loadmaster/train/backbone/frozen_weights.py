@@ -35,6 +35,8 @@ def frozen_share(chain: Chain) -> float:
 
 def has_backbone(chain: Chain) -> bool:
     """Whether most of a model is frozen."""
+    if chain.by_call:  # its own forward runs, and a group runs units
+        return False
     return frozen_share(chain) > _MOST
 
 

@@ -251,13 +251,25 @@ class Coordinator:
         self.audience.tell("on_step", event.trial, done)
         self.audience.tell("on_device", device, event.trial, done)
 
+    def _describe_turn(self, running: RunningTurn) -> dict[str, Any]:
+        """Where and when a turn was, for `loadmaster report`; nothing in a study depends on it."""
+        return {
+            "device": self.device_names[running.device],
+            "ended_at": time.time(),
+            "took_s": time.monotonic() - running.began,
+            "bytes_up": running.bytes_up,
+            "bytes_down": running.bytes_down,
+        }
+
     def _turned(self, event: TurnEnded, running: RunningTurn) -> None:
         name = event.trial
         entry = self.state.entries[name]
         if event.step != entry.step:
             loss = running.loss if running.loss is not None else entry.loss
             facts = {"seconds": running.seconds, "num_tokens": running.num_tokens, "verified": event.verified}
-            self.state.note("turn", trial=name, step=event.step, loss=loss, **facts)
+            self.state.note(
+                "turn", trial=name, step=event.step, loss=loss, **facts, **self._describe_turn(running)
+            )
         if event.saved is not None:
             self._saves.commit(event.saved, event.save_s, entry.seconds, entry.num_tokens)
             self._end_if_saved(name)

@@ -63,6 +63,18 @@ class TrialResult:
         except OSError as problem:
             raise make_write_error(Path(path), problem) from None
 
+    def save_pretrained(self, folder: str | Path, model: Any) -> None:
+        """Write its weights as `model.save_pretrained` does: `from_pretrained` of transformers reads them.
+
+        `model` is one of the same configuration (its own weights do not matter), of transformers or peft.
+        """
+        if not callable(getattr(model, "save_pretrained", None)):
+            raise InputError(
+                f"{type(model).__name__} has no save_pretrained; write plain weights with save_model(path)"
+            )
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(str(folder), state_dict=self.state_dict())
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

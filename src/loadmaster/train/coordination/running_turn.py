@@ -1,7 +1,8 @@
 """A turn under way, as the coordinator counts it, and what its steps leave for the trace."""
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loadmaster.shards.spec.engine import StepDone
 from loadmaster.train.coordination.messages import CheckpointWritten
@@ -16,6 +17,9 @@ class RunningTurn:
     fence: int
     seconds: float = 0.0
     num_tokens: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    began: float = field(default_factory=time.monotonic)
     loss: float | None = None
     written: CheckpointWritten | None = None  # sooner than the turn was over
 
@@ -23,6 +27,8 @@ class RunningTurn:
         """One step more."""
         self.seconds += done.seconds
         self.num_tokens += done.num_tokens
+        self.bytes_up += done.bytes_up
+        self.bytes_down += done.bytes_down
         self.loss = done.loss
 
 

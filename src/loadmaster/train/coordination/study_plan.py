@@ -110,6 +110,7 @@ class StudyPlan:
             f"time: {format_seconds(self.makespan_s)} predicted, from rates {self._origin()};"
             f" no schedule is faster than {format_seconds(self.bound_s)}",
             *self._shared(),
+            *(f"{each.trial}: {each.note}" for each in self.trials if each.note),
             *(f"cannot start: {problem}" for problem in self.problems),
         ]
         return "\n".join(line.rstrip() for line in lines)

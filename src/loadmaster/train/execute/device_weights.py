@@ -1,7 +1,7 @@
 """A trial's weights on a device: pinned pieces that stay, others that come before a unit needs them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,7 +58,7 @@ class DeviceWeights:
         leaves, used = self._get_leaves(shard)
         self.prefetch()
         yield leaves
-        self._free(used)
+        self.free(used)
         self.position += 1
 
     @contextmanager
@@ -67,24 +67,37 @@ class DeviceWeights:
         self.position = shard
         leaves, used = self._get_leaves(shard)
         yield leaves
-        self._free(used)
+        self.free(used)
 
     def unit_bytes(self, shard: int, kind: str) -> int:
         """Device memory a unit takes beside weights and boundaries."""
         state = self._state
         return unit_bytes(state.facts, state.layout, state.sizes, self._config.placement, shard, kind)
 
-    def _free(self, used: list[DeviceSlot]) -> None:
+    def free(self, used: list[DeviceSlot]) -> None:
         """What has been told to compute is all that reads these slots."""
+        if not used:
+            return
         done = self._device.mark()
         for slot in used:
             slot.free = done
 
     def _get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[DeviceSlot]]:
         """The parameters of a shard as leaves on the device, and the slots they stand in."""
+        pieces = self._state.layout.pieces_of[shard]
+        views, used = self.get_views(pieces)
+        found: dict[int, torch.Tensor] = {}
+        for piece in pieces:
+            host = self._state.pieces[piece]
+            for position, number in enumerate(host.piece.parameters):
+                found[number] = views[number].detach().requires_grad_(host.trainable[position])
+        return found, used
+
+    def get_views(self, pieces: Iterable[int]) -> tuple[dict[int, torch.Tensor], list[DeviceSlot]]:
+        """Weights of some pieces by parameter, once compute may read them, and the slots they stand in."""
         found: dict[int, torch.Tensor] = {}
         used: list[DeviceSlot] = []
-        for piece in self._state.layout.pieces_of[shard]:
+        for piece in pieces:
             host = self._state.pieces[piece]
             if piece in self.pinned:
                 views = self.pinned[piece].compute_views()
@@ -92,8 +105,7 @@ class DeviceWeights:
                 slot = self._await_slot(piece)
                 used.append(slot)
                 views = slot.get_views(self._layouts[piece], host.up_places)
-            for position, (number, view) in enumerate(zip(host.piece.parameters, views, strict=True)):
-                found[number] = view.detach().requires_grad_(host.trainable[position])
+            found.update(zip(host.piece.parameters, views, strict=True))
         return found, used
 
     def find_slot(self, piece: int) -> DeviceSlot | None:

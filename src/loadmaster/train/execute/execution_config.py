@@ -22,6 +22,7 @@ class ExecutionConfig:
     num_in_flight: int = 3  # pieces whose gradients may be on their way down
     own_bytes: int | None = None  # planned, beside the slots trials share
     moving_bytes: int = 0  # planned, of what comes and goes in a step
+    recompute: tuple[bool, ...] = ()  # [shard] by call: runs again in backward; () = none does
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from loadmaster.modules.rounding import TOLERANCE, find_distant
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.model.blocks import Chain, call_block
-from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 from loadmaster.train.execute.micro_batches import move_to_device, next_batches
 from loadmaster.train.execute.trial_state import TrialState
 
@@ -205,14 +205,16 @@ def _compute_loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whol
         value = inputs
         for index, block in enumerate(chain.blocks):
             value = call_block(block, value, first=index == 0)
-        return trial.loss(value, targets)
+        return compute_loss(trial, value, targets)
     out = call_block(chain.model, inputs, first=True)
     try:
-        return _require_scalar(trial.loss(out, targets))
+        return _require_scalar(compute_loss(trial, out, targets))
     except Exception:
         if trial.blocks is None or not hasattr(out, "logits"):
             raise
-        return _require_scalar(trial.loss(out.logits, targets))  # of transformers: the blocks give logits
+        return _require_scalar(
+            compute_loss(trial, out.logits, targets)
+        )  # of transformers: the blocks give logits
 
 
 def _require_scalar(loss: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ One micro-batch: what autograd gave, in the compute dtype. Several: summed in th
 A tied parameter first sums what its shards gave for one micro-batch, then over micro-batches.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -74,7 +75,15 @@ class Gradients:
             for number, group in enumerate(self._state.group_of)
             if group >= 0 and number not in self._seen and names[number] not in trial.unused
         ]
-        if silent:
+        if silent and self._state.chain.by_call:
+            warnings.warn(
+                f"trial {trial.name!r}: {len(silent)} of {len(names)} parameters got no gradient in the first"
+                f" step ({', '.join(silent[:3])}); the model's own forward does not use them here, so they"
+                " are not trained until it does. Freeze them, or name them in Trial(unused=...), to say so",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif silent:
             raise RunError(
                 f"trial {trial.name!r}: {len(silent)} of {len(names)} parameters got no gradient in the first"
                 f" step ({', '.join(silent[:3])}); freeze them, or name them in Trial(unused=...)"

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from loadmaster.core.errors import RunError
 from loadmaster.modules import randomness
 from loadmaster.shards.model.loaders import LoaderError, decode_loader_state, has_state
+from loadmaster.shards.spec.trial import split_batch
 from loadmaster.train.execute.trial_state import TrialState
 
 _NOT_KEPT = -1
@@ -58,7 +59,7 @@ def _take_batches(state: TrialState, device: torch.device) -> list[Any]:
             batch = next(state.iterator)
         except StopIteration:
             break
-        taken.append(tuple(batch))
+        taken.append(split_batch(batch) or tuple(batch))
         if before is not None:
             after = randomness.capture_generators(device)
             _note_draws(state, before, after)

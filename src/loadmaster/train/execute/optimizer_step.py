@@ -84,6 +84,7 @@ def _is_plain_fused_adam(
         type(template) in _ADAMS
         and not any(vars(template).get(name) for name in _HOOKS)
         and all(entry.host.started[entry.position] for entry in entries)
+        and all("exp_avg" in entry.views for entry in entries)  # a scalar keeps its state elsewhere
         and all(
             bool(options.get("fused"))
             and "decoupled_weight_decay" in options  # before torch 2.7 AdamW had a function of its own

@@ -39,6 +39,7 @@ class PieceUpdates:
         self._state, self._device, self._config = state, device, config
         self._weights, self._device_slots, self._ledger = weights, device_slots, ledger
         self._updater, self._sequence, self._turn = updater, sequence, 0
+        self._kept: dict[int, Event] = {}  # sums of micro-batches, on their way to the host or there
         self._ring = StreamedUpdate(state, device, ledger, device_slots, num_bytes=config.ring_bytes)
         self._host_updates = {
             index: HostUpdate(
@@ -88,6 +89,15 @@ class PieceUpdates:
     def hold_until(self, event: Event, tensors: list[torch.Tensor]) -> None:
         """Keep tensors until an event; where too much is under way, wait for the oldest."""
         self._device_slots.hold_in_flight(event, tensors)
+
+    def keep(self, piece: int, grads: Grads) -> None:
+        """Sums of gradients wait in host memory for the next micro-batch."""
+        self._kept[piece] = self._send_grads(piece, grads)
+
+    def recall(self, piece: int, positions: Sequence[int]) -> Grads:
+        """Sums that wait in host memory, on the device again."""
+        self._kept.pop(piece).wait()
+        return self._fetch_grads(piece, positions, ())
 
     def rehearse(self, piece: int, grads: Grads) -> None:
         """The memory of an update, without it."""

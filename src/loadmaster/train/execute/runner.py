@@ -24,6 +24,7 @@ from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.engine import make_nan_error
 from loadmaster.shards.spec.trial import Trial, compute_metrics
 from loadmaster.train.execute import first_step
+from loadmaster.train.execute.call_executor import CallExecutor
 from loadmaster.train.execute.execution_config import ExecutionConfig
 from loadmaster.train.execute.rehearsal import Rehearsal
 from loadmaster.train.execute.shard_executor import ShardExecutor
@@ -235,7 +236,8 @@ class ShardRunner:
     def _try_fit(self, device: Device) -> tuple[ShardExecutor | None, str]:
         """An executor in which a step fits; or None, and why a rehearsal failed."""
         try:
-            executor = ShardExecutor(self.state, device, self.config, self._updater, self._sequence)
+            kind = CallExecutor if self.state.chain.by_call else ShardExecutor
+            executor = kind(self.state, device, self.config, self._updater, self._sequence)
         except DeviceMemoryError:
             if not device.tenants:
                 raise
@@ -374,6 +376,7 @@ def to_execution_config(plan: ShardPlan, *, num_threads: int) -> ExecutionConfig
         num_in_flight=plan.num_in_flight,
         own_bytes=plan.own_bytes,
         moving_bytes=plan.moving_bytes,
+        recompute=plan.layout.recompute,
     )
 
 

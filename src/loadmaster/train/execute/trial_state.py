@@ -109,6 +109,8 @@ def store_on_host(
         layout = lay_out(
             chain, cuts, compute_dtype=COMPUTE_DTYPE[trial.precision], castable=built.facts.castable
         )
+    if built.facts.calls is not None:
+        layout = replace(layout, calls=built.facts.calls.order)
     trained = [parameter for parameter in chain.parameters if parameter.requires_grad]
     wide = trial.accumulate > 1
     grad_dtype = [

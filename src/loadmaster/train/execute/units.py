@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from loadmaster.core.errors import RunError
 from loadmaster.modules import python_state, randomness
 from loadmaster.shards.model.blocks import Chain, call_block
-from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial
+from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +109,8 @@ class Units:
         given = make_leaves(value, wanted=shard > 0)
         with self._autocast():
             out = self.run(shard, self.prepare_input(shard, given), moment)
-            self._sync_buffers(shard)
-            loss = self.trial.loss(out, targets)
+            self.sync_buffers(shard)
+            loss = compute_loss(self.trial, out, targets)
         if isinstance(loss, FakeTensor):
             raise RunError(
                 f"trial {self.trial.name!r}: its loss has no value: the model or the loss holds a tensor that"
@@ -231,7 +231,7 @@ class Units:
         return {n: (self.buffers[n]._version, self.buffers[n].clone()) for n in numbers}
 
     def _changed(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        self._sync_buffers(shard)
+        self.sync_buffers(shard)
         if shard not in self._written:
             self._written[shard] = self._find_written_buffers(shard, before)
         return {number: copy for number, (_, copy) in before.items() if number in self._written[shard]}
@@ -262,7 +262,7 @@ class Units:
         writers = {id(slot.module) for slot in slots if slot.tensor in changed}
         return changed | {slot.tensor for slot in slots if id(slot.module) in writers}
 
-    def _sync_buffers(self, shard: int) -> None:
+    def sync_buffers(self, shard: int) -> None:
         """A block may also put another tensor in a buffer's place; take its value over."""
         for block in range(*self.cuts[shard]):
             for slot in self.chain.buffer_slots[block]:

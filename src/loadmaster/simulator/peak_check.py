@@ -16,10 +16,13 @@ def check_plan_and_peaks(problem: Problem, plan: Plan) -> list[Violation]:
     found = check_plan(problem, plan)
     if any(violation.rule in _BROKEN for violation in found):
         return found
-    from loadmaster.simulator.events.engine import simulate  # compiled; a broken plan is told without it
+    # compiled; a broken plan is told without it
+    from loadmaster.simulator.events.engine import simulate
+    from loadmaster.simulator.pipelines.unrolled import simulate_step
 
     found = [violation for violation in found if violation.rule != "memory"]
-    peak, cluster = simulate(problem, plan).peak_bytes, problem.cluster
+    timeline = simulate_step(problem, plan)[0] if problem.is_stepped else simulate(problem, plan)
+    peak, cluster = timeline.peak_bytes, problem.cluster
     for d in np.flatnonzero(peak > cluster.usable_bytes):
         need, have = format_apart(peak[d], cluster.usable_bytes[d])
         short = format_bytes(peak[d] - cluster.usable_bytes[d])

@@ -1,0 +1,129 @@
+"""Two processes of one thread against one: GPT-2-small blocks, 8 micro-batches. For an idle machine.
+
+OMP_NUM_THREADS=1 python -m benchmarks.pipeline_cpu --out benchmarks/results/pipeline-cpu.json
+
+aim      a step at least 0.85 x (16/9 x scaling / 2) times as fast as by one process; 16/9 is what a pipeline
+         of two stages and 8 micro-batches gains, scaling what two independent processes gain together
+predicted   within 15 % of measured, from costs measured here
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import platform
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import loadmaster as lm
+from benchmarks.gpt import Layer
+from loadmaster.cluster.parse import parse_cluster
+
+BLOCKS, WIDTH, HEADS, ROWS, LENGTH, BATCHES, AIM = 12, 768, 12, 1, 256, 8, 0.85
+
+
+def blocks() -> nn.Module:
+    """The blocks of GPT-2 small."""
+    return nn.Sequential(*(Layer(WIDTH, HEADS) for _ in range(BLOCKS)))
+
+
+def square(out: torch.Tensor) -> torch.Tensor:
+    """A loss that costs nothing."""
+    return out.square().mean()
+
+
+def sgd(weights: list[Any]) -> torch.optim.Optimizer:
+    """Small steps."""
+    return torch.optim.SGD(weights, lr=1e-4)
+
+
+def _train_alone(barrier: Any, pipe: Any) -> None:
+    """One process of one thread: the median seconds of a step of 8 micro-batches."""
+    torch.set_num_threads(1)
+    model, x = blocks(), torch.randn(ROWS, LENGTH, WIDTH)
+    optimizer, seconds = sgd(list(model.parameters())), []
+    for step in range(5):
+        if step == 1:
+            barrier.wait()
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        for _ in range(BATCHES):
+            (square(model(x)) / BATCHES).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begun)
+    pipe.send(median(seconds[1:]))
+
+
+def alone(count: int) -> float:
+    """The slowest of so many independent processes."""
+    context = mp.get_context("spawn")
+    barrier, pipes, processes = context.Barrier(count), [], []
+    for _ in range(count):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_train_alone, args=(barrier, theirs)))
+        pipes.append(ours)
+        processes[-1].start()
+    found = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    return max(found)
+
+
+def main() -> None:
+    """Measure alone, together and as a pipeline."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--measure", type=float, default=30.0)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    one, two = alone(1), alone(2)
+    scaling = 2 * one / two
+    model = blocks()
+    graph = lm.capture(model, (torch.randn(ROWS, LENGTH, WIDTH),), loss=square, optimizer="sgd")
+    base = parse_cluster("cpu#0-8GB, cpu#1-8GB")
+    cluster = replace(base, engine=np.arange(base.num_devices, dtype=np.int32))
+    problem = lm.problem(
+        graph, cluster, "step", pipeline=f"auto:{BATCHES}", costs="measured", measure_budget=asked.measure
+    )
+    placement = lm.plan(problem, algorithm="pipeline", budget=10.0)
+    x = torch.randn(ROWS * BATCHES, LENGTH, WIDTH)
+    with lm.launch(placement, model, loss=square, optimizer=sgd, threads=1) as run:
+        seconds = []
+        for _ in range(10):
+            begun = time.perf_counter()
+            run.step(x)
+            seconds.append(time.perf_counter() - begun)
+        stages = [str(stage) for stage in run.stage_times()]
+    measured, predicted = median(seconds[2:]), placement.score_s or 0.0
+    wanted = 16 / 9 * scaling / 2
+    plan = placement.plan
+    result = {
+        "date": str(date.today()),
+        "machine": platform.machine(),
+        "torch": str(torch.__version__),
+        "schedule": None if plan is None or plan.pipeline is None else plan.pipeline.schedule,
+        "alone_s": one,
+        "two_alone_s": two,
+        "scaling": scaling,
+        "pipeline_s": measured,
+        "speed_up": one / measured,
+        "share_of_possible": one / measured / wanted,
+        "aim": AIM,
+        "predicted_s": predicted,
+        "error": predicted / measured - 1,
+        "stages": stages,
+    }
+    print(json.dumps(result, indent=1))
+    if asked.out:
+        Path(asked.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The advisor in the published world: blocking, bounds and speed. Processor seconds throughout.
+
+Bases of rollouts are chosen on selection seeds; figures are of test seeds. Reads PipeDream's profiles from
+../shared.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Report
+from loadmaster.advisor.advise import advise
+from loadmaster.advisor.bounds.ramp import least_blocking
+from loadmaster.advisor.environments.engine import Kind, Rule, replay, replay_many
+from loadmaster.advisor.environments.streams import DISTRIBUTIONS, Stream, draw_stream
+from loadmaster.advisor.environments.world import World
+from loadmaster.advisor.jobs.curve import measured_curve
+from loadmaster.advisor.jobs.job import Job
+from loadmaster.advisor.jobs.state import ClusterState, host_layout
+from loadmaster.advisor.replay import BASELINES, CONSTANTS, interval, worlds
+
+SUITE = "advisor"
+GRAPHS = Path(__file__).parents[3] / "shared" / "graphs" / "pipedream"
+SELECTION = range(1000, 1006)
+TEST = range(5000, 5030)
+PACML = dict(zip(DISTRIBUTIONS, (0.2038, 0.2567, 0.1166, 0.0992), strict=True))
+
+
+def run(report: Report) -> None:
+    """All figures of the suite."""
+    made = worlds(GRAPHS)
+    _speed(report, made)
+    for name in ("compat", "own", "fixed"):
+        _blocking(report, made[name], name)
+
+
+def _candidates(label: str, d: str) -> dict[str, Rule]:
+    """Rollouts over the bases that are good on a distribution, and the best constants."""
+    bases = {
+        "A": {"4, or next": Rule(Kind.MEETS, 4, False)},
+        "B": {"smallest >= 8": Rule(Kind.MEETS, 8)},
+        "C": {"const 4": Rule(Kind.CONSTANT, 4)},
+        "D": {"2, or next": Rule(Kind.MEETS, 2, False)},
+    }[d]
+    if label != "compat":
+        floors = {"A": (8, 4), "B": (8,), "C": (4, 8), "D": (1, 2)}[d] if label == "own" else (1, 2)
+        bases = {f"best fit >= {k}": Rule(Kind.BEST_FIT, k) for k in floors}
+    looks = ((30, 20),)
+    return bases | {
+        f"rollout {h}x{f} on {name}": replace(rule, rollout=(h, f))
+        for name, rule in bases.items()
+        for h, f in looks
+    }
+
+
+def _blocked(world: World, streams: list[Stream], rule: Rule) -> np.ndarray:
+    if not rule.rollout[0]:
+        counts = replay_many(world, streams, [rule])[:, 0]
+        return counts[:, 1:5].sum(axis=1) / [len(s.model) for s in streams]
+    return np.array([replay(world, s, rule, seed=i).blocking for i, s in enumerate(streams)])
+
+
+def _blocking(report: Report, world: World, label: str) -> None:
+    for d in DISTRIBUTIONS:
+        select = [draw_stream(d, seed) for seed in SELECTION]
+        test = [draw_stream(d, seed) for seed in TEST]
+        found = {n: _blocked(world, select, r).mean() for n, r in (_candidates(label, d) | CONSTANTS).items()}
+        rules = _candidates(label, d) | CONSTANTS
+        best = min(found, key=found.__getitem__)
+        constant = min(CONSTANTS, key=found.__getitem__)
+        share, base = _blocked(world, test, rules[best]), _blocked(world, test, rules[constant])
+        mean, half = interval(share)
+        paired, paired_half = interval(share - base)
+        name = f"{label} {d}"
+        if label == "compat":
+            aim = PACML[d]
+            report.add(
+                SUITE,
+                f"{name}: {best}, blocking, upper 95 % limit",
+                mean + half,
+                "share",
+                aim=f"< {aim}",
+                reached=mean + half < aim,
+            )
+        report.add(SUITE, f"{name}: {best}, blocking (95 % +-{half:.4f})", mean, "share")
+        report.add(
+            SUITE,
+            f"{name}: less {constant}, paired (95 % +-{paired_half:.4f})",
+            paired,
+            "share",
+            aim="< 0",
+            reached=paired + paired_half < 0,
+        )
+        bounds = [least_blocking(world, s) for s in test]
+        report.add(
+            SUITE, f"{name}: bound by shared time", float(np.mean([b.shared_time for b in bounds])), "share"
+        )
+        report.add(
+            SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share"
+        )
+        for other, rule in BASELINES.items():
+            report.add(SUITE, f"{name}: {other}", float(_blocked(world, test, rule).mean()), "share")
+
+
+def _speed(report: Report, made: dict[str, World]) -> None:
+    streams = [draw_stream("A", seed) for seed in range(50)]
+    for label, world in made.items():
+        for name in ("Para_max", "Para_min", "smallest"):
+            replay(world, streams[0], BASELINES[name])  # compiled
+            began = time.process_time()
+            for stream in streams:
+                replay(world, stream, BASELINES[name])
+            each = 50 * 1000 / (time.process_time() - began)
+            report.add(
+                SUITE,
+                f"{label} {name}: decisions per cpu second, one stream at a time",
+                each,
+                "1/s",
+                aim=">= 2e5",
+                reached=each >= 2e5,
+            )
+            replay_many(world, streams[:1], [BASELINES[name]])
+            began = time.process_time()
+            replay_many(world, streams, [BASELINES[name]])
+            each = 50 * 1000 / (time.process_time() - began)
+            report.add(
+                SUITE,
+                f"{label} {name}: decisions per cpu second, batched",
+                each,
+                "1/s",
+                aim=">= 2e6",
+                reached=each >= 2e6,
+            )
+            published = {"Para_max": 0.4, "Para_min": 8.0}.get(name)
+            if published and label == "compat":
+                report.add(
+                    SUITE,
+                    f"compat {name}: times the published simulator's {published}/s",
+                    each / published,
+                    "x",
+                )
+    rule = Rule(Kind.CONSTANT, 4, rollout=(30, 20))
+    replay(made["compat"], streams[0], rule)
+    began = time.process_time()
+    for stream in streams[:5]:
+        replay(made["compat"], stream, rule)
+    each = (time.process_time() - began) / 5000
+    report.add(
+        SUITE, "rollout 30 x 20, one decision", 1e3 * each, "cpu ms", aim="<= 0.3", reached=each <= 3e-4
+    )
+    layout, rng = host_layout([8] * 128), np.random.default_rng(0)
+    curve = measured_curve({1: 8000.0, 2: 4100.0, 4: 2300.0, 8: 1400.0, 16: 900.0, 32: 700.0})
+    taken = []
+    for i in range(520):
+        free_at = np.zeros(1024)
+        for _ in range(100):
+            h = int(rng.integers(128))
+            free_at[8 * h : 8 * h + 8] = rng.random() * 1e4
+        state, job = ClusterState(layout, free_at), Job("x", curve, float(rng.random() * 9000))
+        began = time.process_time()
+        advise(job, state)
+        taken += [time.process_time() - began] * (i >= 20)
+    p99 = float(np.quantile(taken, 0.99))
+    report.add(
+        SUITE, "advise, 1024 devices, 100 jobs, p99", 1e3 * p99, "cpu ms", aim="<= 10", reached=p99 <= 0.01
+    )

@@ -1,0 +1,106 @@
+"""Kubernetes: reads nodes, running pods and pending jobs as recorded JSON, writes the manifest it would
+advise.
+
+Serves `batch/v1` Jobs (Kueue: parallelism) and Kubeflow PyTorchJobs (Worker replicas), one GPU a pod. A
+job says its curve and deadline in annotations `loadmaster.dev/seconds` ('{"1": 3600, "2": 1900}') and
+`loadmaster.dev/deadline-seconds`.
+"""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from loadmaster.advisor.adapters.log import AdviceEntry
+from loadmaster.advisor.adapters.requests import Pending, advise_pending, curve_of
+from loadmaster.advisor.jobs.state import ClusterState, host_layout
+from loadmaster.core.errors import FormatError
+
+_SECONDS = "loadmaster.dev/seconds"
+_DEADLINE = "loadmaster.dev/deadline-seconds"
+_ADVISED = "loadmaster.dev/advised-devices"
+_GPU = "nvidia.com/gpu"
+_PRODUCT = "nvidia.com/gpu.product"
+
+
+def advise_kubernetes(document: dict[str, Any]) -> list[AdviceEntry]:
+    """Advice on every pending job; a manifest is the job's own with the number advised."""
+    state = kubernetes_state(document)
+    entries = []
+    for manifest in _items(document, "pending"):
+        name = str(_at(manifest, "metadata", "name"))
+        notes = _at(manifest, "metadata", "annotations") or {}
+        try:
+            curve = curve_of(name, {name: json.loads(notes.get(_SECONDS, "null"))})
+            limit = None if notes.get(_DEADLINE) is None else float(notes[_DEADLINE])
+        except (ValueError, RecursionError) as trouble:
+            raise FormatError(
+                f"job {name!r}: an annotation {_SECONDS} or {_DEADLINE} is malformed: {trouble}"
+            ) from None
+        job = Pending(name, name, _replicas(manifest), limit, manifest)
+        answer, entry = advise_pending(job, state, curve, "kubernetes")
+        if answer is not None and answer.admit:
+            entry = replace(entry, action=_manifest(manifest, len(answer.devices)))
+        entries.append(entry)
+    return entries
+
+
+def kubernetes_state(document: dict[str, Any]) -> ClusterState:
+    """Nodes with GPUs; GPUs of running pods come free at a time nobody has told."""
+    sizes, kinds, names = [], [], []
+    for node in _items(document, "nodes"):
+        count = int(str(_at(node, "status", "allocatable", _GPU) or 0))
+        if count > 0 and not _at(node, "spec", "unschedulable"):
+            sizes.append(count)
+            kinds.append(str(_at(node, "metadata", "labels", _PRODUCT) or "gpu"))
+            names.append(str(_at(node, "metadata", "name")))
+    if not sizes:
+        raise FormatError(f"no node of the recorded cluster has allocatable {_GPU}")
+    layout = host_layout(sizes, kinds)
+    free_at = np.zeros(layout.num_devices)
+    for pod in _items(document, "pods"):
+        node = _at(pod, "spec", "nodeName")
+        if node not in names or _at(pod, "status", "phase") in ("Succeeded", "Failed"):
+            continue
+        containers = _at(pod, "spec", "containers") or []
+        used = sum(int(str(_at(c, "resources", "limits", _GPU) or 0)) for c in containers)
+        free = np.flatnonzero((layout.host == names.index(node)) & (free_at == 0))
+        free_at[free[:used]] = np.inf
+    return ClusterState(
+        replace(layout, name=tuple(f"{names[h]}/gpu{i}" for i, h in enumerate(layout.host))), free_at
+    )
+
+
+def _replicas(manifest: dict[str, Any]) -> int:
+    worker = _at(manifest, "spec", "pytorchReplicaSpecs", "Worker", "replicas")
+    return max(1, int(worker or _at(manifest, "spec", "parallelism") or 1))
+
+
+def _manifest(manifest: dict[str, Any], count: int) -> str:
+    """The same job with so many pods; Kueue starts it when its quota allows."""
+    changed = copy.deepcopy(manifest)
+    spec = changed["spec"]
+    if "pytorchReplicaSpecs" in spec:
+        spec["pytorchReplicaSpecs"]["Worker"]["replicas"] = count
+    else:
+        spec["parallelism"] = count
+        if "completions" in spec:
+            spec["completions"] = count
+    changed["metadata"].setdefault("annotations", {})[_ADVISED] = str(count)
+    return json.dumps(changed, indent=2, sort_keys=True)
+
+
+def _items(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    found = document.get(name, {"items": []})
+    rows = found.get("items") if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise FormatError(f"the recorded cluster has no list {name!r}")
+    return rows
+
+
+def _at(value: Any, *path: str) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

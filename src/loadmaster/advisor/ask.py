@@ -1,0 +1,83 @@
+"""`lm.advise`: from what a user has (a source or a job, devices or a state) to a `Job` and a
+`ClusterState`."""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import numpy as np
+
+from loadmaster.advisor.advice import Advice
+from loadmaster.advisor.advise import advise as advise_job
+from loadmaster.advisor.jobs.curve import measured_curve
+from loadmaster.advisor.jobs.job import Job
+from loadmaster.advisor.jobs.state import ClusterState, Layout, idle
+from loadmaster.advisor.planned_curve import COUNTS, planned_curve
+from loadmaster.advisor.policies.registry import Policy
+from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import InputError
+from loadmaster.core.question import Source
+from loadmaster.core.run import ignore_progress
+
+
+def advise(
+    job: "Job | str | os.PathLike[str] | Mapping[int, float] | object",
+    state: "ClusterState | Cluster | str",
+    *,
+    deadline_s: float | None = None,
+    by: str | Policy = "smallest",
+    steps: float = 1.0,
+    batch: int | None = None,
+    seq: int | None = None,
+    objective: str = "throughput",
+    budget: str = "60x",
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> Advice:
+    """How many devices a job should get, which, and when it will be done; or why not, and what would do.
+
+    `job` is a Job, seconds by number of devices, or a source the planner understands with its number of
+    `steps`; `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
+    """
+    if deadline_s is not None and not (deadline_s >= 0):
+        raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
+    where = state if isinstance(state, ClusterState) else idle(layout_of(state))
+    if isinstance(job, Job):
+        asked = job
+    elif isinstance(job, Mapping):
+        asked = Job("job", measured_curve(job))
+    else:
+        most = int(np.isfinite(where.free_at_s).sum())
+        counts = [n for n in COUNTS if n <= most] or [most]
+        kinds = where.layout.kinds
+        curve = planned_curve(
+            cast(Source, job),
+            kinds,
+            steps=steps,
+            counts=counts,
+            objective=objective,
+            budget=budget,
+            batch=batch,
+            seq=seq,
+            progress=progress,
+        )
+        asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
+    return advise_job(
+        asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by
+    )
+
+
+def layout_of(devices: "Cluster | str") -> Layout:
+    """The accelerators of a cluster, or all its devices where there are none."""
+    cluster = devices if isinstance(devices, Cluster) else parse_cluster(devices)
+    chosen = np.flatnonzero(~cluster.on_host[cluster.kind])
+    if not len(chosen):
+        chosen = np.arange(len(cluster.device_name))
+    kinds = tuple(dict.fromkeys(cluster.kind_name[cluster.kind[d]] for d in chosen))
+    return Layout(
+        name=tuple(cluster.device_name[d] for d in chosen),
+        host=np.asarray(cluster.host)[chosen].astype(np.int64),
+        kind=np.array([kinds.index(cluster.kind_name[cluster.kind[d]]) for d in chosen], np.int64),
+        kinds=kinds,
+    )

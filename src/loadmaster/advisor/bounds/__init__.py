@@ -1,0 +1,5 @@
+"""What no policy can beat, over whole streams: most jobs in time (or least blocking), proven.
+
+Front doors: `ramp.least_blocking` (published and corrected cluster) and `traces.most_met`. May import
+`environments`.
+"""

@@ -1,0 +1,28 @@
+"""Always the same number of devices; the best constant is the baseline that everything must beat."""
+
+from dataclasses import dataclass
+
+from loadmaster.advisor.environments.engine import Kind, Rule
+from loadmaster.advisor.jobs.job import Job
+from loadmaster.advisor.jobs.state import REJECT, ClusterState, Decision
+from loadmaster.advisor.policies.registry import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The number."""
+
+    degree: int = 4
+
+    @property
+    def rule(self) -> Rule:
+        """For the compiled engine."""
+        return Rule(Kind.CONSTANT, self.degree)
+
+    def __call__(self, job: Job, state: ClusterState, run: Run) -> Decision:
+        """The number where it is offered."""
+        offered = self.degree in job.curve.degrees and state.offers(self.degree)
+        return Decision(self.degree) if offered else REJECT
+
+
+POLICY = Constant

@@ -1,0 +1,46 @@
+"""loadmaster diff: two plans of one model side by side."""
+
+from typing import Annotated
+
+import typer
+
+from loadmaster.cli import options as o
+
+SUMMARY = "Set two plans side by side: what moved, and what it cost."
+
+
+def command(
+    before: Annotated[str, typer.Argument(metavar="A", help="A saved plan.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    max_bytes: o.MaxBytes = "1GiB",
+    json: o.Json = False,
+) -> None:
+    """Say which modules moved, and time, memory and bytes sent before and after.
+
+    The plans may be of graphs that were captured from different code, or on different devices.
+    """
+    import msgspec
+
+    from loadmaster import api
+    from loadmaster.cli.console import print_json, progress, stdout
+    from loadmaster.cli.question import parse_size
+    from loadmaster.cli.verbs.report import read_placement
+    from loadmaster.report import question_tables
+    from loadmaster.report.plain_text import escape_control_characters
+
+    limit = parse_size("--max-bytes", max_bytes)
+    one, other = read_placement(before, limit), read_placement(after, limit)
+    with progress(f"comparing {before} and {after}"):
+        found = api.diff(one, other, names=(before, after))
+    if json:
+        print_json(msgspec.to_builtins(found))
+        return
+    console = stdout()
+    console.print(question_tables.difference_summary(found))
+    console.print()
+    console.print(question_tables.difference_devices(found))
+    if found.modules:
+        console.print()
+        console.print(question_tables.difference_modules(found))
+    for note in found.notes:
+        console.print(escape_control_characters(f"note: {note}"), style="dim", soft_wrap=True)

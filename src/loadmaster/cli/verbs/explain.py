@@ -1,0 +1,58 @@
+"""loadmaster explain: why a plan, or an op or module of it, is as it is."""
+
+from typing import Annotated
+
+import typer
+
+from loadmaster.cli import options as o
+
+SUMMARY = "Say why a plan, an op or a module is as it is."
+Changes = Annotated[
+    str, typer.Option("--budget", "-b", metavar="BUDGET", help="Plans to try for each question: 100x, or 2s.")
+]
+
+
+def command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A file saved by: loadmaster plan ... --out.")],
+    target: Annotated[
+        str, typer.Argument(metavar="[OP|MODULE]", help="An op or a module. Default: the whole plan.")
+    ] = "",
+    budget: Changes = "100x",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Simulate an op elsewhere, but look for no plan with it there.")
+    ] = False,
+    max_bytes: o.MaxBytes = "1GiB",
+    json: o.Json = False,
+) -> None:
+    """Try the alternatives and say what came of them.
+
+    Without a target: what limits the step, and which single change helps most (memory, speed, a link, a
+    device more, half the batch), each planned for again. With one: what it would cost elsewhere, in time,
+    bytes sent and memory.
+    """
+    import msgspec
+
+    from loadmaster import api
+    from loadmaster.cli.console import print_json, progress, stdout
+    from loadmaster.cli.question import parse_size
+    from loadmaster.cli.verbs.report import read_placement
+    from loadmaster.report import question_tables
+    from loadmaster.report.plain_text import escape_control_characters
+
+    placement = read_placement(plan, parse_size("--max-bytes", max_bytes))
+    with progress(f"explaining {plan}") as say:
+        found = api.explain(placement, target, budget=budget, replan=not quick, progress=say)
+    if json:
+        print_json({"plan": plan, **msgspec.to_builtins(found)})
+        return
+    console = stdout()
+    for reason in found.reasons:
+        console.print(escape_control_characters(reason), soft_wrap=True)
+    if found.elsewhere:
+        console.print()
+        console.print(question_tables.elsewhere(found))
+    if found.changes:
+        before = placement.score_s
+        console.print()
+        console.print("single changes, the best first:")
+        console.print(question_tables.outcomes(found.changes, before))

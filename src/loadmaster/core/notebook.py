@@ -1,0 +1,36 @@
+"""Notebooks: how a noun shows itself in Jupyter, and pictures of it.
+
+Jupyter asks the noun itself (`_repr_html_`), and drawing stands far above the nouns, so this is the one
+place where a noun reaches up: by name, when it is asked, and only to be looked at.
+"""
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An SVG: a notebook shows it, `save` writes it."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file."""
+        from loadmaster.core.io import write_bytes
+
+        write_bytes(self.svg.encode(), path)
+
+
+def html_of(noun: Any) -> str:
+    """What a notebook shows of a noun."""
+    return str(import_module("loadmaster.report.notebook").render_html(noun))
+
+
+def picture_of(*nouns: Any) -> Picture:
+    """The Gantt of a placement, or of a timeline with its graph."""
+    return Picture(str(import_module("loadmaster.report.notebook").render_picture(*nouns)))

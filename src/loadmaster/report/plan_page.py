@@ -1,0 +1,519 @@
+"""Plan page: the sections that are shown of a placement and its review."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from loadmaster.core.outcomes import Outcomes
+from loadmaster.core.placement import Placement, Status
+from loadmaster.core.problem import Objective
+from loadmaster.core.reasons import why_none_fits
+from loadmaster.core.review import MEMORY_KINDS, ModuleUse, Review, Wait
+from loadmaster.core.units import format_bytes, format_percent, format_seconds
+from loadmaster.cost.error_bar import format_error
+from loadmaster.report import charts, tables
+from loadmaster.report.documents import predicted_error
+from loadmaster.report.gantt import draw_gantt, idle_devices
+from loadmaster.report.page import Card, Page, Rows, Section, render_page
+from loadmaster.report.plain_text import escape_control_characters
+
+_MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
+_LEAST_SHARE = 1e-3  # of the step
+_WORDS = {
+    "transfer": "a transfer from {source}",
+    "queue": "a link to be free, for a transfer from {source}",
+    "op": "{source} to compute",
+    "engine": "another part of the same chip",
+    "launch": "its turn, or the host to launch it",
+    "end": "nothing: no op is left in this step",
+    "empty": "nothing: no op is placed here",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanPage:
+    """What a page is made of: the answer, its review, and what is set beside it."""
+
+    placement: Placement
+    review: Review
+    measured: Review | None = None
+    others: Sequence[tuple[str, Placement]] = ()  # of --compare
+    outcomes: Sequence[Outcomes] = field(default=())  # sweeps and changes that were tried
+
+
+def render_plan_page(parts: PlanPage) -> bytes:
+    """The HTML file."""
+    placement, review = parts.placement, parts.review
+    graph, cluster = placement.problem.graph, placement.problem.cluster
+    sections = [
+        _timeline_section(parts),
+        *_memory_section(placement, review),
+        _device_section(parts),
+        _waiting_section(parts),
+        _path_section(parts),
+        _cluster_section(placement, review),
+        *_module_section(placement, review),
+        *_comparison_section(parts),
+        *[_outcome_section(outcomes, at) for at, outcomes in enumerate(parts.outcomes)],
+        _about_section(placement),
+    ]
+    found = tables.findings(graph)
+    page = Page(
+        title=f"{graph.name} on {cluster.name}",
+        subtitle=f"{graph.num_ops:,} ops, {cluster.num_devices} device{'s' * (cluster.num_devices > 1)};"
+        f" planned by {placement.algorithm}",
+        cards=_cards(parts),
+        limits=[review.limit] if review.limit else [],
+        troubles=[] if placement.fits else why_none_fits(placement),
+        notes=[*review.notes, *found],
+        sections=sections,
+    )
+    return render_page(page)
+
+
+# ---- the verdict
+
+
+def _cards(parts: PlanPage) -> list[Card]:
+    placement, review = parts.placement, parts.review
+    fits = placement.fits
+    word = tables.time_word(placement.problem.objective)
+    found = [
+        Card(
+            "memory",
+            "fits" if fits else "does not fit",
+            _describe_fullest(placement),
+            "good" if fits else "bad",
+        )
+    ]
+    if placement.score_s is not None:
+        found.append(Card(word, format_error(placement.score_s, predicted_error(placement)), "predicted"))
+    else:
+        found.append(Card(word, format_seconds(review.timeline.step_s), "of the plan that came nearest"))
+    if parts.measured is not None:
+        seconds = parts.measured.timeline.step_s
+        error = review.timeline.step_s / seconds - 1 if seconds else 0.0
+        found.append(Card("measured", format_seconds(seconds), f"the prediction is off by {error:+.1%}"))
+    if placement.status == Status.OPTIMAL:
+        found.append(Card("gap", "0 %: optimal", "proven", "good"))
+    elif placement.gap is not None:
+        found.append(
+            Card(
+                "gap",
+                f"≤ {format_percent(placement.gap)}",
+                f"above the bound of {tables.bound_text(placement)}",
+            )
+        )
+    else:
+        found.append(Card("gap", "unknown", f"lower bound: {tables.bound_text(placement)}"))
+    found.append(_rate_card(placement, review))
+    return found
+
+
+def _rate_card(placement: Placement, review: Review) -> Card:
+    seconds = placement.score_s or review.timeline.step_s
+    if placement.problem.objective == Objective.THROUGHPUT:
+        return Card(
+            "throughput", f"{_number(1 / seconds)} samples/s" if seconds else "-", "while the pipeline runs"
+        )
+    if review.samples is not None and seconds:
+        return Card(
+            "throughput", f"{_number(review.samples / seconds)} samples/s", f"{review.samples} samples a step"
+        )
+    return Card(
+        "steps", f"{_number(1 / seconds)} a second" if seconds else "-", "the graph does not say its batch"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _describe_fullest(placement: Placement) -> str:
+    usable = placement.problem.cluster.usable_bytes
+    device = int((placement.peak_bytes / usable).argmax())
+    name = placement.problem.cluster.device_name[device]
+    peak = format_bytes(placement.peak_bytes[device])
+    return f"fullest: {name}, {peak} of {tables.memory_text(int(usable[device]))}"
+
+
+# ---- sections
+
+
+def _timeline_section(parts: PlanPage) -> Section:
+    timelines = {"predicted": parts.review.timeline}
+    critical = {"predicted": parts.review.critical_ops}
+    lead = (
+        "What runs where and when in one step. Drag to move, double-click or Ctrl and the wheel to"
+        " zoom, click"
+    )
+    lead += (
+        " for one op; with the keyboard: arrows, + and -, 0 for the whole step, comma and full stop"
+        " from op to op."
+    )
+    if parts.measured is not None:
+        timelines["measured"] = parts.measured.timeline
+        critical["measured"] = parts.measured.critical_ops
+        lead = f"Predicted above measured, on one axis. {lead}"
+    gantt = draw_gantt(parts.placement.problem.graph, timelines, critical)
+    idle = idle_devices(timelines.values())
+    names = [parts.review.timeline.device_name[device] for device in sorted(idle)]
+    after = f"Nothing runs on {_list_few(names)}." if idle else ""
+    return Section("timeline", "Timeline", lead, gantt=gantt, after=after)
+
+
+def _list_few(names: Sequence[str], most: int = 8) -> str:
+    """All names, or the first ones and how many more."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more devices"
+
+
+def _memory_section(placement: Placement, review: Review) -> list[Section]:
+    if not review.memory:
+        return []
+    cluster, end_s = placement.problem.cluster, review.timeline.step_s
+    used = [device for device, curve in enumerate(review.memory) if curve.peak_bytes > 0]
+    charts_ = [
+        charts.memory_chart(
+            cluster.device_name[device], review.memory[device], int(cluster.usable_bytes[device]), end_s
+        )
+        for device in used
+    ]
+    idle = [cluster.device_name[d] for d in range(cluster.num_devices) if d not in used]
+    shown = {int(at) for curve in review.memory for at in np.flatnonzero(curve.held_bytes.any(axis=0))}
+    key = [(f"k{at}", name) for at, name in enumerate(MEMORY_KINDS) if at in shown]
+    after = f"Nothing is ever held on {_list_few(idle)}." if idle else ""
+    lead = (
+        "What stands on each device during the step, its limit (dashed), and the moment at which it"
+        " holds most."
+    )
+    return [
+        Section("memory", "Memory over time", lead, figures=charts_, small_figures=True, key=key, after=after)
+    ]
+
+
+def _device_section(parts: PlanPage) -> Section:
+    placement, cluster, timeline = parts.placement, parts.placement.problem.cluster, parts.review.timeline
+    plan = placement.plan or placement.least_overflow_plan
+    assert plan is not None
+    bars = []
+    idle = idle_devices([timeline])
+    for device, name in enumerate(cluster.device_name):
+        if device in idle and not placement.peak_bytes[device]:
+            continue
+        usable, peak = int(cluster.usable_bytes[device]), int(placement.peak_bytes[device])
+        busy = float(timeline.busy_s[device]) / timeline.step_s if timeline.step_s else 0.0
+        bars.append(
+            {
+                "name": escape_control_characters(name),
+                "kind": escape_control_characters(cluster.kind_name[int(cluster.kind[device])]),
+                "colour": device % 8,
+                "ops": f"{int((plan.device == device).sum()):,}",
+                "busy": format_percent(busy),
+                "busy_percent": round(100 * min(busy, 1.0), 1),
+                "peak": format_bytes(peak),
+                "memory": tables.memory_text(usable),
+                "full_percent": round(100 * min(peak / usable, 1.0), 1),
+                "over": peak > usable,
+            }
+        )
+    rows = []
+    if parts.measured is not None:
+        seen = parts.measured.timeline
+        rows.append(
+            Rows(
+                ("device", "busy predicted", "busy measured", "peak predicted", "peak measured"),
+                [
+                    (
+                        name,
+                        format_seconds(float(timeline.busy_s[d])),
+                        format_seconds(float(seen.busy_s[d])),
+                        format_bytes(float(timeline.peak_bytes[d])),
+                        format_bytes(float(seen.peak_bytes[d])) if seen.peak_bytes[d] else "-",
+                    )
+                    for d, name in enumerate(cluster.device_name)
+                ],
+                right=("busy predicted", "busy measured", "peak predicted", "peak measured"),
+                title="Predicted and measured",
+            )
+        )
+    return Section(
+        "devices", "Devices", "How busy each device is during the step, and how full.", rows, bars=bars
+    )
+
+
+def _waiting_section(parts: PlanPage) -> Section:
+    found = [_wait_table(parts.placement, parts.review, "")]
+    if parts.measured is not None:
+        found[0] = _wait_table(parts.placement, parts.review, "predicted")
+        found.append(_wait_table(parts.placement, parts.measured, "measured"))
+    lead = (
+        "Why devices stand idle: what an op that could not start yet was waiting for. The shares of"
+        " a device add"
+    )
+    return Section("waiting", "Idle time", f"{lead} up to all its idle time.", found)
+
+
+def _wait_table(placement: Placement, review: Review, title: str) -> Rows:
+    step = review.timeline.step_s or 1.0
+    names = placement.problem.cluster.device_name
+    rows: list[tuple[str, ...]] = []
+    idle = idle_devices([review.timeline])
+    for device, name in enumerate(names):
+        if device in idle:
+            continue
+        waits = [wait for wait in review.waits if wait.device == device]
+        shown = [wait for wait in waits[:_MOST_WAITS] if wait.seconds >= _LEAST_SHARE * step]
+        rows += [_wait_row(name, wait, names, step) for wait in shown]
+        rest = waits[len(shown) :]
+        if rest:
+            seconds = sum(wait.seconds for wait in rest)
+            rows.append(
+                (
+                    name,
+                    f"{len(rest)} shorter waits",
+                    "",
+                    format_seconds(seconds),
+                    format_percent(seconds / step),
+                )
+            )
+    if not rows:
+        rows.append(("-", "no device is ever idle", "", "", ""))
+    return Rows(
+        ("device", "waits for", "needed", "time", "of the step"), rows, ("time", "of the step"), title
+    )
+
+
+def _wait_row(name: str, wait: Wait, names: Sequence[str], step: float) -> tuple[str, ...]:
+    source = names[wait.source] if wait.source >= 0 else ""
+    cause = f"output of {wait.cause}" if wait.cause else ""
+    if wait.count > 1:
+        cause += f"{' ' if cause else ''}({wait.count} times)"
+    text = _WORDS[wait.kind].format(source=source)
+    return name, text, cause, format_seconds(wait.seconds), format_percent(wait.seconds / step)
+
+
+def _path_section(parts: PlanPage) -> Section:
+    review, step = parts.review, parts.review.timeline.step_s or 1.0
+    longest = sorted(review.critical, key=lambda part: part.start_s - part.end_s)[:_MOST_PARTS]
+    rows = [
+        (
+            format_seconds(part.start_s),
+            {"compute": "computes on", "transfer": "sent", "wait": "waits on"}[part.kind]
+            + f" {part.resource}",
+            part.module or "-",
+            part.first if part.num == 1 else f"{part.first} ... {part.last} ({part.num})",
+            format_seconds(part.end_s - part.start_s),
+            format_percent((part.end_s - part.start_s) / step),
+        )
+        for part in sorted(longest, key=lambda part: part.start_s)
+    ]
+    hidden = len(review.critical) - len(longest)
+    title = f"The path, stretch by stretch ({len(longest)})"
+    note = (
+        f"The {len(longest)} longest of {len(review.critical)} stretches, in order of time." if hidden else ""
+    )
+    table = Rows(
+        ("from", "what", "module", "ops", "time", "of the step"),
+        rows,
+        ("from", "time", "of the step"),
+        title,
+        note,
+        folded=True,
+    )
+    shares: dict[tuple[str, str], float] = {}
+    for part in review.critical:
+        key = (part.kind, part.resource)
+        shares[key] = shares.get(key, 0.0) + part.end_s - part.start_s
+    words = {"compute": "computing on {}", "transfer": "sending {}", "wait": "waiting on {}"}
+    total = Rows(
+        ("what", "time", "of the step"),
+        [
+            (words[kind].format(where), format_seconds(seconds), format_percent(seconds / step))
+            for (kind, where), seconds in sorted(shares.items(), key=lambda pair: -pair[1])
+            if seconds > 0
+        ],
+        ("time", "of the step"),
+    )
+    lead = (
+        "The chain of ops and transfers that the step time is made of: to be faster, something here"
+        " must change."
+    )
+    return Section("critical-path", "Critical path", lead, [total, table])
+
+
+def _cluster_section(placement: Placement, review: Review) -> Section:
+    cluster = placement.problem.cluster
+    picture = charts.cluster_picture(cluster, review, placement.peak_bytes.tolist())
+    step = review.timeline.step_s or 1.0
+    rows = [
+        (
+            link.name,
+            format_bytes(link.num_bytes),
+            f"{link.num_transfers:,}",
+            f"{format_bytes(link.bytes_per_s)}/s",
+            format_seconds(link.busy_s),
+            format_percent(link.busy_s / step),
+        )
+        for link in review.links[:_MOST_LINKS]
+    ]
+    more = len(review.links) - len(rows)
+    numbers = ("bytes", "transfers", "rate", "busy", "of the step")
+    table = Rows(
+        ("link", *numbers),
+        rows or [("-", "nothing is sent", "", "", "", "")],
+        numbers if rows else (),
+        title="Links",
+        note=f"and {more} links with less to do" if more > 0 else "",
+    )
+    lead = (
+        "Devices with the share of time they compute and (bar) of memory they fill; arrows: what they send."
+    )
+    return Section("cluster", "Cluster", lead, [table], [picture])
+
+
+def _module_section(placement: Placement, review: Review) -> list[Section]:
+    if len(review.modules) < 2:
+        return []
+    names = placement.problem.cluster.device_name
+    rows = list(review.modules)
+    depth = 99
+    while len(rows) > _MOST_MODULES:
+        depth = max(module.depth for module in rows) - 1
+        rows = [module for module in rows if module.depth <= depth]
+    tree = _nest(rows, names, review.timeline.step_s, len(rows) < 60)
+    used = [device for device in range(len(names)) if any(module.ops_on[device] for module in rows[:1])]
+    hidden = len(review.modules) - len(rows)
+    return [
+        Section(
+            "modules",
+            "Modules",
+            "Where each module runs, with its time and what it holds all step long (weights and their"
+            " optimizer).",
+            key=[(f"d{device % 8}", names[device]) for device in used],
+            tree=tree,
+            more=f"{hidden:,} modules below depth {depth} are not listed." if hidden else "",
+        )
+    ]
+
+
+def _nest(rows: Sequence[ModuleUse], names: Sequence[str], step_s: float, few: bool) -> Mapping[str, Any]:
+    """The tree of rows that stand in the order of a walk."""
+    stack: list[dict[str, Any]] = []
+    root: dict[str, Any] = {}
+    for module in rows:
+        node = _module_line(module, names, step_s)
+        node["open"] = module.depth == 0 or (few and module.depth < 2)
+        node["below"] = []
+        del stack[module.depth :]
+        if stack:
+            stack[-1]["below"].append(node)
+        else:
+            root = node
+        stack.append(node)
+    return root
+
+
+def _module_line(module: ModuleUse, names: Sequence[str], step_s: float) -> dict[str, Any]:
+    total = sum(module.seconds)
+    weights = module.seconds if total > 0 else module.ops_on
+    whole = sum(weights) or 1
+    at = [device for device in range(len(names)) if module.ops_on[device]]
+    shares = [f"{names[device]} {format_percent(weights[device] / whole)}" for device in at]
+    last = module.path.rpartition(".")[2] or "the whole model"
+    return {
+        "name": escape_control_characters(last),
+        "parts": [
+            {"colour": device % 8, "percent": f"{100 * weights[device] / whole:.1f}"}
+            for device in at
+            if weights[device]
+        ],
+        "split": escape_control_characters(", ".join(shares)),
+        "time": format_seconds(total) if total else "-",
+        "memory": format_bytes(module.resident_bytes) if module.resident_bytes else "-",
+        "on": escape_control_characters(
+            ", ".join(names[device] for device in at) if len(at) <= 4 else f"{len(at)} devices"
+        ),
+    }
+
+
+def _comparison_section(parts: PlanPage) -> list[Section]:
+    placement = parts.placement
+    rows: list[tuple[str, float | None, float, str]] = []
+    for member in placement.members:
+        if member.status is not None:
+            rows.append((member.name, member.score_s, member.seconds, member.reason))
+    if not placement.members:
+        rows.append((placement.algorithm, placement.score_s, placement.wall_s, "this plan"))
+    for name, other in parts.others:
+        why = other.status.value.replace("_", " ")
+        rows.append((name, other.score_s, other.wall_s, why))
+    if len(rows) < 2:
+        return []
+    rows.sort(key=lambda row: (row[1] is None, row[1] or 0.0))
+    chart = charts.comparison_chart(
+        [(name, took, seconds) for name, seconds, took, _ in rows if seconds is not None], placement.bound_s
+    )
+    bound = placement.bound_s
+    table = Rows(
+        ("algorithm", "time", "gap", "time to plan", "why"),
+        [
+            (
+                name,
+                "does not fit" if seconds is None else format_seconds(seconds),
+                format_percent(seconds / bound - 1) if seconds is not None and bound > 0 else "-",
+                format_seconds(took),
+                why,
+            )
+            for name, seconds, took, why in rows
+        ],
+        ("time", "gap", "time to plan"),
+    )
+    lead = "Every algorithm that was asked: how fast its plan is, and how long it took. Lower left is better."
+    return [Section("algorithms", "Algorithms", lead, [table], [chart] if chart else [])]
+
+
+def _outcome_section(outcomes: Outcomes, at: int) -> Section:
+    rows = [
+        (
+            row.name,
+            "does not fit" if row.time_s is None else format_seconds(row.time_s),
+            _change_text(row.time_s, outcomes.before_s),
+            "-" if row.per_sample_s is None else format_seconds(row.per_sample_s),
+            row.note,
+        )
+        for row in outcomes.rows
+    ]
+    figures = []
+    if outcomes.sweep:
+        points = [(row.value or row.name, row.time_s, f"{row.name}: {row.note}") for row in outcomes.rows]
+        figures.append(charts.curve_chart(points, title=f"Time over {outcomes.sweep}", across=outcomes.sweep))
+    numbers = ("time", "against now", "a sample")
+    table = Rows(("change", *numbers, "why"), rows, numbers)
+    title = f"Sweep of {outcomes.sweep}" if outcomes.sweep else "What if"
+    return Section(f"outcomes-{at}", title, outcomes.lead, [table], figures)
+
+
+def _change_text(after: float | None, before: float | None) -> str:
+    return "-" if after is None or not before else f"{after / before - 1:+.1%}"
+
+
+def _about_section(placement: Placement) -> Section:
+    problem = placement.problem
+    rows = [
+        ("graph", problem.graph.name),
+        ("made", problem.graph.capture),
+        ("cluster", problem.cluster.name),
+        ("objective", problem.objective.value),
+        ("links", problem.links.value),
+        ("status", tables.status_text(placement)),
+        ("proof", placement.proof or "-"),
+        ("lower bound", tables.bound_text(placement)),
+        ("guarantee", placement.guarantee or "-"),
+        ("time to plan", format_seconds(placement.wall_s)),
+        ("digest", placement.digest[:16]),
+    ]
+    return Section("about", "About this plan", tables=[Rows(("", " "), rows)])

@@ -1,0 +1,342 @@
+"""Explain: why a plan, or an op or module of it, is as it is, found out by trying the alternatives.
+
+Elsewhere: the ops of the target, with all that must be with them, are put on every other device, all else as
+it is, and the step is simulated; then a plan is looked for that has them there. Changes: one thing at a time
+is altered (memory, a link, the speed of a device, a device more, half the batch) and planned for again. A
+sentence is only said of what one of these runs has shown.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools
+from loadmaster.core.errors import UnknownNameError
+from loadmaster.core.graph import NO_MIRROR, Graph, Phase, units
+from loadmaster.core.outcomes import Changed, Elsewhere, Explanation
+from loadmaster.core.placement import Placement
+from loadmaster.core.plan import Plan
+from loadmaster.core.problem import FREE, Objective, Problem
+from loadmaster.core.review import Review
+from loadmaster.core.timeline import SpanKind, Timeline
+from loadmaster.core.units import format_bytes, format_percent, format_seconds
+from loadmaster.graph.origin import origin_of
+from loadmaster.review.look import review_plan, samples_of, shown_plan
+from loadmaster.review.replanning import Replanner
+from loadmaster.review.settings import Settings
+from loadmaster.review.whatif import try_change
+from loadmaster.simulator.events.engine import Simulator, prepare
+
+_MOST_DEVICES, _MOST_LINKS = 4, 3
+_WORTH = 1e-3  # a change of less is none
+
+
+def explain_plan(
+    placement: Placement, target: str, replanner: Replanner, *, replan: bool = True
+) -> Explanation:
+    """Why the whole plan ('' as target), or a part of it, is as it is."""
+    problem, plan = placement.problem, shown_plan(placement)
+    review = review_plan(placement)
+    simulator = prepare(problem)
+    chosen = find_ops(problem.graph, target) if target else np.ones(problem.graph.num_ops, dtype=np.bool_)
+    own_s, critical_s = _times(review, chosen)
+    names = problem.cluster.device_name
+    where = tuple(names[d] for d in np.unique(plan.device[chosen]))
+    elsewhere: tuple[Elsewhere, ...] = ()
+    if target and problem.cluster.num_devices > 1 and plan.pipeline is None:
+        moved = close_over(problem.graph, chosen)
+        elsewhere = tuple(_try_elsewhere(placement, simulator, moved, replanner, replan=replan))
+    changes = () if target else tuple(_try_changes(placement, review, replanner))
+    found = Explanation(
+        target=target,
+        ops=tuple(problem.graph.op_name[op] for op in np.flatnonzero(chosen)),
+        where=where,
+        time_s=_score(simulator, plan),
+        fits=placement.fits,
+        own_s=own_s,
+        critical_s=critical_s,
+        reasons=(),
+        elsewhere=elsewhere,
+        changes=changes,
+    )
+    return replace(found, reasons=tuple(_list_reasons(placement, review, found)))
+
+
+def find_ops(graph: Graph, target: str) -> Bools:
+    """[N] the op of that name, or the ops of a module and all below it."""
+    hit = np.array([name == target for name in graph.op_name], dtype=np.bool_)
+    if not hit.any():
+        hit = np.array(
+            [path == target or path.startswith(f"{target}.") for path in graph.module], dtype=np.bool_
+        )
+    if not hit.any():
+        see = "loadmaster show PLAN --ops 100 lists some"
+        raise UnknownNameError("op or module", target, (*set(graph.module), *graph.op_name[:20000]), see=see)
+    return hit
+
+
+def close_over(graph: Graph, chosen: Bools) -> Bools:
+    """[N] the ops and all that must be with them: groups, mirrors, updates of their weights."""
+    unit, num = units(graph)
+    chosen = np.array(chosen, dtype=np.bool_)
+    while True:
+        before = int(chosen.sum())
+        there = np.zeros(num, dtype=np.bool_)
+        there[unit[chosen]] = True
+        chosen = there[unit]
+        mirrored = graph.mirror != NO_MIRROR
+        forward = graph.mirror[mirrored]
+        both = np.asarray(chosen[forward] | chosen[mirrored])
+        chosen[np.flatnonzero(mirrored)[both]] = True
+        chosen[forward[both]] = True
+        maker, user = graph.tensor_op[graph.use_tensor], graph.use_op
+        weight = (graph.phase[maker] == Phase.PARAM) & (graph.phase[user] == Phase.UPDATE)
+        tied = chosen[maker[weight]] | chosen[user[weight]]
+        chosen[maker[weight][tied]] = True
+        chosen[user[weight][tied]] = True
+        if int(chosen.sum()) == before:
+            return chosen
+
+
+def move_ops(plan: Plan, chosen: Bools, device: int) -> Plan:
+    """The plan with these ops on a device, in the order in which they were."""
+    return replace(plan, device=np.where(chosen, device, plan.device).astype(np.int32))
+
+
+def _score(simulator: Simulator, plan: Plan) -> float:
+    return simulator.score(plan).time_s
+
+
+def _times(review: Review, chosen: Bools) -> tuple[float, float]:
+    """Seconds that the ops take, and those of them on the critical path."""
+    timeline = review.timeline
+    mine: Bools = (timeline.kind == SpanKind.COMPUTE) & chosen[
+        np.where(timeline.kind == SpanKind.COMPUTE, timeline.item, 0)
+    ]
+    seconds = timeline.end_s - timeline.start_s
+    on_path = np.zeros(len(mine), dtype=np.bool_)
+    on_path[list(review.critical_ops)] = True
+    return float(seconds[mine].sum()), float(seconds[mine & on_path].sum())
+
+
+def sent_bytes(problem: Problem, timeline: Timeline) -> int:
+    """Bytes that are sent between devices in a step."""
+    moved = timeline.item[timeline.kind != SpanKind.COMPUTE]
+    return int(problem.graph.tensor_bytes[moved].sum())
+
+
+def _try_elsewhere(
+    placement: Placement, simulator: Simulator, moved: Bools, replanner: Replanner, *, replan: bool
+) -> Iterable[Elsewhere]:
+    problem, plan = placement.problem, shown_plan(placement)
+    cluster = problem.cluster
+    here = set(np.unique(plan.device[moved]).tolist())
+    runs = np.asarray(np.isfinite(problem.device_compute_s[moved]).all(axis=0))  # [D]
+    for device, name in enumerate(cluster.device_name):
+        is_here = here == {device}
+        pins = np.unique(problem.pinned[moved & (problem.pinned != FREE)]).tolist()
+        if not runs[device] or (pins and pins != [device]):
+            note = "pinned elsewhere" if runs[device] else "its kind cannot run these ops"
+            yield Elsewhere(name, is_here, None, 0, 0, "", None, note)
+            continue
+        replanner.progress(f"on {name}", device / cluster.num_devices)
+        other = plan if is_here else move_ops(plan, moved, device)
+        score = simulator.score(other)
+        over = np.maximum(np.array(score.peak_bytes) - cluster.usable_bytes, 0)
+        worst = int(over.argmax())
+        best = None
+        if replan:
+            pinned = np.where(moved, device, problem.pinned).astype(np.int32)
+            found = replanner.find(replace(problem, pinned=pinned), other)
+            best = found.score_s
+        yield Elsewhere(
+            device=name,
+            is_here=is_here,
+            time_s=score.time_s,
+            moved_bytes=sent_bytes(problem, simulator.timeline(other)),
+            over_bytes=int(over[worst]),
+            over_device=cluster.device_name[worst] if over[worst] else "",
+            replanned_s=best,
+            note="",
+        )
+
+
+# ---- changes of the whole
+
+
+def list_ideas(placement: Placement, review: Review) -> list[Settings]:
+    """Single changes worth trying, in the words of `whatif`."""
+    problem = placement.problem
+    cluster, timeline = problem.cluster, review.timeline
+    names = cluster.device_name
+    full = sorted(range(len(names)), key=lambda d: -placement.peak_bytes[d] / cluster.usable_bytes[d])
+    ideas = [
+        Settings(sets=(f"{names[d]}.memory=2x",))
+        for d in full[:_MOST_DEVICES]
+        if placement.peak_bytes[d] > 0.5 * cluster.usable_bytes[d]
+    ]
+    if len(ideas) > 1 or not placement.fits:
+        every = tuple(f"{name}.memory=unlimited" for name in names)
+        ideas.append(Settings(sets=every))
+    busy = sorted((d for d in range(len(names)) if timeline.busy_s[d] > 0), key=lambda d: -timeline.busy_s[d])
+    ideas += [Settings(sets=(f"{names[d]}.speed=2x",)) for d in busy[:_MOST_DEVICES]]
+    pairs: dict[tuple[int, int], float] = {}
+    moved = np.flatnonzero(timeline.kind == SpanKind.TRANSFER)
+    for span in moved.tolist():
+        i, j = divmod(int(timeline.resource[span]), len(names))
+        if i != j:
+            seconds = float(timeline.end_s[span] - timeline.start_s[span])
+            key = (min(i, j), max(i, j))
+            pairs[key] = pairs.get(key, 0.0) + seconds
+    for i, j in sorted(pairs, key=lambda pair: -pairs[pair])[:_MOST_LINKS]:
+        ideas.append(Settings(sets=(f"{names[i]}-{names[j]}.rate=2x",)))
+    preset = _another_device(placement, busy or [0])
+    ideas += [Settings(add=(preset,))] if preset else []
+    samples = samples_of(problem)
+    if samples is not None and samples > 1 and samples % 2 == 0 and origin_of(problem.graph) is not None:
+        accumulation = (origin_of(problem.graph) or ("", {}))[1].get("accumulation") or 1
+        ideas.append(Settings(batch=max(1, samples // int(accumulation) // 2)))
+    return ideas
+
+
+def _another_device(placement: Placement, busy: list[int]) -> str:
+    """The busiest device's kind as a word of `cluster`, where it is one."""
+    from loadmaster.cluster.presets import find_kind
+
+    cluster = placement.problem.cluster
+    for device in busy:
+        kind = cluster.kind_name[int(cluster.kind[device])]
+        preset = find_kind(kind)
+        if preset is None or cluster.on_host[cluster.kind[device]]:
+            continue
+        memory_bytes = int(cluster.memory_bytes[device])
+        usual = memory_bytes == preset.memory_bytes
+        return f"1x{kind}" if usual else f"1x{kind}-{memory_bytes // 10**6}MB"
+    return ""
+
+
+def _try_changes(placement: Placement, review: Review, replanner: Replanner) -> list[Changed]:
+    """Every idea on its own, the best first; the plan as it is, planned for anew, stands at its place."""
+    rows = []
+    ideas = [Settings(), *list_ideas(placement, review)]
+    for at, settings in enumerate(ideas):
+        replanner.progress(f"{settings} ({at + 1} of {len(ideas)})", at / len(ideas))
+        row, _ = try_change(placement, settings, replanner)
+        if row.note.startswith("cannot be asked"):
+            continue
+        rows.append(row)
+
+    def rank(row: Changed) -> float:
+        time_s = row.per_sample_s if row.per_sample_s is not None else row.time_s
+        return float("inf") if time_s is None else time_s
+
+    return sorted(rows, key=rank)
+
+
+# ---- sentences
+
+
+def _list_reasons(placement: Placement, review: Review, found: Explanation) -> list[str]:
+    if not found.target:
+        return _explain_whole(placement, review, found)
+    said = [
+        f"{found.target} runs on {', '.join(found.where)}: its {len(found.ops)} ops take"
+        f" {format_seconds(found.own_s)}, of which {format_seconds(found.critical_s)} lie on the"
+        " critical path"
+        f" of {format_seconds(found.time_s)}."
+    ]
+    pinned = placement.problem.pinned[find_ops(placement.problem.graph, found.target)]
+    if (pinned != FREE).all():
+        said.append("It is pinned there: the question says so.")
+    others = [row for row in found.elsewhere if not row.is_here and row.time_s is not None]
+    for row in others:
+        assert row.time_s is not None
+        if row.over_bytes:
+            said.append(
+                f"On {row.device} the memory of {row.over_device} would not hold it:"
+                f" {format_bytes(row.over_bytes)}"
+                f" too little, all else where it is{_after_replanning(row, found.time_s)}."
+            )
+        elif row.time_s > found.time_s * (1 + _WORTH):
+            slower = row.time_s - found.time_s
+            said.append(
+                f"On {row.device} the step would take {format_seconds(row.time_s)},"
+                f" {format_seconds(slower)} longer"
+                f" (+{format_percent(slower / found.time_s)}), with {format_bytes(row.moved_bytes)}"
+                " sent instead of"
+                f" {format_bytes(_sent_now(found, review, placement))}{_after_replanning(row, found.time_s)}."
+            )
+        elif row.time_s < found.time_s * (1 - _WORTH):
+            said.append(
+                f"On {row.device} the step would take {format_seconds(row.time_s)}: faster than this"
+                " plan, which"
+                " is not the best."
+            )
+        else:
+            said.append(f"On {row.device} the step would take the same time: nothing speaks for either.")
+    return said
+
+
+def _sent_now(found: Explanation, review: Review, placement: Placement) -> int:
+    return next(
+        (row.moved_bytes for row in found.elsewhere if row.is_here),
+        sent_bytes(placement.problem, review.timeline),
+    )
+
+
+def _after_replanning(row: Elsewhere, time_s: float) -> str:
+    if row.replanned_s is None:
+        return ""
+    if row.replanned_s < time_s * (1 - _WORTH):
+        return f"; planned anew with it there, {format_seconds(row.replanned_s)}: faster than this plan"
+    return f"; planned anew with it there, {format_seconds(row.replanned_s)}"
+
+
+def _explain_whole(placement: Placement, review: Review, found: Explanation) -> list[str]:
+    said = [f"What limits the step: {review.limit}."] if review.limit else []
+    unit = "a sample" if placement.problem.objective == Objective.THROUGHPUT else "a step"
+    before = next((row for row in found.changes if row.name == "as it is"), None)
+    if before is None:
+        return said
+    if before.time_s is None:
+        fitting = [row.name for row in found.changes if row.time_s is not None]
+        said.append(
+            f"No plan fits; with one change a plan fits: {', '.join(fitting)}."
+            if fitting
+            else "No plan fits, and none of the single changes that were tried makes one fit."
+        )
+        return said
+    if found.fits and before.time_s < found.time_s * (1 - _WORTH):
+        said.append(
+            f"The plan itself can be improved: planned again, it takes {format_seconds(before.time_s)}"
+            f" {unit}."
+        )
+    useful = [row for row in found.changes if row is not before and _gain(row, before) > _WORTH]
+    if not useful:
+        said.append("None of the single changes that were tried makes it faster by more than 0.1 %.")
+        return said
+    best = max(useful, key=lambda row: _gain(row, before))
+    assert best.time_s is not None
+    said.append(
+        f"What would help most of all that was tried: {best.name}, {format_seconds(best.time_s)} {unit}"
+        f" ({format_percent(_gain(best, before))} less"
+        f" time{' a sample' if best.per_sample_s is not None else ''})."
+    )
+    idle = [
+        row.name
+        for row in found.changes
+        if row is not before and row not in useful and row.time_s is not None
+    ]
+    if idle:
+        said.append(f"What would not help: {', '.join(idle)}.")
+    return said
+
+
+def _gain(row: Changed, before: Changed) -> float:
+    """Share of time saved, of a sample where batches differ."""
+    if row.time_s is None or before.time_s is None:
+        return 0.0
+    if row.per_sample_s is not None and before.per_sample_s:
+        return 1 - row.per_sample_s / before.per_sample_s
+    return 1 - row.time_s / before.time_s

@@ -1,0 +1,197 @@
+"""Member: one process of a launched pipeline, started here or by torchrun; it answers commands.
+
+prepare, step, evaluate, predict, save, load, state, spans, notes
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadmaster.core.errors import InputError, LoadmasterError
+from loadmaster.core.io import decode
+from loadmaster.core.placement import Placement
+from loadmaster.graph.models import CaptureOptions, load_model_parts
+from loadmaster.graph.origin import origin_of
+from loadmaster.runtime.distributed import checkpoints
+from loadmaster.runtime.distributed.clocks import clock_offset_s
+from loadmaster.runtime.distributed.peers import (
+    Meeting,
+    describe_process,
+    leave,
+    meet,
+    open_transport,
+    require_agreement,
+)
+from loadmaster.runtime.distributed.pipeline.layout import layout_of
+from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOptions
+from loadmaster.runtime.distributed.synthetic import SyntheticBatches
+from loadmaster.runtime.distributed.transports import Waits
+from loadmaster.runtime.transport.devices import locate_device
+from loadmaster.zoo.hf import restore_attention
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSpec:
+    """What a process needs to know to take part."""
+
+    placement: bytes  # as a file has it
+    meeting: Meeting
+    options: TrainOptions
+    model: nn.Module | None = None  # None: made again from the source that the plan names
+    source: str | None = None  # instead of the plan's own
+    threads: int | None = None
+
+
+class Member:
+    """A process that takes part in a run."""
+
+    def __init__(self, spec: MemberSpec, placement: Placement | None = None) -> None:
+        """Join the others and agree with them; nothing has been computed yet."""
+        self.spec = spec
+        self.placement = decode(spec.placement) if placement is None else placement
+        assert isinstance(self.placement, Placement), "checked before it was sent"
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        self.waits = Waits(spec.meeting.rank, spec.meeting.timeout_s)
+        layout = layout_of(self.placement)
+        rank = spec.meeting.rank
+        self.where, problem = torch.device("cpu"), ""
+        if rank < layout.world:
+            try:
+                self.where = _find_device(self.placement, layout.device_of(rank))
+            except LoadmasterError as failure:
+                problem = str(failure)
+        if self.where.type == "cuda" and not problem:
+            _cap_memory(self.placement, layout.device_of(rank), self.where)
+        meet(spec.meeting)
+        versions = {"loadmaster": version("loadmaster"), "plan": self.placement.digest}
+        facts = describe_process(rank, str(self.where), versions, problem)
+        everyone = require_agreement(facts, layout.world, ("loadmaster", "plan", "torch"))
+        transport = open_transport(self.where, everyone, self.waits)
+        model, options = spec.model, spec.options
+        self.batches: SyntheticBatches | None = None
+        if model is None:
+            parts = _build_parts(self.placement, spec.source, options.seed)
+            model = parts["model"]
+            self.batches = SyntheticBatches.of(parts, sum(layout.micro_batches), options.seed)
+            options = self.batches.complete(options)
+        else:
+            restore_attention(model)
+        self.rank = PipelineRank(self.placement, model, options, rank, self.where, transport, self.waits)
+        self.offset_s = clock_offset_s(self.waits) if layout.world > 1 else 0.0
+
+    def __call__(self, command: str, given: Any) -> Any:
+        """Answer a command."""
+        rank = self.rank
+        match command:
+            case "step":
+                args, kwargs, target, update = given
+                return rank.step(args, kwargs, target, update=update), rank.grad_norm
+            case "synthetic":
+                assert self.batches is not None, "asked of models that were made from a source"
+                args, kwargs = self.batches.next()
+                return rank.step(args, kwargs), rank.grad_norm
+            case "evaluate":
+                return rank.evaluate(*given)
+            case "predict":
+                return rank.predict(*given)
+            case "prepare":
+                rank.prepare(*given)
+                return None
+            case "save":
+                return checkpoints.save(rank, Path(given), self.waits)
+            case "load":
+                step = checkpoints.read_step(Path(given))
+                if self.batches is not None:
+                    self.batches.skip(step)
+                rank.after_settling(lambda: checkpoints.load(rank, Path(given)))
+                return step
+            case "state":
+                return checkpoints.own_state(rank)
+            case "clocked":
+                rank.executor.synchronize = bool(given)
+                return None
+            case "report":
+                return self._report()
+        raise InputError(f"unknown command {command!r}")
+
+    def _report(self) -> Mapping[str, Any]:
+        """What the last step took, on the common clock, and what this process holds."""
+        rank = self.rank
+        spans = [
+            (
+                one.action.work.value,
+                one.action.stage,
+                one.action.microbatch,
+                one.start_s + self.offset_s,
+                one.end_s + self.offset_s,
+            )
+            for one in rank.executor.spans
+        ]
+        weights = sum(one.numel() * one.element_size() for one in rank.own_parameters().values())
+        peak = torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else 0
+        return {
+            "spans": spans,
+            "weight_bytes": weights,
+            "peak_bytes": peak,
+            "notes": list(rank.notes),
+            "where": str(self.where),
+            "sent": list(rank.executor.sizes),
+        }
+
+    def close(self) -> None:
+        """Leave the others."""
+        leave()
+
+
+def enter(spec: MemberSpec) -> Member:
+    """The entry of a worker process."""
+    return Member(spec)
+
+
+def _find_device(placement: Placement, device: int) -> torch.device:
+    cluster = placement.problem.cluster
+    return locate_device(cluster, device)
+
+
+def _cap_memory(placement: Placement, device: int, where: torch.device) -> None:
+    """A process that has a part of a GPU takes no more than that part."""
+    torch.cuda.set_device(where)
+    cluster = placement.problem.cluster
+    if "#" in cluster.device_name[device]:
+        total = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, float(cluster.memory_bytes[device]) / total), where
+        )
+
+
+def _build_parts(placement: Placement, source: str | None, seed: int) -> dict[str, Any]:
+    """The model again, with weights that a seed gives; every rank makes the same."""
+    graph = placement.problem.graph
+    found = origin_of(graph)
+    if found is None and source is None:
+        raise InputError(
+            f"the plan does not say what model graph {graph.name!r} was captured from; name it with --model"
+            " (hf:NAME, zoo:NAME or file.py:function), or give lm.launch your own model"
+        )
+    own, fields = found if found is not None else ("", {})
+    torch.manual_seed(seed)
+    parts = load_model_parts(source or own, CaptureOptions(**fields), device="cpu")
+    parts["model"].train()
+    torch.manual_seed(seed)
+    return parts
+
+
+def local_threads(num_processes: int) -> int:
+    """Threads of each process where several share this machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    return max(1, cores // num_processes)

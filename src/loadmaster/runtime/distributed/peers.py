@@ -1,0 +1,156 @@
+"""Peers: the processes of a run find each other, and make sure that they are about to do the same.
+
+Checked before any step: as many processes as the plan needs, the same plan and versions everywhere, on every
+host the devices that were planned.
+"""
+
+import datetime
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loadmaster.core.errors import InputError, LoadmasterError, RunError
+from loadmaster.runtime.distributed.transports import (
+    GLOO,
+    NCCL,
+    HostTransport,
+    NcclTransport,
+    Transport,
+    Waits,
+    choose_backend,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the processes of a run meet."""
+
+    rank: int
+    world: int
+    address: str
+    port: int
+    timeout_s: float = 120.0
+    interface: str = ""  # '' = torch's own choice
+    is_server: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one process says of itself."""
+
+    rank: int
+    host: str
+    device: str
+    versions: Mapping[str, str]  # of the program and of the plan, by name
+    problem: str = ""
+
+
+def meeting_from_environment(timeout_s: float) -> Meeting | None:
+    """What torchrun told this process; None: it was not started by torchrun."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ.get(name) for name in names}
+    if given["RANK"] is None or given["WORLD_SIZE"] is None:
+        return None
+    lacking = [name for name, value in given.items() if value is None]
+    if lacking:
+        raise InputError(f"RANK is set, but not {', '.join(lacking)}; start the processes with torchrun")
+    try:
+        rank, world, port = (int(str(given[name])) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError:
+        raise InputError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers, not {given}") from None
+    return Meeting(rank, world, str(given["MASTER_ADDR"]), port, timeout_s)
+
+
+def meet(meeting: Meeting) -> None:
+    """Join the process group; every wait in it has the time-out."""
+    if dist.is_initialized():
+        return
+    if meeting.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+    limit = datetime.timedelta(seconds=meeting.timeout_s)
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ and not meeting.is_server and meeting.interface == "":
+            dist.init_process_group(GLOO, rank=meeting.rank, world_size=meeting.world, timeout=limit)
+            return
+        store = dist.TCPStore(
+            meeting.address,
+            meeting.port,
+            meeting.world,
+            is_master=meeting.is_server,
+            timeout=limit,
+            wait_for_workers=False,
+        )
+        dist.init_process_group(GLOO, store=store, rank=meeting.rank, world_size=meeting.world, timeout=limit)
+    except (RuntimeError, ValueError) as problem:  # torch's DistError is a RuntimeError
+        raise RunError(_describe_meeting(meeting, str(problem))) from problem
+
+
+def _describe_meeting(meeting: Meeting, problem: str) -> str:
+    where, first = f"{meeting.address}:{meeting.port}", problem.splitlines()[0][:200] if problem else ""
+    lower = problem.lower()
+    if "in use" in lower or "eaddrinuse" in lower:
+        return f"port {meeting.port} of {meeting.address} is in use; give another one (--master-port)"
+    if "timed out" in lower or "timeout" in lower or "unreachable" in lower or "no route" in lower:
+        return (
+            f"rank {meeting.rank} could not meet the others at {where} within"
+            f" {meeting.timeout_s:g} s ({first});"
+            " is that host up, is its port open, and were all processes started?"
+        )
+    return f"rank {meeting.rank} could not meet the others at {where}: {first}"
+
+
+def require_agreement(facts: Facts, world_needed: int, names: Sequence[str]) -> list[Facts]:
+    """What all processes say; refuses runs whose processes would do different things."""
+    world = dist.get_world_size()
+    if world != world_needed:
+        raise InputError(
+            f"the plan needs {world_needed} processes, {world} were started; start {world_needed}, e.g. with"
+            f" torchrun --nproc-per-node {world_needed}, or plan for {world}"
+        )
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, facts)
+    everyone: list[Facts] = found
+    for name in names:
+        said = {one.rank: one.versions.get(name, "") for one in everyone}
+        other = next((rank for rank, value in said.items() if value != said[0]), None)
+        if other is not None:
+            raise InputError(
+                f"rank 0 on {everyone[0].host} has {name} {said[0][:16]}, rank {other} on"
+                f" {everyone[other].host} has"
+                f" {said[other][:16]}; give every process the same"
+            )
+    wrong = [one for one in everyone if one.problem]
+    if wrong:
+        raise InputError(f"rank {wrong[0].rank} on {wrong[0].host}: {wrong[0].problem}")
+    return everyone
+
+
+def describe_process(rank: int, device: str, versions: Mapping[str, str], problem: str = "") -> Facts:
+    """This process's facts."""
+    shared = {"torch": str(torch.__version__), **versions}
+    return Facts(rank, socket.gethostname() or platform.node(), device, shared, problem)
+
+
+def open_transport(where: torch.device, everyone: Sequence[Facts], waits: Waits) -> Transport:
+    """NCCL where every process has a GPU of its own, else the host's memory."""
+    devices = [torch.device(one.device) for one in everyone]
+    if choose_backend(devices, [one.host for one in everyone]) == NCCL:
+        torch.cuda.set_device(where)
+        up, down = dist.new_group(backend=NCCL), dist.new_group(backend=NCCL)
+        return NcclTransport(where, waits, up, down)
+    return HostTransport(where, waits)
+
+
+def leave() -> None:
+    """End the process group, if there is one."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (RuntimeError, LoadmasterError):
+        pass

@@ -1,0 +1,107 @@
+"""Which modules of a model become shards by call: its own forward runs, and weights come around these calls.
+
+1. The children of a list of layers (`ModuleList`, `Sequential`, `ModuleDict`: two or more with weights, of
+   few types) are a shard each.
+2. A large child that holds such lists itself is opened (stages of Swin or ConvNeXt).
+3. What is left over and not small, such as an embedding or a head, is a shard too.
+4. What is smaller, and a weight of the model itself, is the *rest*: it stays for the whole step. So does any
+   weight that is read outside of the calls of its modules, which a run on fake tensors tells
+   (`call_profile`); a shard that is never called is opened there too.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LARGE = 1 / 6  # of all weights: opened where it can be
+_SMALL = 1 / 256  # of all weights: not worth a shard
+_CONFIGS = ("config", "text_config", "encoder", "decoder")
+
+
+@dataclass(frozen=True, slots=True)
+class CallShards:
+    """Modules by name, and parameters that must stay although they belong to one."""
+
+    names: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+
+
+def find_call_shards(
+    model: nn.Module, *, opened: Collection[str] = (), rest: tuple[str, ...] = ()
+) -> CallShards:
+    """The shards of a model; modules that are `opened` are none themselves."""
+    total = max(1, count_bytes(model))
+    found: list[str] = []
+    _visit(model, "", total, frozenset(opened), found, set())
+    return CallShards(tuple(found) or ("",), rest)
+
+
+def prepare_to_train(model: nn.Module) -> None:
+    """Switch off what training does not use: caches of keys and values, and checkpointing inside of shards.
+
+    The trainer recomputes by itself where memory is short, so nothing is recomputed twice.
+    """
+    for module in model.modules():
+        for config in _iter_configs(getattr(module, "config", None)):
+            if getattr(config, "use_cache", None) is True:
+                config.use_cache = False
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False
+
+
+def count_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters, each once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _iter_configs(config: Any) -> Iterator[Any]:
+    if config is None or isinstance(config, dict):
+        return
+    yield config
+    for name in _CONFIGS[1:]:
+        inner = getattr(config, name, None)
+        if inner is not None and hasattr(inner, "use_cache"):
+            yield inner
+
+
+def _visit(
+    module: nn.Module, path: str, total: int, opened: frozenset[str], found: list[str], seen: set[int]
+) -> None:
+    """Shards below a module that is none itself."""
+    listed = _is_list_of_layers(module)
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        size = count_bytes(child)
+        if not size or id(child) in seen:
+            continue
+        seen.add(id(child))
+        large, parted = size > _LARGE * total, _holds_layers(child)
+        if at in opened or isinstance(
+            child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+        ):
+            _visit(child, at, total, opened, found, seen)
+        elif listed:
+            if large and parted:
+                _visit(child, at, total, opened, found, seen)
+            else:
+                found.append(at)
+        elif parted or (large and len([each for each in child.children() if count_bytes(each)]) > 1):
+            _visit(child, at, total, opened, found, seen)
+        elif size > _SMALL * total:
+            found.append(at)
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """Whether its children are layers: two or more with weights, of at most half as many types."""
+    if not isinstance(module, _LISTS):
+        return False
+    children = [child for child in module.children() if count_bytes(child)]
+    kinds = {type(child) for child in children}
+    return len(children) >= 2 and 2 * len(kinds) <= max(2, len(children))
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(_is_list_of_layers(each) for each in module.modules())

@@ -1,0 +1,95 @@
+"""Adapters replay recorded JSON; the log is joined with outcomes; Ray runs for real."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadmaster.advisor.adapters.log import AdviceEntry, OutcomeEntry, append_entry, read_log, score_log
+from loadmaster.advisor.jobs.curve import measured_curve
+from loadmaster.core.errors import FormatError
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_a_recorded_queue_gives_the_recorded_advice(say, tmp_path: Path, scheduler: str) -> None:  # type: ignore[no-untyped-def]
+    log = tmp_path / "advice.jsonl"
+    queue = GOLDEN / f"{scheduler}_queue.json"
+    before = queue.read_bytes()
+    code, out, _ = say("advise", "shadow", scheduler, "--queue", str(queue), "--log", str(log))
+    assert code == 0
+    assert out == (GOLDEN / f"{scheduler}_advice.txt").read_text()
+    assert queue.read_bytes() == before
+    entries, _ = read_log(log)
+    assert [type(e) for e in entries] == [AdviceEntry] * len(entries)
+    assert entries
+
+
+def test_score_joins_advice_and_outcomes() -> None:
+    advice = [
+        AdviceEntry(str(i), "slurm", True, 8, 4, "fits", 200.0, 100.0, 90.0, 110.0, 0.9) for i in range(10)
+    ]
+    outcomes = [OutcomeEntry(str(i), 4 if i < 8 else 8, 100.0 + 2 * i) for i in range(10)]
+    found = score_log([*advice, *outcomes, OutcomeEntry("unknown", 1, 5.0)])
+    assert (found.advised, found.finished, found.met) == (10, 10, 10)
+    assert found.agreement == 0.8
+    assert found.coverage == 6 / 8
+    assert not found.ready_to_act
+    assert found.promised == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{", '{"kind": "advice"}', '{"kind": "outcome", "job": 1, "devices": 0, "finish_s": 1}']
+)
+def test_a_malformed_log_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log"
+    append_entry(log, AdviceEntry("1", "slurm", False, 1, 0, "no"))
+    with log.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(FormatError, match="line 2"):
+        read_log(log)
+    entries, skipped = read_log(log, skip_malformed=True)
+    assert len(entries) == 1
+    assert skipped[0].startswith("line 2")
+
+
+def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log = tmp_path / "log"
+    append_entry(log, AdviceEntry("1", "slurm", True, 2, 2, "fits", 50.0, 10.0, 9.0, 11.0, 1.0))
+    with log.open("a") as file:
+        file.write(json.dumps({"kind": "outcome", "job": "1", "devices": 2, "finish_s": 10.5}) + "\n")
+    code, out, _ = say("advise", "score", str(log), "--json")
+    assert code == 0
+    assert json.loads(out)["coverage"] == 1.0
+    code, out, err = say("advise", "shadow", "lsf", "--log", str(log))
+    assert code == 2
+    assert "unknown scheduler 'lsf'" in err
+
+
+@pytest.mark.slow
+def test_ray_reserves_the_bundles_that_were_advised() -> None:
+    ray = pytest.importorskip("ray")
+    from loadmaster.advisor.adapters.ray_cluster import advise_ray
+
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        curve = measured_curve({1: 100.0, 2: 55.0, 4: 30.0})
+        entry, bundles = advise_ray("j", curve, deadline_s=60.0, resource="CPU")
+        assert entry.advised == 2
+        assert bundles is not None
+        assert bundles.strategy == "STRICT_PACK"
+        group = bundles.create()
+        ray.get(group.ready(), timeout=60)
+        where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+
+        @ray.remote(num_cpus=1, scheduling_strategy=where)
+        def one(x: int) -> int:
+            return x + 1
+
+        assert ray.get([one.remote(i) for i in range(2)], timeout=60) == [1, 2]
+        full, none = advise_ray("k", measured_curve({4: 30.0}), deadline_s=60.0, resource="CPU")
+        assert not full.admit
+        assert none is None
+    finally:
+        ray.shutdown()

@@ -1,0 +1,123 @@
+"""Gymnasium's checker, masks against brute force, batches against single replays, learned policies,
+bounds."""
+
+import numpy as np
+import pytest
+
+from loadmaster.advisor.environments.batched import BatchedRamp
+from loadmaster.advisor.environments.engine import Kind, Rule, replay
+from loadmaster.advisor.environments.streams import DISTRIBUTIONS, draw_stream
+from loadmaster.advisor.replay import BASELINES
+from loadmaster.core.errors import InputError
+from tests.advisor.plain_ramp import ALL, BLOCKS
+from tests.advisor.shared import GRAPHS, needs_graphs, world
+
+
+@needs_graphs
+@pytest.mark.parametrize("joint", [False, True])
+def test_gymnasiums_checker_passes(joint: bool) -> None:
+    from gymnasium.utils.env_checker import check_env
+
+    from loadmaster.advisor.environments.gym_env import RampEnv
+
+    env = RampEnv(world("own" if joint else "fixed"), "C", joint=joint)
+    check_env(env, skip_render_check=True)
+    first = [env.reset(seed=9)[0].tolist() for _ in range(2)]
+    assert first[0] == first[1]
+
+
+@needs_graphs
+def test_the_mask_offers_exactly_what_can_be_placed_in_time() -> None:
+    w = world("fixed")
+    stream = draw_stream("A", 77)
+    batch = BatchedRamp(w, [stream], joint=True)
+    _, mask = batch.reset()
+    rng = np.random.default_rng(2)
+    running: list[tuple[float, set[int]]] = []
+    members = [{ALL.index(m) for m in one} for k in (1, 2, 4, 6, 8, 16) for _, one in BLOCKS[k]]
+    for j in range(120):
+        now = stream.arrival[j]
+        running = [(end, held) for end, held in running if end > now + 1e-7]
+        busy = set().union(*(held for _, held in running)) if running else set()
+        limit = stream.beta[j] * w.sequential[stream.model[j]] * (1 + 1e-9)
+        feasible = [
+            not (block & busy) and w.jct[stream.model[j], b] <= limit for b, block in enumerate(members)
+        ]
+        assert mask[0, 1:].tolist() == feasible
+        assert mask[0, 0]
+        action = int(rng.choice(np.flatnonzero(mask[0])))
+        if action:
+            running.append((now + w.jct[stream.model[j], action - 1], members[action - 1]))
+        _, mask, accepted = batch.step(np.array([action]))
+        assert accepted[0] == (action > 0)
+
+
+@needs_graphs
+def test_a_batch_accepts_what_single_replays_accept() -> None:
+    w = world("compat")
+    streams = [draw_stream("A", s) for s in (1, 2, 3)]
+    batch = BatchedRamp(w, streams)
+    _, mask = batch.reset()
+    total = np.zeros(3)
+    while not batch.done:
+        _, mask, accepted = batch.step(np.where(mask[:, 3], 3, 0))
+        total += accepted
+    expected = [1000 - replay(w, s, Rule(Kind.CONSTANT, 4)).num_blocked for s in streams]
+    assert total.tolist() == expected
+
+
+@needs_graphs
+def test_blocks_cannot_be_chosen_where_jobs_leak() -> None:
+    with pytest.raises(InputError, match="without the leak"):
+        BatchedRamp(world("compat"), [draw_stream("A", 1)], joint=True)
+
+
+@needs_graphs
+@pytest.mark.parametrize("name", ["compat", "own", "fixed"])
+def test_no_policy_blocks_less_than_the_bounds(name: str) -> None:
+    from loadmaster.advisor.bounds.ramp import least_blocking
+
+    for d, poisson in zip(DISTRIBUTIONS, (False, True, False, True), strict=True):
+        stream = draw_stream(d, 31, poisson=poisson)
+        bound = least_blocking(world(name), stream)
+        assert bound.shared_time <= bound.every_moment + 1e-6
+        rules = [*BASELINES.values(), Rule(Kind.MEETS, 4, rollout=(10, 5))]
+        assert bound.every_moment <= min(replay(world(name), stream, rule).blocking for rule in rules) + 1e-9
+
+
+@needs_graphs
+def test_a_rollout_beats_its_base_on_the_same_streams() -> None:
+    streams = [draw_stream("A", s) for s in range(60, 64)]
+    base = Rule(Kind.MEETS, 4, False)
+    look = Rule(Kind.MEETS, 4, False, rollout=(30, 20))
+    blocking = [[replay(world("compat"), s, r).blocking for s in streams] for r in (base, look)]
+    assert np.mean(blocking[1]) < np.mean(blocking[0]) - 0.01
+
+
+@needs_graphs
+def test_a_short_training_beats_random_and_repeats(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from loadmaster.advisor.learned.networks import load_network
+    from loadmaster.advisor.learned.training import TrainSettings, evaluate, train_policy
+
+    w = world("fixed")
+    settings = TrainSettings(iterations=1, imitate=1, streams=4, steps=100)
+    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for file in files:
+        train_policy(w, settings, out=file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    streams = [draw_stream("A", s) for s in range(7000, 7006)]
+    network = load_network(files[0], world="fixed", num_actions=7)
+    random = [replay(w, s, Rule(Kind.RANDOM)).blocking for s in streams]
+    assert evaluate(network, w, streams).mean() < np.mean(random) - 0.05
+    with pytest.raises(InputError, match="was trained for fixed with 7 actions"):
+        load_network(files[0], world="compat", num_actions=7)
+
+
+@needs_graphs
+@pytest.mark.slow
+def test_the_graph_network_trains(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from loadmaster.advisor.learned.training import TrainSettings, train_policy
+
+    settings = TrainSettings(network="graph", iterations=2, imitate=2, streams=4, steps=100)
+    result = train_policy(world("fixed"), settings, graphs=GRAPHS, out=tmp_path / "g.safetensors")
+    assert result["blocking"] < 0.529

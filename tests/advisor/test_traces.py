@@ -1,0 +1,205 @@
+"""Traces: files as data, replays against a plain simulator, promises, bounds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadmaster.advisor.environments.trace import (
+    DEADLINES,
+    LEVELS,
+    Throughputs,
+    Trace,
+    TraceStream,
+    draw_trace_stream,
+    read_throughputs,
+    read_trace,
+)
+from loadmaster.core.errors import FormatError, InputError, UnknownNameError
+from tests.advisor.shared import GAVEL, needs_traces
+
+LINE = "LM\tpython3 -c 'import os'\t-n\t1\t{steps}\t{at}\t{n}"
+
+
+@needs_traces
+def test_recorded_traces_have_the_published_numbers() -> None:
+    assert [len(read_trace(GAVEL / f"{n}.trace").jobs) for n in ("51b7ef", "2869ce", "0e4a51")] == [
+        18,
+        533,
+        1181,
+    ]
+    rates = read_throughputs(GAVEL / "simulation_throughputs.json")
+    v100 = rates.rate[rates.kinds.index("v100"), 0]
+    assert len(rates.types) == 26
+    assert (v100[:, 1:] > 0).any(axis=1).sum() == 26 - 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"steps": "ten", "at": 0, "n": 1}, "number of steps is 'ten'"),
+        ({"steps": -1, "at": 0, "n": 1}, "not positive"),
+        ({"steps": 1, "at": -5, "n": 1}, "negative"),
+        ({"steps": 1, "at": "nan", "n": 1}, "not a number"),
+        ({"steps": 1, "at": 0, "n": "__import__('os')"}, "not a number"),
+        ({"steps": 1, "at": 0, "n": 1.5}, "whole number"),
+        ({"steps": 1, "at": 0, "n": "1\textra"}, "8 fields"),
+    ],
+)
+def test_a_malformed_line_stops_with_its_number_or_is_skipped(
+    tmp_path: Path, fields: dict[str, object], told: str
+) -> None:
+    file = tmp_path / "t.trace"
+    file.write_text(f"{LINE.format(steps=5, at=1, n=1)}\n{LINE.format(**fields)}\n")
+    with pytest.raises(FormatError, match=f"line 2: .*{told}"):
+        read_trace(file)
+    kept = read_trace(file, skip_malformed=True)
+    assert len(kept.jobs) == 1
+    assert kept.skipped[0].startswith("line 2")
+
+
+def test_keys_of_throughputs_are_read_and_never_evaluated(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"v100": {"(__import__('os').system('true'), 1)": {"null": 1.0}}}))
+    with pytest.raises(FormatError, match="is not"):
+        read_throughputs(file)
+
+
+def test_unknown_kinds_and_types_are_told() -> None:
+    rates = Throughputs(("v100",), ("LM",), np.ones((1, 2, 1, 4)))
+    trace = Trace("t", ())
+    with pytest.raises(UnknownNameError, match="device kind 'a100'"):
+        draw_trace_stream(trace, rates, 0, kinds=("a100",))
+    with pytest.raises(UnknownNameError, match="deadline range"):
+        draw_trace_stream(trace, rates, 0, deadline="soon")
+    with pytest.raises(UnknownNameError, match="job type"):
+        rates.type_index("LN")
+
+
+def _random_stream(seed: int, jobs: int = 40) -> TraceStream:
+    rng = np.random.default_rng(seed)
+    arrival = np.sort(rng.uniform(0, 300, jobs).round(1))
+    base = rng.uniform(5, 120, jobs)
+    speed = np.cumsum(rng.uniform(0.1, 1.2, (jobs, len(LEVELS))), axis=1)
+    host = base[:, None] / speed
+    host[rng.random(host.shape) < 0.15] = np.inf
+    host[:, 0] = base
+    duration = np.stack([host, host * rng.uniform(1.0, 1.6, host.shape)], axis=1)[:, None]
+    reference = np.array([rng.choice(np.flatnonzero(np.isfinite(row))) for row in host])
+    due = arrival + rng.uniform(0.5, 3, jobs) * base
+    return TraceStream("random", ("gpu",), arrival, due, duration, reference, np.ones(jobs))
+
+
+def _plain_edf(stream: TraceStream, hosts: list[int]) -> dict[int, tuple[float, float]]:
+    """The requested count by deadline, written with dicts and lists."""
+    free = dict(enumerate(hosts))
+    waiting: list[int] = []
+    running: list[tuple[float, dict[int, int]]] = []
+    told: dict[int, tuple[float, float]] = {}
+    events = sorted(set(stream.arrival_s.tolist()))
+    arrived = 0
+    while events:
+        now = events.pop(0)
+        for end, taken in [r for r in running if r[0] <= now]:
+            running.remove((end, taken))
+            for h, n in taken.items():
+                free[h] += n
+        while arrived < len(stream.arrival_s) and stream.arrival_s[arrived] <= now:
+            waiting.append(arrived)
+            arrived += 1
+        for j in sorted(waiting, key=lambda i: stream.due_s[i]):
+            n, q = LEVELS[stream.reference[j]], stream.reference[j]
+            inside = [h for h in free if free[h] >= n]
+            if inside:
+                h = min(inside, key=lambda h: (free[h], h))
+                taken, time = {h: n}, stream.duration_s[j, 0, 0, q]
+            elif sum(free.values()) >= n:
+                taken, left = {}, n
+                for h in sorted(free, key=lambda h: (-free[h], h)):
+                    if left and free[h]:
+                        taken[h] = min(left, free[h])
+                        left -= taken[h]
+                time = stream.duration_s[j, 0, 1, q]
+            else:
+                continue
+            if now + time > stream.due_s[j]:
+                continue
+            for h, count in taken.items():
+                free[h] -= count
+            waiting.remove(j)
+            running.append((now + time, taken))
+            told[j] = (now, now + time)
+            events = sorted({*events, now + time})
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_edf_agrees_with_a_plain_simulator(seed: int) -> None:
+    from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
+
+    stream, hosts = _random_stream(seed), [4, 2, 3]
+    found = replay_trace(stream, TraceRule(Order.EDF), np.array(hosts))
+    plain = _plain_edf(stream, hosts)
+    assert sorted(plain) == np.flatnonzero(~np.isnan(found.end_s)).tolist()
+    for j, (start, end) in plain.items():
+        assert (found.start_s[j], found.end_s[j]) == pytest.approx((start, end))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_every_trace_rule_keeps_devices_promises_and_the_bound(seed: int) -> None:
+    from loadmaster.advisor.bounds.traces import most_met
+    from loadmaster.advisor.environments.trace_engine import replay_trace
+    from loadmaster.advisor.replay import TRACE_RULES
+
+    stream, hosts = _random_stream(seed), np.array([8, 4])
+    rigid, elastic = most_met(stream, 12), most_met(stream, 12, elastic=True)
+    assert rigid <= elastic + 1e-3
+    for name, rule in TRACE_RULES.items():
+        one, again = (replay_trace(stream, rule, hosts) for _ in range(2))
+        assert np.array_equal(one.end_s, again.end_s, equal_nan=True)
+        assert one.num_met <= rigid + 1e-6, name
+        ran = np.flatnonzero(~np.isnan(one.start_s))
+        assert (one.start_s[ran] >= stream.arrival_s[ran]).all()
+        for t in one.start_s[ran]:
+            assert one.devices[ran][(one.start_s[ran] <= t) & (one.end_s[ran] > t)].sum() <= 12, name
+        if name in ("elasticflow", "least-work"):
+            resized = replay_trace(stream, rule, hosts, elastic=True)
+            assert resized.num_met <= elastic + 1e-6
+            assert resized.device_s <= 12 * (np.nanmax(resized.end_s) if resized.met.any() else 0) + 1e-6
+
+
+@pytest.mark.slow
+def test_elastic_replays_serve_one_kind_and_resizing_costs() -> None:
+    from dataclasses import replace
+
+    from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
+
+    stream = _random_stream(1)
+    with pytest.raises(InputError, match="serves one kind"):
+        replay_trace(stream, TraceRule(Order.EDF), np.array([4]), elastic=True)
+    with pytest.raises(InputError, match="has kind 1"):
+        replay_trace(stream, TraceRule(Order.EDF), np.array([4]), host_kind=np.array([1]))
+    free, paid = (
+        replay_trace(stream, replace(TraceRule(Order.RESERVE), resize_s=s), np.array([8]), elastic=True)
+        for s in (0, 60)
+    )
+    assert paid.device_s > free.device_s
+
+
+@needs_traces
+@pytest.mark.slow
+def test_unequal_kinds_and_all_deadlines_replay() -> None:
+    from loadmaster.advisor.environments.trace_engine import replay_trace
+    from loadmaster.advisor.replay import TRACE_RULES
+
+    rates = read_throughputs(GAVEL / "simulation_throughputs.json")
+    trace = read_trace(GAVEL / "51b7ef.trace")
+    for deadline in DEADLINES:
+        stream = draw_trace_stream(trace, rates, 3, deadline=deadline, kinds=("v100", "k80"))
+        for name in ("edf", "smallest", "least-work"):
+            outcome = replay_trace(stream, TRACE_RULES[name], np.array([2, 4]), host_kind=np.array([0, 1]))
+            assert outcome.num_late == 0
+            assert outcome.num_met > 0

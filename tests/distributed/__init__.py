@@ -1,0 +1,1 @@
+"""Plans over processes: real processes on loopback."""

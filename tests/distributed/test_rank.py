@@ -1,0 +1,97 @@
+"""All stages on one rank: the executor without any process beside this one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from loadmaster.core.errors import GraphError, InputError
+from loadmaster.modules.loss import compute_loss
+from loadmaster.runtime.distributed.pipeline.batches import split_batch
+from loadmaster.runtime.distributed.pipeline.executor import micro_batch_seed
+from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOptions
+from loadmaster.runtime.distributed.transports import HostTransport, Waits
+from loadmaster.zoo.example import Example
+from tests.distributed.pipelines import pipeline_placement, train_plainly, whole_batch
+from tests.distributed.run_models import Net, sgd, square
+from tests.torch_models import Branching, example
+
+CPU = torch.device("cpu")
+
+
+def _rank(built: Example, schedule: str, micro_batches: int, **options: Any) -> PipelineRank:
+    recompute = options.pop("recompute", False)
+    placement = pipeline_placement(
+        built, 3, micro_batches, schedule, per_rank=3, recompute=recompute, devices="cpu#0-2GB"
+    )
+    waits = Waits(0, 10.0)
+    chosen = TrainOptions(optimizer=sgd, **options)
+    return PipelineRank(placement, built.model, chosen, 0, CPU, HostTransport(CPU, waits), waits)
+
+
+def _difference(built: Example, plain: Any) -> float:
+    worst = 0.0
+    for name, one in built.model.state_dict().items():
+        two = plain[name].double()
+        worst = max(worst, float((one.double() - two).norm() / max(float(two.norm()), 1e-6)))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_schedule_gives_the_weights_of_plain_training(schedule: str, *, recompute: bool) -> None:
+    if recompute and schedule == "zb-h1":
+        schedule = "gpipe"
+    torch.manual_seed(1)
+    built = Example(Net(), (torch.randn(4, 16),), loss=square)
+    plain = Example(copy.deepcopy(built.model), built.args, loss=square)
+    given = ((whole_batch(built, 3)[0][0][:11],), {})  # 4, 4 and 3 rows
+    rank = _rank(built, schedule, 3, loss=square, seed=3, recompute=recompute)
+    losses = [rank.step(*given) for _ in range(3)]
+    expected = train_plainly(plain, given, [4, 4, 3], sgd, steps=3, seed=3)
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    assert _difference(built, expected.state) < 1e-5
+
+
+def test_autocast_is_that_of_plain_training() -> None:
+    torch.manual_seed(1)
+    built = Example(Net(), (torch.randn(4, 16),), loss=square)
+    plain = copy.deepcopy(built.model)
+    given = whole_batch(built, 2)
+    rank = _rank(built, "zb-h1", 2, loss=square, autocast=torch.bfloat16)
+    rank.step(*given)
+    optimizer = sgd(list(plain.parameters()))
+    for number, (args, _) in enumerate(split_batch(given, [4, 4])):
+        torch.manual_seed(micro_batch_seed(0, 0, number))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = compute_loss(plain(*args), square) / 2
+        loss.backward()
+    optimizer.step()
+    assert _difference(built, plain.state_dict()) < 1e-3  # sums in 16 bits are grouped otherwise
+
+
+def test_generators_of_the_process_go_on_as_if_nothing_had_been_drawn() -> None:
+    built = Example(Net(), (torch.randn(4, 16),), loss=square)
+    rank = _rank(built, "gpipe", 2, loss=square)
+    given = whole_batch(built, 2)
+    rank.step(*given)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    rank.step(*given)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_cannot_be_exported_is_refused_with_the_reason() -> None:
+    built = example("branching")
+    assert isinstance(built.model, Branching)
+    rank = _rank(built, "gpipe", 2)
+    with pytest.raises(GraphError, match="cannot be exported, so it cannot be cut into stages"):
+        rank.step(*whole_batch(built, 2))
+
+
+def test_evaluation_without_a_loss_is_refused() -> None:
+    built = Example(Net(), (torch.randn(4, 16),))
+    rank = _rank(built, "gpipe", 2)
+    with pytest.raises(InputError, match="gives no loss of its own"):
+        rank.evaluate(*whole_batch(built, 2))

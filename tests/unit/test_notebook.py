@@ -1,0 +1,88 @@
+"""What a notebook shows, and the live table of a search."""
+
+import io
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from loadmaster import api
+from loadmaster.core.run import PlanNews
+from loadmaster.report.live_plan import LivePlan, show_live
+from tests.browser.pages import HOSTILE, hostile, two_devices
+
+
+def test_a_placement_shows_a_table_and_a_picture() -> None:
+    html = two_devices()._repr_html_()
+    assert "lower bound" in html
+    assert "<svg" in html
+    assert html.count("<table") == 2
+
+
+@pytest.mark.parametrize("noun", ["placement", "timeline", "plan"])
+def test_names_in_a_notebook_are_text(noun: str) -> None:
+    answer = hostile()
+    assert answer.plan is not None
+    shown = {"placement": answer, "timeline": api.simulate(answer.problem, answer.plan), "plan": answer.plan}[
+        noun
+    ]
+    html = shown._repr_html_()
+    ElementTree.fromstring(f"<div>{html}</div>")  # one well-formed tree: no name has opened an element
+    assert HOSTILE[0] not in html
+    assert "<b onclick" not in html
+
+
+def test_a_picture_is_saved_as_svg(tmp_path: Path) -> None:
+    answer = two_devices()
+    answer.plot().save(tmp_path / "plan.svg")
+    tree = ElementTree.parse(tmp_path / "plan.svg")
+    assert tree.getroot().tag.endswith("svg")
+    assert answer.plan is not None
+    assert answer.plan.plot(answer.problem)._repr_svg_() == answer.plot().svg
+    assert "gpu" in (tmp_path / "plan.svg").read_text() or "ref0" in (tmp_path / "plan.svg").read_text()
+
+
+def test_every_span_of_a_small_plan_is_in_the_picture() -> None:
+    svg = two_devices().plot().svg
+    assert svg.count('class="g0"') == 2 + 1  # one path a device, and the legend
+    assert svg.count('class="g4"') == 1 + 1  # the transfer, and the legend
+
+
+def test_a_terminal_shows_the_best_so_far_while_it_searches() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    with show_live(console) as live:
+        assert live is not None
+        live.say("refine", 0.0)
+        live.watch(PlanNews(2.0, 0, 1.6))
+    shown = text.getvalue()
+    assert "best so far" in shown
+    assert "at most 25.0 %" in shown
+
+
+def test_nothing_is_shown_where_nobody_looks() -> None:
+    with show_live(Console(file=io.StringIO())) as live:
+        assert live is None
+
+
+def test_better_plans_are_told_as_they_are_found() -> None:
+    from loadmaster.core.run import Budget
+    from loadmaster.placers.ask import PlanRequest, find_placement
+    from loadmaster.placers.registry import placer
+
+    heard: list[PlanNews] = []
+    problem = api.problem("gen:transformer:300", "RTX4090, RTX3090")
+    ask = PlanRequest(placer("auto"), Budget(count=60), watch=heard.append)
+    answer = find_placement(problem, ask)
+    assert len(heard) > 1
+    ranks = [(news.overflow_bytes, news.time_s) for news in heard]
+    assert ranks == sorted(ranks, reverse=True)
+    assert heard[-1].time_s == answer.score_s
+
+
+def test_a_plan_too_large_says_so() -> None:
+    live = LivePlan()
+    live.watch(PlanNews(2.0, 2**30, 1.0))
+    assert live.rows()["best so far"] == "2 s, but 1.0 GiB too large"
+    assert live.rows()["gap"] == "-"
