@@ -85,6 +85,7 @@ def _check(build: Callable[[], Made]) -> None:
     assert weights_of(model) == weights_of(plain)
 
 
+@pytest.mark.slow
 def test_a_float16_model_with_a_loss_scale_trains_as_before() -> None:
     _check(lambda: _mixed("mixed_float16"))  # its branches are functions that only the optimiser knows
 
