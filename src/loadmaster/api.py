@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from loadmaster.runtime.distributed.trial_run import PipelineOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
+    from loadmaster.runtime.tensorflow.verify_step import StepVerification
     from loadmaster.runtime.verify.verification import Verification
     from loadmaster.simulator.compare import Comparison
 
@@ -311,8 +312,15 @@ def _place_tensorflow(model: Any, plan_or_inputs: Any, devices: Devices, wishes:
 
 def verify(
     model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
-) -> "Verification":
-    """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes."""
+) -> "Verification | StepVerification":
+    """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes.
+
+    Of a TensorFlow model: what a step on a batch (x, y) gives, and all variables after it.
+    """
+    if is_tensorflow_model(model):
+        from loadmaster.runtime.tensorflow.verify_step import verify_step
+
+        return verify_step(model, plan, batch, loss=loss, seed=seed)
     from loadmaster.runtime.place_request import verify_plan
 
     return verify_plan(model, plan, batch, loss=loss, seed=seed)

@@ -1,7 +1,7 @@
 """Small models with a batch each, and ways to train them unplaced and placed."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -113,19 +113,17 @@ def random_devices(graph: Graph, seed: int, num_devices: int) -> Any:
 
 def place_randomly(captured: CapturedStep, seed: int, devices: str = DEVICES) -> Any:
     """A captured step on a random plan."""
-    return place_as(captured, None, seed, devices)
+    made: PlacedFunction = place_captured(captured, random_plan(captured.graph, seed, devices))
+    return made
 
 
-def place_as(
-    captured: CapturedStep, device: Sequence[int] | None, seed: int = 0, devices: str = DEVICES
-) -> Any:
-    problem = lm.problem(captured.graph, devices)
+def random_plan(graph: Graph, seed: int, devices: str = DEVICES) -> Any:
+    """A Placement that has a random device for each unit."""
+    problem = lm.problem(graph, devices)
     first = lm.plan(problem, algorithm="single_device", budget="1x").plan
     assert first is not None
-    wanted = random_devices(captured.graph, seed, problem.cluster.num_devices) if device is None else device
-    plan = dataclasses.replace(first, device=np.asarray(wanted, dtype=np.int32))
-    made: PlacedFunction = place_captured(captured, lm.plan(problem, algorithm=plan))
-    return made
+    device = random_devices(graph, seed, problem.cluster.num_devices)
+    return lm.plan(problem, algorithm=dataclasses.replace(first, device=device))
 
 
 def capture(model: Any, batch: Any) -> CapturedStep:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tensorflow.small_models import (
     MODELS,
+    NUM_STEPS,
     OPTIMIZERS,
     build,
     capture,
@@ -15,13 +16,14 @@ from tests.tensorflow.small_models import (
     weights_of,
 )
 
-_FEW, _MANY = 3, 20
+_FEW, _MANY = 2, 20
 
 
 def _compare_plans(name: str, optimizer: str, seeds: range) -> None:
     """Losses of five steps and all variables after them, to the bit; devices as TensorFlow says."""
     plain, batch = build(name, optimizer)
     losses = train_unplaced(plain, batch)
+    wanted = weights_of(plain)
     model, _ = build(name, optimizer)
     captured = capture(model, batch)
     at_first = [value.numpy().copy() for value in (*model.variables, *model.optimizer.variables)]
@@ -30,14 +32,15 @@ def _compare_plans(name: str, optimizer: str, seeds: range) -> None:
             variable.assign(value)
         model.reset_metrics()
         placed = place_randomly(captured, seed)
-        placed.step.start(captured)
-        assert train_placed(placed, batch) == losses, f"seed {seed}"
-        assert weights_of(model) == weights_of(plain), f"seed {seed}"
-        _check_devices(placed, batch)
+        first = placed.watch(*batch)
+        _check_devices(placed, first.device_of)
+        found = [first.result["loss"].numpy().tobytes(), *train_placed(placed, batch, NUM_STEPS - 1)]
+        assert found == losses, f"seed {seed}"
+        assert weights_of(model) == wanted, f"seed {seed}"
 
 
-def _check_devices(placed: Any, batch: Any) -> None:
-    ran, graph = placed.watch(*batch).device_of, placed.placement.problem.graph
+def _check_devices(placed: Any, ran: dict[str, str]) -> None:
+    graph = placed.placement.problem.graph
     planned = placed.step.planned
     seen = [name for name in graph.op_name if name in ran]
     wrong = [name for name in seen if ran[name] != placed.step.devices[planned[name]].where]
@@ -47,8 +50,7 @@ def _check_devices(placed: Any, batch: Any) -> None:
     assert len([name for name in costly if name in ran]) > 0.9 * len(costly)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mlp", "lstm"])
+@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "adam"), ("lstm", "sgd")])
 def test_small_models_on_random_plans_train_as_unplaced_ones(name: str, optimizer: str) -> None:
     _compare_plans(name, optimizer, range(_FEW))
 

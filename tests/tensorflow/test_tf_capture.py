@@ -1,12 +1,13 @@
 """What a captured TensorFlow step says: phases, weights, ties, flops as tf.profiler counts them, names."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tensorflow as tf
-from loadmaster.core.graph import NO_MIRROR, Phase
+from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.cost.keys import collect_keys
 from loadmaster.cost.tensorflow_timing import time_signature
 from loadmaster.graph.differences import list_differences
@@ -15,9 +16,14 @@ from loadmaster.graph.tf_capture.op_work import op_flops
 from tests.tensorflow.small_models import build, capture
 
 
+@cache
+def _captured(name: str, optimizer: str = "sgd") -> tuple[Any, Graph]:
+    model, batch = build(name, optimizer)
+    return model, capture(model, batch).graph
+
+
 def test_slots_of_adam_are_resident_beside_their_weights() -> None:
-    model, batch = build("mlp", "adam")
-    graph = capture(model, batch).graph
+    model, graph = _captured("mlp", "adam")
     held = graph.resident_bytes[graph.phase == Phase.PARAM]
     sizes = [3 * weight.value.shape.num_elements() * 4 for weight in model.trainable_variables]
     assert sorted(held[held > 16].tolist()) == sorted(sizes)
@@ -25,8 +31,7 @@ def test_slots_of_adam_are_resident_beside_their_weights() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "lstm", "transformer", "resnet"])
 def test_phases_and_mirrors(name: str) -> None:
-    model, batch = build(name)
-    graph = capture(model, batch).graph
+    _, graph = _captured(name)
     phases = dict(zip(graph.op_name, graph.phase.tolist(), strict=True))
     for op, phase in phases.items():
         if op.startswith("sgd/Assign"):
@@ -41,8 +46,7 @@ def test_phases_and_mirrors(name: str) -> None:
 
 
 def test_whoever_touches_a_variable_is_tied_to_it() -> None:
-    model, batch = build("mlp", "adam")
-    graph = capture(model, batch).graph
+    _, graph = _captured("mlp", "adam")
     for tensor, user in zip(graph.use_tensor, graph.use_op, strict=True):
         maker = graph.tensor_op[tensor]
         if graph.op_kind[maker] == "variable":
@@ -50,7 +54,7 @@ def test_whoever_touches_a_variable_is_tied_to_it() -> None:
 
 
 def test_the_same_model_built_later_has_the_same_graph() -> None:
-    one, other = (capture(*build("transformer")).graph for _ in range(2))
+    one, other = (capture(*build("mlp", "adam")).graph for _ in range(2))
     assert list_differences(one, other) == []
     assert one.op_name == other.op_name
 
@@ -111,8 +115,7 @@ def _all(node: Any) -> Any:
 
 
 def test_ops_are_timed_on_their_own() -> None:
-    model, batch = build("mlp")
-    keys = collect_keys(capture(model, batch).graph)
+    keys = collect_keys(_captured("mlp")[1])
     chosen = [key for key in keys.text if key.startswith(("tf.MatMul", "tf.Sum", "tf.BiasAddGrad"))]
     assert len(chosen) >= 3
     for key in chosen:
@@ -120,8 +123,7 @@ def test_ops_are_timed_on_their_own() -> None:
 
 
 def test_a_kept_activation_lives_until_its_gradient_is_made() -> None:
-    model, batch = build("mlp")
-    graph = capture(model, batch).graph
+    _, graph = _captured("mlp")
     users = np.bincount(graph.use_tensor, minlength=graph.num_tensors)
     relu = next(at for at, name in enumerate(graph.op_name) if name.endswith("/Relu"))
     assert users[np.flatnonzero(graph.tensor_op == relu)[0]] >= 2

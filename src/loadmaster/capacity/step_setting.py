@@ -25,10 +25,11 @@ class StepSetting:
 def setting_of(question: Question) -> StepSetting:
     """How the step of a question is run, with the defaults of named models."""
     source = question.source
-    named = is_model(source) and str(source).startswith(("hf:", "zoo:"))
+    named = is_model(source) and str(source).startswith(("hf:", "zoo:", "keras:"))
+    long = named and not str(source).startswith("keras:")  # Keras models are built for one length
     return StepSetting(
         batch=DEFAULT_BATCH if named and question.batch is None else question.batch,
-        seq=DEFAULT_SEQ if named and question.seq is None else question.seq,
+        seq=DEFAULT_SEQ if long and question.seq is None else question.seq,
         optimizer=question.optimizer or (DEFAULT_OPTIMIZER if named else None),
         precision=question.precision,
     )

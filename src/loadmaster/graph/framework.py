@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 _TENSORFLOW = ("tensorflow", "keras")
+_PLACED = "loadmaster.runtime.tensorflow."  # what was placed already is told so in TensorFlow's own room
 
 
 def is_tensorflow_model(model: Any) -> bool:
@@ -11,6 +12,8 @@ def is_tensorflow_model(model: Any) -> bool:
     if "tensorflow" not in sys.modules:
         return False
     own = model if isinstance(model, type) else type(model)
+    if own.__module__.startswith(_PLACED):
+        return True
     kinds = {kind.__module__.partition(".")[0] for kind in own.__mro__}
     if "torch" in kinds:
         return False

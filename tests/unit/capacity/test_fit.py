@@ -15,12 +15,14 @@ from loadmaster.capacity.clusters import preset_cluster, single_device_cluster, 
 from loadmaster.capacity.largest import find_largest
 from loadmaster.capacity.peak_moment import HeldMemory, held_at_peaks
 from loadmaster.capacity.scale import scale_graph
+from loadmaster.capacity.step_setting import setting_of
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.presets import KINDS
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.fit_answer import Fit, Parts
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import plan_of
+from loadmaster.core.question import Question
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.simulator.events.engine import prepare
 from tests.builders import plan_on, problem_of, star_cluster
@@ -422,3 +424,13 @@ def test_the_cheapest_change_is_fewer_samples_a_pass_if_that_does(source: str) -
     assert alone(with_accumulated_gradients(graph)).peak_bytes <= 3 * whole // 5
     twice = api.problem(source, cpu_of(2**40), batch=2 * batch).graph
     assert alone(with_accumulated_gradients(twice)).peak_bytes > 3 * whole // 5
+
+
+@pytest.mark.parametrize(
+    ("source", "batch", "seq"), [("hf:gpt2", 8, 512), ("keras:lstm", 8, None), ("n.py:f", None, None)]
+)
+def test_named_models_have_a_batch_and_keras_models_no_length(
+    source: str, batch: int | None, seq: int | None
+) -> None:
+    found = setting_of(Question(source))
+    assert (found.batch, found.seq) == (batch, seq)

@@ -186,6 +186,8 @@ def _why_not_timed(ran: "Ran") -> str:
         return "the run was interrupted before the steps that are timed op by op, which come last"
     if ran.ended != "done":
         return f"the {ran.ended}, and the steps that are timed op by op come last"
+    if ran.engine == "tensorflow":
+        return "TensorFlow's ops are not timed one by one in a run"
     return "the model ran by hooks, module by module, so that no single op could be timed"
 
 

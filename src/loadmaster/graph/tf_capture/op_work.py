@@ -20,7 +20,7 @@ VIEWS = frozenset(
         """
     Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient Snapshot
     ReadVariableOp Const Placeholder Shape ShapeN Rank Size NoOp VarHandleOp EnsureShape
-    CheckNumerics PlaceholderWithDefault
+    CheckNumerics PlaceholderWithDefault VariableShape
     """
     )
 )  # nothing is computed, and nothing moved
@@ -68,7 +68,7 @@ _EACH = {  # flops for each element of the result
         _names(
             """
     Tanh TanhGrad Sigmoid SigmoidGrad SqrtGrad RsqrtGrad Erf Erfc Pow Elu EluGrad Selu SeluGrad
-    Softplus SoftplusGrad Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma
+    Softplus SoftplusGrad _MklSwish Softsign SoftsignGrad Sin Cos Tan Asin Acos Atan Sinh Cosh Digamma Lgamma
     ReciprocalGrad InvGrad Erfinv Ndtri _UnaryOpsComposition
     """
         ),
@@ -280,6 +280,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "Conv2D": _convolution,
     "Conv3D": _convolution,
     "_FusedConv2D": lambda op: _fused_epilogue(op, _convolution(op)),
+    "_FusedConv3D": lambda op: _fused_epilogue(op, _convolution(op)),
     "Conv2DBackpropInput": _input_gradient,
     "Conv3DBackpropInputV2": _input_gradient,
     "Conv2DBackpropFilter": _filter_gradient,
@@ -294,5 +295,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "AvgPool3D": _pooling,
     "MaxPoolGrad": _pooling_gradient,
     "AvgPoolGrad": _pooling_gradient,
+    "MaxPool3DGrad": _pooling_gradient,
+    "AvgPool3DGrad": _pooling_gradient,
     "AddN": _add_n,
 }

@@ -46,6 +46,7 @@ _ALIASES = VIEWS - {
     "ShapeN",
     "Rank",
     "Size",
+    "VariableShape",
     "NoOp",
     "IdentityN",
 }

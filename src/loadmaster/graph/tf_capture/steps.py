@@ -61,7 +61,8 @@ def refuse_xla(model: Any) -> None:
         name = getattr(model, "name", None) or type(model).__name__
         raise InputError(
             f"{name!r} is compiled by XLA as one piece (jit_compile=True), so its ops cannot be placed one by"
-            " one; use jit_compile=False"
+            " one; use jit_compile=False (model.compile(..., jit_compile=False); where there is a GPU, Keras"
+            " chooses XLA unless it is told not to)"
         )
 
 

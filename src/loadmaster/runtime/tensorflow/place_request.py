@@ -81,12 +81,13 @@ def place_captured(captured: CapturedStep, placement: Placement) -> PlacedFuncti
 
 def place_step(step: Step, placement: Placement) -> PlacedFunction:
     """A step on its plan; it is traced at its first call."""
-    _require_plan(placement)
+    require_plan(placement)
     placed = PlacedStep(step, placement, locate_devices(placement.problem.cluster))
     return PlacedFunction(placed) if step.model is None else PlacedModel(placed)
 
 
-def _require_plan(placement: Placement) -> None:
+def require_plan(placement: Placement) -> None:
+    """Refuse what holds no plan, or none for TensorFlow."""
     plan = placement.plan
     if plan is None:
         raise PlanError(f"{why_none_fits_in_short(placement)}; lm.fit says which change is the cheapest")

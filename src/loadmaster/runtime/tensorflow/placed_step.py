@@ -26,9 +26,9 @@ from loadmaster.graph.tf_capture.optimised import OptimisedStep, optimise_step
 from loadmaster.graph.tf_capture.request import CapturedStep, capture_step
 from loadmaster.graph.tf_capture.step_graph import INPUT
 from loadmaster.graph.tf_capture.steps import Step, specs_of
-from loadmaster.graph.tf_capture.trace import trace_step
+from loadmaster.graph.tf_capture.trace import Traced, trace_step
 from loadmaster.runtime.tensorflow.devices import PlacedDevice
-from loadmaster.runtime.tensorflow.variables import move_variable
+from loadmaster.runtime.tensorflow.variables import copy_variable, move_variable
 
 _LEAST_SHARE = 0.5  # of the plan's work that another trace must have by name
 
@@ -50,10 +50,13 @@ class PlacedStep:
     step: Step
     placement: Placement
     devices: tuple[PlacedDevice, ...]
+    copies: bool = False  # it works on copies of the variables, which stay as and where they are
     planned: dict[str, int] = field(default_factory=dict)  # device by op
     _ready: dict[Any, _Ready] = field(default_factory=dict)
     _options: Any = None
+    _has_run: bool = False
     _homes: dict[int, int] = field(default_factory=dict)  # id of a variable -> its device
+    _copied: dict[int, Any] = field(default_factory=dict)  # id of a variable -> its copy
 
     def __post_init__(self) -> None:
         """Devices by the names of ops."""
@@ -65,6 +68,7 @@ class PlacedStep:
         """One step."""
         flat = [value if tf.is_tensor(value) else tf.convert_to_tensor(value) for value in _flatten(args)]
         ready = self._ready.get(_key(flat)) or self._prepare(args, flat)
+        self._has_run = True
         with self._call_options():
             given = ready.call(*flat)
         return _pack(ready.results, given)
@@ -80,10 +84,22 @@ class PlacedStep:
         found = last.device_of if last is not None else {}
         return {name: self.devices[d].where for name, d in found.items()}
 
+    def traced_for(self, *args: Any) -> Traced:
+        """The step as it was traced for inputs of these sizes: what TensorFlow runs unplaced."""
+        flat = _flatten(args)
+        ready = self._ready.get(_key(flat)) or self._prepare(args, flat)
+        return ready.optimised.traced
+
+    def copy_of(self, variable: Any) -> Any:
+        """The copy of a variable that the step works on."""
+        return self._copied[id(variable)]
+
     def import_again(self) -> None:
-        """New functions of the same ops: TensorFlow tells of a function only at its first run."""
+        """New functions of ops that have run: TensorFlow tells of a function at its first run only."""
+        if not self._has_run:
+            return
         for key, ready in self._ready.items():
-            call = _import_placed(ready.optimised, ready.device_of, self.devices)
+            call = _import_placed(ready.optimised, ready.device_of, self.devices, self._copied)
             self._ready[key] = replace(ready, call=call)
 
     def start(self, captured: CapturedStep | None = None) -> None:
@@ -149,9 +165,12 @@ class PlacedStep:
         for held in optimised.captured:
             if held.variable is not None and id(held.variable) not in self._homes:
                 home = device_of.setdefault(held.node, 0)
-                move_variable(held.variable, self.devices[home].where)
+                if self.copies:
+                    self._copied[id(held.variable)] = copy_variable(held.variable, self.devices[home].where)
+                else:
+                    move_variable(held.variable, self.devices[home].where)
                 self._homes[id(held.variable)] = home
-        call = _import_placed(optimised, device_of, self.devices)
+        call = _import_placed(optimised, device_of, self.devices, self._copied)
         specs = _flatten(optimised.traced.specs)
         self._ready[_key(specs)] = _Ready(call, optimised.traced.results, device_of, optimised)
 
@@ -177,6 +196,16 @@ class PlacedStep:
             raise
         finally:
             context.function_call_options = before
+
+
+def loss_of(result: Any) -> float:
+    """The loss among what a step gives: by its name, else its first number."""
+    if isinstance(result, dict) and "loss" in result:
+        return float(result["loss"])
+    leaves = [leaf for leaf in tf.nest.flatten(result) if leaf is not None]
+    if not leaves:
+        return 0.0
+    return float(tf.reduce_mean(tf.cast(leaves[0], tf.float32)))
 
 
 def _run_eagerly(work: Callable[[], None]) -> None:
@@ -215,7 +244,10 @@ def _complete(optimised: OptimisedStep, known: Mapping[str, int], homes: Mapping
 
 
 def _import_placed(
-    optimised: OptimisedStep, device_of: Mapping[str, int], devices: tuple[PlacedDevice, ...]
+    optimised: OptimisedStep,
+    device_of: Mapping[str, int],
+    devices: tuple[PlacedDevice, ...],
+    copied: Mapping[int, Any],
 ) -> Callable[..., Any]:
     """A concrete function of the nodes, each on its device; arguments are copied to theirs first."""
     graph_def = tf.compat.v1.GraphDef()
@@ -228,8 +260,12 @@ def _import_placed(
         node.attr.pop("_class", None)
         node.device = devices[device_of[node.name]].full_name
     graph_def.node.extend(nodes)
+    _add_functions(graph_def.library.function)
     flat = _flatten(optimised.traced.specs)
-    held = [one.variable.handle if one.variable is not None else one.tensor for one in optimised.captured]
+    held = [
+        one.tensor if one.variable is None else copied.get(id(one.variable), one.variable).handle
+        for one in optimised.captured
+    ]
 
     def body(*args: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -250,6 +286,14 @@ def _import_placed(
         body, input_signature=signature, autograph=False, experimental_attributes={"_noinline": True}
     )
     return function.get_concrete_function()
+
+
+def _add_functions(functions: Any) -> None:
+    """Branches that the optimiser specialised (a loss scale's `tf.cond`) are not known to TensorFlow yet."""
+    context = eager_context.context()
+    for function in functions:
+        if not context.has_function(function.signature.name):
+            context.add_function_def(function)
 
 
 def _used_inputs(nodes: list[Any], outputs: tuple[str, ...]) -> set[str]:

@@ -25,6 +25,7 @@ from loadmaster.graph.tf_capture.steps import Step
 from loadmaster.runtime.tensorflow.devices import locate_devices, peak_bytes
 from loadmaster.runtime.tensorflow.place_request import place_step
 from loadmaster.runtime.tensorflow.placed_model import PlacedFunction
+from loadmaster.runtime.tensorflow.placed_step import loss_of
 
 DONE, INTERRUPTED, ENGINE = "done", "interrupted", "tensorflow"
 _NOTE = "TensorFlow's ops were not timed one by one, so there is no measured timeline of ops and transfers"
@@ -55,7 +56,7 @@ class TensorflowRun:
             for number in range(1, steps + 1):
                 args = tf.nest.map_structure(lambda value: _draw_like(value, draw), self.step.args)
                 began = time.perf_counter()
-                loss = _loss_of(self.placed.step(*args))
+                loss = loss_of(self.placed.step(*args))
                 self.seconds.append(time.perf_counter() - began)
                 self.losses.append(loss)
                 tell(number, self.seconds[-1], loss, self._live_bytes())
@@ -131,16 +132,6 @@ def start_run(placement: Placement, model: str | None, seed: int) -> TensorflowR
     tf.keras.utils.set_random_seed(seed)
     step = load_tensorflow_step(source, CaptureOptions(**fields))
     return TensorflowRun(placement, source, step, seed)
-
-
-def _loss_of(result: Any) -> float:
-    """The loss among what a step gives: by its name, else its first number."""
-    if isinstance(result, dict) and "loss" in result:
-        return float(result["loss"])
-    leaves = [leaf for leaf in tf.nest.flatten(result) if leaf is not None]
-    if not leaves:
-        return 0.0
-    return float(tf.reduce_mean(tf.cast(leaves[0], tf.float32)))
 
 
 def _draw_like(value: Any, draw: Any) -> Any:

@@ -16,10 +16,16 @@ def move_variable(variable: Any, where: str) -> None:
     wanted = tf.DeviceSpec.from_string(f"/job:localhost/replica:0/task:0/device:{where}").to_string()
     if variable.device == wanted:
         return
+    made = copy_variable(variable, where)
     with tf.init_scope(), tf.device(where):
-        made = tf.Variable(
-            variable.read_value(), trainable=variable.trainable, dtype=variable.dtype, shape=variable.shape
-        )
         old = variable.handle
         variable._handle = made.handle
         tf.raw_ops.DestroyResourceOp(resource=old, ignore_lookup_error=True)
+
+
+def copy_variable(variable: Any, where: str) -> Any:
+    """A new variable of the same value on a device."""
+    with tf.init_scope(), tf.device(where):
+        return tf.Variable(
+            variable.read_value(), trainable=variable.trainable, dtype=variable.dtype, shape=variable.shape
+        )

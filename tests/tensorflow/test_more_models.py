@@ -1,0 +1,132 @@
+"""Other models train on random plans as they do unplaced: recurrent ones, several inputs, mixed precision."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import loadmaster as lm
+import tensorflow as tf
+from tests.tensorflow.small_models import capture, layers, place_randomly, random_plan, weights_of
+
+_STEPS = 3
+_CLASSES = np.array([0, 1, 2, 0], np.int32)
+Made = tuple[Any, Any]
+
+
+def _compiled(model: Any, optimizer: Any = "adam") -> Any:
+    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=False)
+    return model
+
+
+def _gru() -> Made:
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input((6,), dtype="int32"),
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.Bidirectional(layers.GRU(5, return_sequences=True)),
+            layers.GRU(7, dropout=0.1),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+    return _compiled(model), (np.arange(24, dtype=np.int32).reshape(4, 6) % 5, _CLASSES)
+
+
+def _two_inputs_and_outputs() -> Made:
+    one, other = tf.keras.Input((4,), name="one"), tf.keras.Input((3,), name="other")
+    both = layers.Concatenate()([layers.Dense(5)(one), other])
+    model = tf.keras.Model(
+        [one, other], {"p": layers.Dense(2, name="p")(both), "q": layers.Dense(1, name="q")(both)}
+    )
+    model.compile("adam", {"p": "mse", "q": "mae"}, jit_compile=False)
+    x = [np.ones((4, 4), np.float32), np.ones((4, 3), np.float32)]
+    return model, (x, {"p": np.ones((4, 2), np.float32), "q": np.ones((4, 1), np.float32)})
+
+
+class Own(tf.keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(8, activation="swish"), layers.Dense(3, activation="softmax")
+        self.normal, self.drop = layers.BatchNormalization(), layers.Dropout(0.3)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return self.last(self.drop(self.normal(self.first(x), training=training), training=training))
+
+
+def _subclassed_with_sample_weights() -> Made:
+    schedule = tf.keras.optimizers.schedules.CosineDecay(0.01, 10)
+    batch = (np.ones((4, 6), np.float32), _CLASSES, np.array([1, 0.5, 1, 2], np.float32))
+    return _compiled(Own(), tf.keras.optimizers.RMSprop(schedule, clipnorm=1.0)), batch
+
+
+def _mixed(policy: str) -> Made:
+    tf.keras.config.set_dtype_policy(policy)
+    try:
+        given = tf.keras.Input((6,))
+        hidden = layers.LayerNormalization()(layers.Dense(16, activation="relu")(given))
+        out = layers.Dense(3, activation="softmax", dtype="float32")(hidden)
+        return _compiled(tf.keras.Model(given, out)), (np.ones((4, 6), np.float32), _CLASSES)
+    finally:
+        tf.keras.config.set_dtype_policy("float32")
+
+
+def _check(build: Callable[[], Made]) -> None:
+    def make() -> Made:
+        tf.keras.utils.set_random_seed(7)
+        return build()
+
+    plain, batch = make()
+    step = tf.function(lambda *data: plain.train_step(data))
+    expected = [float(step(*tf.nest.map_structure(tf.constant, batch))["loss"]) for _ in range(_STEPS)]
+    model, _ = make()
+    placed = place_randomly(capture(model, batch), 1)
+    assert [float(placed.train_on(*batch)["loss"]) for _ in range(_STEPS)] == expected
+    assert weights_of(model) == weights_of(plain)
+
+
+@pytest.mark.slow
+def test_a_float16_model_with_a_loss_scale_trains_as_before() -> None:
+    _check(lambda: _mixed("mixed_float16"))  # its branches are functions that only the optimiser knows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [_gru, _two_inputs_and_outputs, _subclassed_with_sample_weights])
+def test_other_models_train_as_before(build: Callable[[], Made]) -> None:
+    _check(build)
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_as_before() -> None:
+    _check(lambda: _mixed("mixed_bfloat16"))
+
+
+@pytest.mark.slow
+def test_fit_takes_several_inputs_and_outputs() -> None:
+    histories = []
+    for place in (False, True):
+        tf.keras.utils.set_random_seed(7)
+        model, (x, y) = _two_inputs_and_outputs()
+        runs = place_randomly(capture(model, (x, y)), 0) if place else model
+        histories.append(runs.fit(x, y, batch_size=4, epochs=3, verbose=0).history)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.slow
+def test_a_tf_while_loop_has_the_same_numbers_up_to_rounding() -> None:
+    weight = tf.Variable(0.1 * tf.ones((6, 6)))
+    optimizer = tf.keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            _, out = tf.while_loop(
+                lambda turn, _: turn < 3, lambda turn, x: (turn + 1, tf.tanh(x @ weight)), [tf.constant(0), x]
+            )
+            loss = tf.reduce_mean(tf.square(out))
+        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+        return loss
+
+    x = (np.ones((4, 6), np.float32),)
+    found = lm.verify(step, random_plan(capture(step, x).graph, 0), x)
+    assert found.ok, str(found)
