@@ -1,4 +1,4 @@
-"""Models by call that do what shards do not expect: the bits of a plain loop, or a sentence saying why not."""
+"""Models by call that do what shards do not expect: the bits of a plain loop, or a sentence that says why."""
 
 import random
 from typing import Any
