@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from loadmaster.core.errors import InputError, RunError
+from loadmaster.shards.model.built_model import build_trial
 from tests.train.test_by_call import VOCAB, WIDTH, Layer, Net, check, trial_of
 
 
@@ -225,3 +226,29 @@ def test_gradients_taken_inside_of_a_later_forward_are_refused_with_a_sentence()
 
     with pytest.raises(RunError, match="inside of a forward"):
         check(trial_of(Later), placement="host")
+
+
+class Remembering(nn.Module):
+    """Scales by how often it was called, which it keeps in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return value + self.inner(value) * (0.5 * len(self.seen))
+
+
+def test_planning_a_chain_leaves_lists_of_its_modules_alone() -> None:
+    built = build_trial(
+        trial_of(
+            lambda: nn.Sequential(*(Remembering() for _ in range(3))),
+            data=lambda: [(torch.ones(2, WIDTH), torch.ones(2, WIDTH))],
+            loss=nn.functional.mse_loss,
+        ),
+        device=torch.device("cpu"),
+    )
+    assert not built.chain.by_call
+    assert [each.seen for each in built.chain.model] == [[], [], []]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
-from loadmaster.modules import randomness
+from loadmaster.modules import python_state, randomness
 from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.modules.saved_tensors import without_history
 from loadmaster.shards.model.block_peaks import (
@@ -67,6 +67,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
 
     inputs, targets = batch
     with (
+        python_state.preserve_state(list(chain.model.modules())),
         preserve_attributes(chain.model),
         mute_fake_tensor_log(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
