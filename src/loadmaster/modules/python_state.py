@@ -20,6 +20,7 @@ _MOST = 100_000  # objects: what is behind them stays as it is
 _LARGEST = 1 << 22  # elements of a tensor that is copied
 _TABLES = ("_parameters", "_buffers")  # whose tensors others put back
 _OF_OTHERS = ("threading", "queue", "multiprocessing", "logging", "concurrent", "asyncio", "socket", "io")
+_CONTAINERS = (list, deque, set, dict)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, int, float, complex)
 
 
@@ -53,6 +54,40 @@ def swap_attributes(tables: list[Table]) -> Iterator[None]:
         for table, after in now:
             table.clear()
             table.update(after)
+
+
+def copy_contents(tables: Iterable[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Lists, dicts, sets and deques that attributes hold, beside what is in them now."""
+    found = {
+        id(value): value
+        for table in tables
+        for name, value in table.items()
+        if isinstance(value, _CONTAINERS) and not name.startswith("_")
+    }
+    return [(each, dict(each) if isinstance(each, dict) else list(each)) for each in found.values()]
+
+
+def holds_same(container: Any, before: Any) -> bool:
+    """Whether nothing was put into a container, or taken out."""
+    return _has_same_items(container, before)
+
+
+def refill(rows: list[tuple[Any, Any]]) -> None:
+    """Put back what was in containers."""
+    for container, before in rows:
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+@contextmanager
+def preserve_contents(containers: Iterable[Any]) -> Iterator[None]:
+    """Whatever happens inside, these containers hold afterwards what they hold now."""
+    undo = [_make_container_undo(each) for each in containers]
+    try:
+        yield
+    finally:
+        for act in undo:
+            act()
 
 
 def plain_tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:

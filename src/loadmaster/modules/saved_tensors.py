@@ -8,6 +8,11 @@ unless backward runs.
 import torch
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written; tensors of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers without the op that made them; autograd puts that back when it unpacks."""
     return tensor if tensor.grad_fn is None else tensor.detach()

@@ -18,6 +18,7 @@ from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import DeviceMemoryError, InputError, UnknownNameError
 from loadmaster.shards.device.host_bytes import free_host_bytes
 from loadmaster.shards.model.built_model import BuiltModel
+from loadmaster.shards.model.loaders import blame_loader
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.shard_plan import PlannedTrial, ShardPlan
@@ -265,9 +266,9 @@ def _require_gpu(word: DeviceWord[str]) -> str:
 
 def count_steps(trial: Trial, num_batches: int | None) -> int:
     """Optimizer steps of a trial; data without a length is opened once more and counted."""
-    if num_batches is None and trial.max_steps is not None:  # it may have no end
-        num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), trial.max_steps * trial.accumulate))
-    elif num_batches is None:
-        num_batches = sum(1 for _ in trial.data())
+    if num_batches is None:
+        most = None if trial.max_steps is None else trial.max_steps * trial.accumulate  # it may have no end
+        with blame_loader(trial.name):
+            num_batches = sum(1 for _ in itertools.islice(iter(trial.data()), most))
     total = -(-num_batches // trial.accumulate) * trial.epochs
     return total if trial.max_steps is None else min(total, trial.max_steps)

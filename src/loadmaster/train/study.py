@@ -12,15 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loadmaster.core.errors import FileError, InputError, LoadmasterError
-from loadmaster.core.units import parse_bytes, parse_seconds
-from loadmaster.shards.model.loaders import confine_worker_deaths, with_timeout
+from loadmaster.core.units import format_seconds, parse_bytes, parse_seconds
+from loadmaster.shards.model.loaders import UnreadableDataError, confine_worker_deaths, with_timeout
 from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
 from loadmaster.train.coordination.callbacks import CallbackList, SecondInterrupt
@@ -63,6 +63,7 @@ class Study:
         callbacks: Sequence[Any] = (),
         checkpoint_every: int | str = "auto",
         loader_timeout: str | float | None = None,
+        grace_s: str | float = 25.0,
         launcher: str = "auto",
         engine: Engine | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class Study:
         self._host_cap = None if host_cap is None else parse_bytes(host_cap)
         self._searcher, self._every = searcher, checkpoint_every
         self._timeout_s = None if loader_timeout is None else parse_seconds(loader_timeout)
+        self.set_grace(grace_s)
         self._trials = {trial.name: trial for trial in trials}
         self._placement = optimizer_placement
         self._engine = engine
@@ -97,11 +99,18 @@ class Study:
         self._made: dict[str, TrialPlan] = {}  # plans of single trials
         self._ended: dict[str, TrialPlan] | None = None  # what the journal says, once it is read
         self._retries = False
+        self._unreadable: dict[str, str] = {}  # trials whose data raised while they were planned, and what
         # Trials that ended in an earlier call are planned again, to refuse what has changed under a name;
         # a search that made them itself (`optimize`) knows that they have not.
         self.trusts_ended = False
         self._watchers: list[Any] = []
         self._as_begun: dict[str, Any] = {}  # trials that go on by the rules they were begun under
+
+    def set_grace(self, grace_s: str | float) -> None:
+        """How long the running step and what is written may take after a SIGTERM."""
+        self._grace_s = parse_seconds(grace_s)
+        if not self._grace_s > 0:
+            raise InputError(f"grace_s is {grace_s!r}; give a time above 0, such as '25s'")
 
     @property
     def names(self) -> list[str]:
@@ -132,7 +141,8 @@ class Study:
         """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
         if self._plan is None:
             engine = self.engine()
-            self._plan = self._assemble(engine, [self._plan_trial(engine, name) for name in self.names])
+            self._unreadable = {}
+            self._plan = self._assemble(engine, [self._plan_or_blame(engine, name) for name in self.names])
         return self._plan
 
     def find_unplannable(self) -> dict[str, str]:
@@ -153,6 +163,16 @@ class Study:
         """Go on without some trials."""
         self._trials = {name: trial for name, trial in self._trials.items() if name not in names}
         self._plan = None
+
+    def _plan_or_blame(self, engine: Engine, name: str) -> TrialPlan:
+        """The plan of a trial; one whose data cannot be read fails by itself, unless all do."""
+        try:
+            return self._plan_trial(engine, name)
+        except UnreadableDataError as problem:
+            self._unreadable[name] = str(problem)
+            if len(self._unreadable) == len(self._trials):
+                raise
+            return replace(_make_ended_plan(name, 0, str(TrialStatus.FAILED)), note=str(problem))
 
     def _plan_trial(self, engine: Engine, name: str) -> TrialPlan:
         """The plan of a trial, made once."""
@@ -196,17 +216,7 @@ class Study:
                 elif kind == "retry":
                     ended.pop(name, None)
             self._ended = {
-                name: TrialPlan(
-                    trial=name,
-                    num_steps=steps[name],
-                    step_s=0.0,
-                    host_bytes=0,
-                    state_bytes=0,
-                    num_shards=0,
-                    ended=how,
-                )
-                for name, how in ended.items()
-                if name in steps
+                name: _make_ended_plan(name, steps[name], how) for name, how in ended.items() if name in steps
             }
         return self._ended
 
@@ -234,9 +244,9 @@ class Study:
         On a terminal and in a notebook a table shows how far they are; `progress=False` shows nothing.
 
         Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt; SIGTERM does the same and
-        ends with SystemExit(143). Checkpoints that the
-        journal does not list (it was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from
-        them.
+        ends with SystemExit(143). Where the step and what is written take longer than `grace_s`, the process
+        ends then, says so, and the checkpoints before count. Checkpoints that the journal does not list (it
+        was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from them.
         """
         with self._release_models(), confine_worker_deaths():
             self._forget_ended(retries=retry_failed)
@@ -262,7 +272,9 @@ class Study:
                     coordinator.pool.is_ending = lambda: coordinator.halt_asked
                 try:
                     coordinator.audience.tell("on_start", self.names)
-                    with _handle_signals(coordinator):
+                    for name, why in self._unreadable.items():
+                        coordinator.audience.tell("on_trial_end", name, str(TrialStatus.FAILED), why)
+                    with _handle_signals(coordinator, self._grace_s):
                         coordinator.run()
                 finally:
                     coordinator.pool.close()
@@ -350,8 +362,11 @@ class Study:
             self._settle_unlisted_checkpoints(state, root, adopt=False)
         plans = {each.trial: each for each in plan.trials}
         for name, trial in self._trials.items():
+            if name in self._unreadable:
+                state.fail_unplanned(name, error_kind="loader", error=self._unreadable[name])
+                continue
             facts = _collect_facts(trial) | dict(plans[name].options)
-            entry = state.enter(name, facts, plans[name].num_steps)
+            entry = state.enter(name, facts, plans[name].num_steps, retry=retry_failed)
             self._as_begun[name] = _keep_older_draws(trial, entry)
             if retry_failed and entry.error_kind:
                 state.note("retry", trial=name)
@@ -427,6 +442,13 @@ class Study:
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
 
 
+def _make_ended_plan(name: str, num_steps: int, how: str) -> TrialPlan:
+    """Nothing more is planned for it."""
+    return TrialPlan(
+        trial=name, num_steps=num_steps, step_s=0.0, host_bytes=0, state_bytes=0, num_shards=0, ended=how
+    )
+
+
 def _collect_facts(trial: Any) -> dict[str, Any]:
     """What may not change between two calls."""
     drawn = "counter" if getattr(trial, "counted_rng", False) else "stream"
@@ -458,7 +480,7 @@ def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
 
 
 @contextmanager
-def _handle_signals(coordinator: Coordinator) -> Iterator[None]:
+def _handle_signals(coordinator: Coordinator, grace_s: float) -> Iterator[None]:
     """Ctrl-C asks for a clean stop, the second one does not wait; SIGTERM asks for the same, and then ends.
 
     A second SIGTERM changes nothing: batch systems send it to a process and again to its group.
@@ -473,9 +495,14 @@ def _handle_signals(coordinator: Coordinator) -> Iterator[None]:
         coordinator.halt_asked = True
 
     def on_terminate(_number: int, _frame: object) -> None:
-        coordinator.halt_asked = terminated[0] = True
+        coordinator.halt_asked = True
+        if not terminated[0]:
+            terminated[0] = True
+            limit.start()
 
     terminated = [False]
+    limit = threading.Timer(grace_s, _end_at_once, (grace_s,))
+    limit.daemon = True
     handlers = {signal.SIGINT: on_interrupt, signal.SIGTERM: on_terminate}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -485,5 +512,18 @@ def _handle_signals(coordinator: Coordinator) -> Iterator[None]:
             raise
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
+        limit.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_at_once(grace_s: float) -> None:
+    """After a SIGTERM, before SIGKILL comes: what is on disk is whole, as after any end."""
+    text = (
+        f"loadmaster: SIGTERM came {format_seconds(grace_s)} ago (grace_s), and the running step and its"
+        " checkpoint are not done; ended without them: the checkpoints before are whole, and the same command"
+        " goes on from them\n"
+    )
+    with suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(128 + signal.SIGTERM)

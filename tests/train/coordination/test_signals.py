@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import loadmaster.train as lt
+from loadmaster.core.errors import InputError
 from loadmaster.train.disk.journal import read_journal
 from tests.train.small_trials import digest, plainly, trial
 from tests.train.study.test_study import study
@@ -120,3 +121,64 @@ def test_the_handlers_of_a_caller_are_put_back(tmp_path: Path) -> None:
     lt.Study([trial("a", epochs=1)], dir=tmp_path, devices="cpu").fit()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
     assert torch.get_num_threads() == 1
+
+
+ENDLESS = """
+import sys, time
+from pathlib import Path
+from tests.train.small_trials import trial, Rows, digest
+import loadmaster.train as lt
+
+class Late:
+    def __len__(self):
+        return 20
+    def __iter__(self):
+        rows = Rows(20)
+        for at in range(20):
+            if at == 5 and len(sys.argv) > 2:
+                Path(sys.argv[1], "waits").touch()
+                time.sleep(60)
+            yield rows._x[at], rows._y[at]
+
+if __name__ == "__main__":
+    one = trial("a", data=Late, evaluate=None, epochs=1, max_steps=10)
+    study = lt.Study(one, dir=Path(sys.argv[1]) / "run", devices="cpu", checkpoint_every=2, grace_s="1s")
+    found = study.fit()["a"]
+    print(found.step, digest(found.state_dict()))
+"""
+
+
+def test_step_that_outlasts_the_grace_ends_with_143_and_valid_checkpoints(tmp_path: Path) -> None:
+    file = tmp_path / "mine_grace.py"
+    file.write_text(ENDLESS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()])
+    run = {"env": {**os.environ, "PYTHONPATH": path}, "text": True, "stderr": subprocess.PIPE}
+    command = [sys.executable, str(file), str(tmp_path)]
+    child = subprocess.Popen([*command, "waits"], **run)  # type: ignore[call-overload]
+    for _ in range(3000):
+        if (tmp_path / "waits").exists():
+            break
+        time.sleep(0.02)
+    began = time.monotonic()
+    child.terminate()
+    _, told = child.communicate(timeout=30)
+    assert child.returncode == 143
+    assert time.monotonic() - began < 20  # it would wait for a minute
+    assert "grace" in told
+    assert "checkpoints before are whole" in told
+    records = read_journal(tmp_path / "run/journal").records
+    assert [r["step"] for r in records if r["kind"] == "commit"][-1] in (2, 4)  # one is written beside
+    again, whole = (
+        subprocess.run(
+            [*command[:2], str(folder)], stdout=subprocess.PIPE, timeout=60, check=True, **run
+        ).stdout
+        for folder in (tmp_path, tmp_path / "whole")
+    )
+    assert again.startswith("10 ")
+    assert again == whole
+
+
+@pytest.mark.parametrize("grace", [0, "-1s", "soon"])
+def test_grace_that_is_no_time_is_refused(grace: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        lt.Study([trial("a")], dir=tmp_path, devices="cpu", grace_s=grace)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import loadmaster.train as lt
+from loadmaster.core.errors import InputError
 from loadmaster.shards.model.loaders import confine_worker_deaths, is_worker_death
 from loadmaster.train.coordination.result import TrialStatus
 from tests.train.small_trials import Rows, digest, trial
+from tests.train.test_by_call import batches, trial_of
 
 
 class Deadly(Dataset[Any]):
@@ -75,3 +78,66 @@ def test_a_process_that_dies_elsewhere_raises_nothing_here() -> None:
 def test_what_a_dataset_raises_in_a_worker_is_not_a_death() -> None:
     assert not is_worker_death(RuntimeError("Caught ValueError in DataLoader worker process 0."))
     assert is_worker_death(RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"))
+
+
+class Raising(Dataset[Any]):
+    """Its first row cannot be read while a file is there."""
+
+    def __init__(self, flag: Path) -> None:
+        self.rows, self.flag = Rows(12), flag
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> Any:
+        if self.flag.exists():
+            raise OSError("the disk is gone")
+        return self.rows._x[at], self.rows._y[at]
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "no loader", "by call"])
+def test_a_loader_that_fails_while_the_study_is_planned_fails_its_trial_alone(
+    how: str, tmp_path: Path
+) -> None:
+    flag = tmp_path / "gone"
+    flag.touch()
+
+    def data() -> Any:
+        if how == "dies":
+            return DataLoader(Deadly(0 if flag.exists() else None), batch_size=None, num_workers=1)
+        if how == "no loader" and flag.exists():
+            raise FileNotFoundError("no such file: train.bin")
+        return DataLoader(Raising(flag), batch_size=None)
+
+    def rows() -> Any:
+        if flag.exists():
+            raise OSError("the disk is gone")
+        return batches()
+
+    bad = trial("bad", data=data, evaluate=None, epochs=2)
+    if how == "by call":
+        bad = replace(trial_of(data=rows), name="bad")
+
+    def make() -> lt.Study:
+        return lt.Study([one("good", None), bad, one("better", None)], dir=tmp_path / "run", devices="cpu")
+
+    result = make().fit()
+    assert result["bad"].status == TrialStatus.FAILED
+    assert result["bad"].error_kind == "loader"
+    assert "bad" in result["bad"].error
+    wanted = digest(lt.reference(one("x", None, num_workers=0)).state_dict)
+    for name in ("good", "better"):
+        assert digest(result[name].state_dict()) == wanted
+    flag.unlink()
+    assert make().fit()["bad"].status == TrialStatus.FAILED  # until it is asked for
+    again = make().fit(retry_failed=True)
+    assert again["bad"].status == TrialStatus.DONE
+    assert again["bad"].step > 0
+
+
+def test_a_study_of_which_no_data_can_be_read_is_refused_at_once(tmp_path: Path) -> None:
+    flag = tmp_path / "gone"
+    flag.touch()
+    bad = trial("bad", data=lambda: DataLoader(Raising(flag), batch_size=None), evaluate=None)
+    with pytest.raises(InputError, match="the disk is gone"):
+        lt.Study([bad], dir=tmp_path / "run", devices="cpu").fit()

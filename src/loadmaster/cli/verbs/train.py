@@ -28,6 +28,10 @@ Adopt = Annotated[
     bool,
     typer.Option("--adopt-checkpoints", help="Go on from checkpoints that a lost journal does not list."),
 ]
+Grace = Annotated[
+    str | None,
+    typer.Option("--grace", metavar="TIME", help="How long a step and its save may take after a SIGTERM."),
+]
 
 
 def command(
@@ -36,12 +40,14 @@ def command(
     status: Status = None,
     retry_failed: Retry = False,
     adopt_checkpoints: Adopt = False,
+    grace: Grace = None,
     trace: Trace = None,
     json: o.Json = False,
 ) -> None:
     """Train all trials of a study to their ends.
 
-    Ctrl-C stops at the next step and saves; the same command goes on. Exit code 1: no trial is done.
+    Ctrl-C stops at the next step and saves; the same command goes on. SIGTERM does so, too, and ends with
+    exit code 143 within the grace. Exit code 1: no trial is done.
     """
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.errors import InputError
@@ -57,6 +63,8 @@ def command(
     if trace is not None:
         require_writable(trace)
     study = _load_study(source)
+    if grace is not None:
+        study.set_grace(grace)
     if plan:
         answer = study.plan()
         if json:

@@ -18,7 +18,13 @@ from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.blocks import Chain, build_chain
 from loadmaster.shards.model.call_profile import profile_calls
-from loadmaster.shards.model.loaders import LoaderError, encode_loader_state, has_state, open_source
+from loadmaster.shards.model.loaders import (
+    LoaderError,
+    blame_loader,
+    encode_loader_state,
+    has_state,
+    open_source,
+)
 from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
 from loadmaster.shards.model.profile import Profile, profile, tree_bytes
 from loadmaster.shards.model.refusals import (
@@ -110,9 +116,11 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
 def _profile_batch(
     trial: Trial, chain: Chain, device: torch.device
 ) -> tuple[Chain, Profile, int | None, str]:
-    batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
+    with blame_loader(trial.name):
+        batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
     if chain.by_call:
-        batch, note = _find_longest_batch(trial, batch)
+        with blame_loader(trial.name):
+            batch, note = _find_longest_batch(trial, batch)
         return *profile_calls(trial, chain, batch, device=device), num_batches, note
     with refuse_value_reads(trial):
         return chain, profile(trial, chain, batch, device=device), num_batches, ""

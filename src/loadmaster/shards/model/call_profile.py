@@ -7,6 +7,7 @@ looked at again. A model whose forward looks at values (a router that sends toke
 host instead.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
 from loadmaster.modules import python_state, randomness
 from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.modules.module_calls import standing_around
 from loadmaster.modules.op_work import ATTENTION_FLOPS
-from loadmaster.modules.saved_tensors import without_history
+from loadmaster.modules.saved_tensors import version_of, without_history
 from loadmaster.shards.model.blocks import Chain, build_call_chain, call_block
 from loadmaster.shards.model.call_shards import CallShards, find_call_shards
 from loadmaster.shards.model.profile import (
@@ -35,7 +37,7 @@ from loadmaster.shards.model.profile import (
     preserve_attributes,
     tree_bytes,
 )
-from loadmaster.shards.model.refusals import refuse_value_reads
+from loadmaster.shards.model.refusals import refuse_value_reads, refuse_writes
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, Trial, compute_loss
 
 _MOST_LOOKS = 6
@@ -63,6 +65,10 @@ def profile_calls(trial: Trial, chain: Chain, batch: Any, *, device: torch.devic
     rest: set[str] = set()
     for _ in range(_MOST_LOOKS):
         look = _look_at(trial, chain, batch, device)
+        if look.inner_backward and len(chain.rest) < len(chain.parameters):
+            found = CallShards(("",), chain.parameter_name)  # gradients inside of forward: all stay
+            chain = build_call_chain(trial, chain.model, found)
+            continue
         idle = {chain.block_name[shard] for shard in range(len(chain.blocks)) if not look.counts[shard]}
         idle.discard("")
         names = {chain.parameter_name[number] for number in look.outside}
@@ -100,6 +106,8 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
 
     dtype = COMPUTE_DTYPE[trial.precision]
     with (
+        python_state.preserve_state(list(chain.model.modules())),
+        randomness.preserve_rng(),
         preserve_attributes(chain.model),
         mute_fake_tensor_log(),
         warnings.catch_warnings(),
@@ -182,12 +190,15 @@ class _Look:
     calls: list[_Call] = field(default_factory=list)
     outside: set[int] = field(default_factory=set)  # parameters read outside of their shard's calls
     refuses: set[int] = field(default_factory=set)  # shards that must not run twice
+    inner_backward: bool = False  # forward or loss go backward through calls themselves
     narrow: tuple[bool, ...] = ()
     draws: bool = False
     tail_bytes: int = 0  # the most between the last call and the backward of a shard, beside what was kept
     before_bytes: int = 0
     _stack: list[_Call] = field(default_factory=list)
     _inputs: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    _forward_runs: bool = False
+    _graphs: list[Any] = field(default_factory=list)  # hooks of the calls that run with a graph
 
     def __post_init__(self) -> None:
         """Which shard each parameter belongs to."""
@@ -212,6 +223,7 @@ class _Look:
         """Forward and loss."""
         others = randomness.capture_others()
         guard = _ReadGuard(self._on_read)
+        self._forward_runs = True
         with (
             standing_around(self.chain.blocks, self._around),
             torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not None),
@@ -221,9 +233,12 @@ class _Look:
             out = call_block(self.chain.model, inputs, first=True)
             loss = compute_loss(trial, out, targets)
             check_loss(trial, loss)
+        self._forward_runs = False
         self.draws = self.watch.drew or not randomness.is_same_others(others, randomness.capture_others())
+        if self.watch.written:
+            refuse_writes(trial, sorted(self.chain.parameter_name[number] for number in self.watch.written))
         for shard, tensor, version in self._inputs:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 self.refuses.add(shard)  # what it was given has changed: it cannot run again
         self._inputs.clear()
         return loss
@@ -249,11 +264,22 @@ class _Look:
 
     def _on_read(self, tensors: list[torch.Tensor]) -> None:
         """An op reads parameters: of a shard that runs, or from outside."""
-        running = {call.shard for call in self._stack}
+        running = set() if self._is_checkpointed() else {call.shard for call in self._stack}
         for tensor in tensors:
             number = self._number.get(id(tensor))
             if number is not None and number in self._shards and not self._shards[number] & running:
                 self.outside.add(number)
+
+    def _is_checkpointed(self) -> bool:
+        """Whether a call runs a part that is to run again by the model's own doing: it then reads weights."""
+        if not self._stack or not self._graphs[-1]:
+            return False
+        if torch.is_grad_enabled():
+            return torch._C._autograd._top_saved_tensors_default_hooks(True)[1] is not self._graphs[-1]
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+            frame = frame.f_back
+        return frame is not None
 
     def _around(self, shard: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if any(call.shard == shard for call in self._stack):
@@ -265,7 +291,8 @@ class _Look:
         flops = self.flops.get_total_flops() if hasattr(self, "flops") else 0
         ops = self.watch.num_ops
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._inputs += [(shard, leaf, leaf._version) for leaf in given]
+        self._inputs += [(shard, leaf, version_of(leaf)) for leaf in given]
+        objects = [(vars(leaf), dict(vars(leaf))) for leaf in tree_leaves((args, kwargs)) if _is_object(leaf)]
         self._stack.append(call)
         graph = torch.is_grad_enabled()
         if graph:
@@ -278,11 +305,16 @@ class _Look:
             self._enter_backward(call)
             return tensor
 
+        self._graphs.append(unpack if graph else None)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = original(*args, **kwargs)
         finally:
             self._stack.pop()
+            self._graphs.pop()
+        if any(python_state.differs(table, was) for table, was in objects):
+            self.refuses.add(shard)  # it writes into an object that it was given
+        self._note_views(shard, out)
         call.exit_bytes, call.peak_bytes = live.now_bytes, live.peak_bytes
         call.output_bytes = tree_bytes([leaf for leaf in tree_leaves(out) if not _is_among(leaf, given)])
         live.peak_bytes = max(outer, live.peak_bytes)
@@ -290,7 +322,18 @@ class _Look:
         call.num_ops = self.watch.num_ops - ops
         return out
 
+    def _note_views(self, shard: int, out: Any) -> None:
+        """A weight, or a view of one, that a call gives away is read after it."""
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in leaves}
+        for slot in self.chain.parameter_slots[shard]:
+            if self.parameters[slot.tensor].untyped_storage()._cdata in given:
+                self.outside.add(slot.tensor)
+
     def _enter_backward(self, call: _Call) -> None:
+        if self._forward_runs:
+            self.inner_backward = True
+            return
         if self._now is call:
             return
         if self._now is None:
@@ -352,6 +395,7 @@ def _to_profile(trial: Trial, chain: Chain, batch: Any, look: _Look) -> Profile:
     whole = max(1, sum(kept))
     again = tuple(
         shard not in look.refuses
+        and not look.inner_backward
         and gains[shard] > _CHEAP * whole / num
         and not _has_user_hooks(chain.blocks[shard])
         for shard in range(num)
@@ -402,6 +446,11 @@ def _has_user_hooks(block: nn.Module) -> bool:
 
 def _is_among(leaf: Any, tensors: list[torch.Tensor]) -> bool:
     return any(leaf is each for each in tensors)
+
+
+def _is_object(leaf: Any) -> bool:
+    """Something of a class of the user's, which a call may write into."""
+    return not isinstance(leaf, torch.Tensor | nn.Module | type) and hasattr(leaf, "__dict__")
 
 
 def _copy_tensor(value: Any) -> Any:

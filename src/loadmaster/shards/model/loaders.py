@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from loadmaster.core.errors import InputError, RunError
+from loadmaster.core.errors import InputError, LoadmasterError, RunError
+from loadmaster.shards.spec.trial import wrap_user_errors
 
 Batch = Any  # (inputs, targets), pytrees
 
@@ -29,12 +30,28 @@ class LoaderError(RunError):
     """A trial's data cannot be read on."""
 
 
+class UnreadableDataError(InputError):
+    """A trial's data raised while the trial was planned: its own fault, and nobody else's."""
+
+
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid|DataLoader timed out|Pin memory thread exited")
 
 
 def is_worker_death(problem: BaseException) -> bool:
     """Whether an exception is what a DataLoader raises when one of its processes is gone."""
     return isinstance(problem, RuntimeError) and _WORKER_DEATH.search(str(problem)) is not None
+
+
+@contextmanager
+def blame_loader(trial: str) -> Iterator[None]:
+    """While a trial is planned: what its data raises is told from what its model raises."""
+    try:
+        with wrap_user_errors(trial):
+            yield
+    except InputError as problem:
+        if problem.__cause__ is None or isinstance(problem.__cause__, LoadmasterError):
+            raise
+        raise UnreadableDataError(str(problem)) from problem.__cause__
 
 
 @contextmanager

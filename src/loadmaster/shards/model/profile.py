@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import InputError
-from loadmaster.modules import randomness
+from loadmaster.modules import python_state, randomness
 from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.modules.saved_tensors import without_history
 from loadmaster.shards.model.block_peaks import (
@@ -67,6 +67,7 @@ def profile(trial: Trial, chain: Chain, batch: Any, *, device: torch.device) -> 
 
     inputs, targets = batch
     with (
+        python_state.preserve_state(list(chain.model.modules())),
         preserve_attributes(chain.model),
         mute_fake_tensor_log(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -266,6 +267,8 @@ class CastWatcher(TorchDispatchMode):
         self.dtype = dtype
         self.cast: set[int] = set()
         self.plain: set[int] = set()
+        self.written: set[int] = set()  # by ops in place
+        self._storages = {each.untyped_storage()._cdata: number for number, each in enumerate(parameters)}
         self.drew = False
         self.num_ops = 0
 
@@ -282,12 +285,24 @@ class CastWatcher(TorchDispatchMode):
         self.num_ops += 1
         self.drew = self.drew or _draws_numbers(func, args, kwargs)
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype
+        if func._schema.is_mutable:
+            self._note_writes(func, args, kwargs)
         if func.namespace == "prim" or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)  # no arithmetic
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self.number:
                 (self.cast if is_cast else self.plain).add(self.number[id(leaf)])
         return func(*args, **kwargs)
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and leaf.numel():
+                    number = self._storages.get(leaf.untyped_storage()._cdata)
+                    self.written |= set() if number is None else {number}
 
 
 def _draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -110,6 +110,16 @@ def _select_plain_options(options: Mapping[str, Any], begins: str) -> dict[str, 
         ):
             found[f"{begins}.{key}"] = number
     return found
+
+
+def refuse_writes(trial: Trial, names: list[str]) -> NoReturn:
+    """Weights come to the device as copies: what a forward writes into one would be lost."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise InputError(
+        f"trial {trial.name!r}: its forward or loss writes parameter {names[0]!r}{more} in place (as an"
+        " embedding with max_norm or a clamp does), which shards do not carry home; write it in an optimizer"
+        " step, or make it a buffer"
+    )
 
 
 @contextmanager

@@ -364,9 +364,9 @@ def open_group(
             raise InputError(f"trial {trial.name!r} has no frozen parameter; there is nothing to share")
         if count_forwards(trial, built.facts) > 1:
             raise InputError(
-                f"trial {trial.name!r} accumulates and draws random numbers, which a group draws in another"
-                " order than a plain loop; train it by a study, which then runs it alone, or give it"
-                " rng='counter'"
+                f"trial {trial.name!r} accumulates and draws random numbers, and a group, which takes all"
+                " micro-batches through a block at once, cannot draw them in the order of a plain loop; train"
+                " it alone (a study does, lt.open_runner too), or give it rng='counter'"
             )
         if group.join(built, cuts=cuts) is None:
             raise InputError(

@@ -119,10 +119,12 @@ class StudyState:
         """Write a record, then let it count."""
         self.apply(self._journal.append(kind, **facts))
 
-    def enter(self, name: str, facts: dict[str, Any], num_steps: int) -> TrialEntry:
+    def enter(self, name: str, facts: dict[str, Any], num_steps: int, *, retry: bool = False) -> TrialEntry:
         """Take a trial in, or find it; one that has changed is refused by the first fact that differs."""
         entry = self.entries.get(name)
-        if entry is None:
+        if entry is not None and entry.status == TrialStatus.FAILED and not entry.num_steps and not retry:
+            return entry  # it could not even be planned, and is not to be tried again
+        if entry is None or not entry.num_steps:
             self.note("trial", trial=name, facts=facts, num_steps=num_steps)
             return self.entries[name]
         for key, value in facts.items():
@@ -137,6 +139,14 @@ class StudyState:
                 " give it another name, the study another dir, or back the batches it had"
             )
         return entry
+
+    def fail_unplanned(self, name: str, *, error_kind: str, error: str) -> None:
+        """A trial that could not be planned this time has failed; how long it is may not be known."""
+        if name not in self.entries:
+            self.note("trial", trial=name, facts={}, num_steps=0)
+        entry = self.entries[name]
+        if entry.status not in ENDED:
+            self.note("fail", trial=name, error_kind=error_kind, error=error, step=entry.step)
 
     def apply(self, record: Record) -> None:
         """Let a record count."""

@@ -23,6 +23,7 @@ from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model.blocks import call_block
 from loadmaster.shards.model.profile import tree_bytes
+from loadmaster.shards.model.refusals import refuse_writes
 from loadmaster.shards.plan.shard_plan import call_activation_bytes
 from loadmaster.shards.plan.unit_order import UnitOrder, order_calls
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, compute_loss
@@ -239,14 +240,23 @@ class CallExecutor(ShardExecutor):
             for number, view in views.items():
                 parameters[number].data = view
         self._active = True
+        versions = [parameter._version for parameter in parameters]
         try:
             yield
+            self._require_unwritten(versions)
         finally:
             self._active = False
             self.weights.free(used)
             if not self._stays:
                 for number in self.state.chain.rest:
                     parameters[number].data = self._standins[number]
+
+    def _require_unwritten(self, versions: list[int]) -> None:
+        for number, (parameter, version) in enumerate(
+            zip(self.state.chain.parameters, versions, strict=True)
+        ):
+            if parameter._version != version:
+                refuse_writes(self.state.trial, [self.state.chain.parameter_name[number]])
 
     def _put_back(self) -> None:
         for parameter, master in zip(self.state.chain.parameters, self._masters, strict=False):
@@ -317,8 +327,6 @@ class CallExecutor(ShardExecutor):
                 self._running.remove(shard)
             self._log.append(shard)
             self.weights.position += 1
-            if self._dtype is not None and self._log.count(shard) == 1:
-                torch.clear_autocast_cache()
             return out
 
     def _call_with_graph(
@@ -343,6 +351,8 @@ class CallExecutor(ShardExecutor):
             return find(tensor) or keep_saved(tensor)
 
         def unpack(kept: Any) -> torch.Tensor:
+            if self._moment is None and type(kept) is not WeightHandle:
+                return kept  # gradients taken inside of a forward, of what stays
             if self._entered is not record:
                 self._enter_call(record)
             return kept.view(self._views[kept.number]) if type(kept) is WeightHandle else kept
@@ -372,6 +382,11 @@ class CallExecutor(ShardExecutor):
 
     def _enter_call(self, record: CallRecord) -> None:
         """Backward comes to another call."""
+        if self._moment is None:
+            raise RunError(
+                f"gradients were asked of {record.name!r} inside of a forward, which was not so when the step"
+                " was planned; take them in every forward, or raise memory_cap so that all weights stay"
+            )
         self._leave_call()
         if record.over:
             raise RunError(

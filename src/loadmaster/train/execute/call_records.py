@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.modules import python_state, randomness
-from loadmaster.modules.saved_tensors import without_history
+from loadmaster.modules.saved_tensors import version_of, without_history
+
+_SMALL_BYTES = 1 << 16  # of a buffer, copied before every call that is to run again
 
 
 class _EnoughError(Exception):
@@ -81,15 +83,16 @@ class CallRecord:
     versions: list[int] = field(default_factory=list)
     generators: randomness.Generators | None = None
     autocast: list[tuple[str, bool, torch.dtype, bool]] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)
+    tensors: "list[HeldTensor]" = field(default_factory=list)  # buffers and such, of all its modules
     attributes: list[python_state.Table] = field(default_factory=list)
+    contents: list[tuple[Any, Any]] = field(default_factory=list)  # of lists and tables of its modules
     saved: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     made: list[Any] | None = None  # handles of weights, and tensors, once it has run again
 
     def make_again(self, ranges: WeightRanges, device: torch.device) -> None:
         """Run the call once more and keep what it saves."""
         assert self.run is not None, "its forward has noted it"
-        if [leaf._version for leaf in _list_tensors((self.args, self.kwargs))] != self.versions:
+        if [version_of(leaf) for leaf in _list_tensors((self.args, self.kwargs))] != self.versions:
             raise RunError(
                 f"an input of {self.name!r} was written in place after the call, which is to run again;"
                 " raise memory_cap so that its activations stay, or write into a copy"
@@ -128,64 +131,81 @@ class CallRecord:
         """Nothing of it is wanted any more."""
         self.over, self.made, self.run = True, None, None
         self.args, self.kwargs, self.generators = (), None, None
-        self.buffers, self.attributes = [], []
+        self.tensors, self.attributes, self.contents = [], [], []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A buffer, or a tensor that is an attribute, as a call found it."""
+
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+    is_written: bool  # by calls before, perhaps without a new version (batch norm)
+
+    def find_earlier(self, module: str) -> torch.Tensor | None:
+        """What is to be put in its place for a second run; None: it is as it was."""
+        written = self.is_written or version_of(self.tensor) != self.version
+        if not written:
+            return None if self.table.get(self.name) is self.tensor else self.tensor
+        if self.copy is None:
+            raise RunError(
+                f"{module!r} is to run again, and its buffer {self.name!r} of {tuple(self.tensor.shape)} has"
+                " been written for the first time; raise memory_cap so that its activations stay"
+            )
+        return self.copy
 
 
 class CallWatch:
-    """What the first calls of a shard show: buffers and attributes that it writes."""
+    """Notes what a second run of a shard must find: buffers, attributes, and lists and tables they hold.
+
+    Copied before a call: small tensors, and those of modules whose buffers calls have written.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._places = [(each, name) for each in module.modules() for name in each._buffers]
-        self._writes: set[int] | None = None  # of the places
-        self._tables: list[dict[str, Any]] | None = None
+        self._modules = list(module.modules())
+        self._writers: set[int] | None = None  # modules that write buffers; None: no call has been seen
 
     def before(self, record: CallRecord) -> Callable[[], None]:
         """Note what the call may write; the result is to be called after it."""
-        places = range(len(self._places)) if self._writes is None else sorted(self._writes)
-        held = []
-        for at in places:
-            module, name = self._places[at]
-            buffer = module._buffers[name]
-            if buffer is not None:
-                held.append((at, buffer, buffer._version, buffer.clone()))
-        tables = self._tables
-        if tables is None:
-            tables = [vars(each) for each in self._module.modules()]
-        attributes = [(table, dict(table)) for table in tables]
+        rows: list[tuple[int, HeldTensor]] = []
+        for at, module in enumerate(self._modules):
+            writes = self._writers is None or at in self._writers
+            for table in (module._buffers, vars(module)):
+                for name, tensor in table.items():
+                    if isinstance(tensor, torch.Tensor):
+                        copies = writes or tensor.nbytes <= _SMALL_BYTES
+                        copy = tensor.detach().clone() if copies else None
+                        held = HeldTensor(table, name, tensor, version_of(tensor), copy, writes)
+                        rows.append((at, held))
+        record.tensors = [held for _, held in rows]
+        record.attributes = [(vars(each), dict(vars(each))) for each in self._modules]
+        record.contents = python_state.copy_contents(was for _, was in record.attributes)
 
         def after() -> None:
-            if self._writes is None:
-                self._writes = self._find_written(held)
-            record.buffers = [
-                (*self._places[at], copy) for at, _, _, copy in held if at in (self._writes or ())
-            ]
-            if self._tables is None:
-                self._tables = [table for table, was in attributes if python_state.differs(table, was)]
-            changing = {id(table) for table in self._tables}
-            record.attributes = [row for row in attributes if id(row[0]) in changing]
+            found = {at for at, held in rows if _is_written(held, look=self._writers is None)}
+            self._writers = (self._writers or set()) | found
 
         return after
 
-    def _find_written(self, held: list[tuple[int, torch.Tensor, int, torch.Tensor]]) -> set[int]:
-        """Buffers that changed (batch norm gives no new version), and others of the same modules."""
-        found = set()
-        for at, buffer, version, copy in held:
-            module, name = self._places[at]
-            now = module._buffers[name]
-            if now is not buffer or buffer._version != version or not torch.equal(buffer, copy):
-                found.add(at)
-        writers = {id(self._places[at][0]) for at in found}
-        return {at for at, (module, _) in enumerate(self._places) if id(module) in writers}
+
+def _is_written(held: HeldTensor, *, look: bool) -> bool:
+    """Whether a call wrote a tensor, or bound another; `look` at its values, too (a GPU is waited for)."""
+    if held.table.get(held.name) is not held.tensor or version_of(held.tensor) != held.version:
+        return True
+    return look and held.copy is not None and not torch.equal(held.tensor, held.copy)
 
 
 def note_call(
     record: CallRecord, run: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
 ) -> None:
     """How a call ran, for the second time."""
-    record.run, record.args, record.kwargs = run, args, kwargs
-    record.versions = [leaf._version for leaf in _list_tensors((args, kwargs))]
-    record.generators = randomness.capture_generators(device, others=False)
+    record.run = run
+    record.args, record.kwargs = tree_map(_itself, (args, kwargs))  # lists may grow after the call
+    record.versions = [version_of(leaf) for leaf in _list_tensors((args, kwargs))]
+    record.generators = randomness.capture_generators(device)
     kinds = {"cpu", device.type}
     record.autocast = [
         (
@@ -202,18 +222,30 @@ def note_call(
 def _as_it_was(record: CallRecord, device: torch.device) -> Iterator[None]:
     """Generators, buffers and attributes of the forward; afterwards as they are now."""
     assert record.generators is not None, "its forward has noted them"
-    now = randomness.capture_generators(device, others=False)
-    bound = [(module, name, module._buffers[name]) for module, name, _ in record.buffers]
-    with python_state.swap_attributes(record.attributes):
+    earlier = [(held, held.find_earlier(record.name)) for held in record.tensors]
+    changed = [row for row in record.attributes if python_state.differs(*row)]
+    refilled = [row for row in record.contents if not python_state.holds_same(*row)]
+    with (
+        randomness.preserve_generators(device),
+        python_state.swap_attributes(changed),
+        python_state.preserve_contents(container for container, _ in record.contents),
+    ):
+        python_state.refill(refilled)
         randomness.restore_generators(record.generators, device)
-        for module, name, copy in record.buffers:
-            module._buffers[name] = copy
+        before = [(vars_, dict(vars_)) for vars_, _ in record.attributes]
+        bound = [(held.table, held.name, held.table.get(held.name)) for held, _ in earlier]
+        for held, tensor in earlier:
+            if tensor is not None:
+                held.table[held.name] = tensor
         try:
             yield
         finally:
-            for module, name, buffer in bound:
-                module._buffers[name] = buffer
-            randomness.restore_generators(now, device)
+            for table, was in before:
+                if python_state.differs(table, was):
+                    table.clear()
+                    table.update(was)
+            for table, name, tensor in bound:
+                table[name] = tensor
 
 
 def keep_saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,6 +255,10 @@ def keep_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unpacking(_: Any) -> Any:
     raise RunError("a graph that was made only for what it saves was run backward")
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def _list_tensors(tree: Any) -> list[torch.Tensor]:
