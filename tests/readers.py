@@ -181,7 +181,7 @@ def _text_readers() -> Iterator[Reader]:
         yield Reader(name, _named(module), (change_json(json.dumps(document).encode()),))
     yield Reader("own", _named(own), tuple(map(change_json, undigested)))
     yield Reader("pipedream", _named(pipedream), (change_text(PIPEDREAM.encode()),))
-    ir = (_HERE / "unit" / "tiny_openvino_ir.xml").read_bytes()
+    ir = (_HERE / "unit" / "formats" / "tiny_openvino_ir.xml").read_bytes()
     yield Reader("openvino", _named(openvino), (change_xml(ir),), share=0.4)
     toml = change_toml(tomllib.loads(_CLUSTER))
     yield Reader("toml", partial(_from_file, "cluster.toml", parse_cluster), (toml,), share=0.4)

@@ -156,7 +156,7 @@ def test_a_proof_of_chains_speaks_of_chains_and_names_the_free_split(say: Say) -
 
 
 def test_members_passed_over_alike_have_one_row(say: Say) -> None:
-    code, out, _ = say("plan", "gen:chain:8", "-d", "2xT4", "--objective", "throughput", "--budget", "20x")
+    code, out, _ = say("plan", "gen:chain:20", "-d", "2xT4", "--objective", "throughput", "--budget", "20x")
     assert code == 0
     assert out.count("makes free") == 1
 
@@ -306,6 +306,12 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
         "fit",
         "run",
         "train",
+        "report",
+        "explain",
+        "diff",
+        "whatif",
+        "export",
+        "import",
         "simulate",
         "compare",
         "show",
@@ -313,6 +319,7 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
         "algorithms",
         "demo",
         "doctor",
+        "advise",
         "costs",
     ]
     assert verbs == known

@@ -333,7 +333,10 @@ def test_a_file_above_the_default_limit_is_refused_without_reading_it(say: Say, 
 def test_an_unknown_verb_is_answered_with_the_nearest(tmp_path: Path) -> None:
     done = loadmaster("pln", "gen:chain:3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: No such command 'pln'. Did you mean 'plan'? (see: loadmaster --help)\n"
+    assert (
+        done.stderr
+        == "error: No such command 'pln'. Did you mean 'plan', 'explain'? (see: loadmaster --help)\n"
+    )
 
 
 def test_an_output_that_cannot_be_completed_keeps_the_old_file(say: Say, tmp_path: Path) -> None:

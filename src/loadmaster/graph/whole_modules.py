@@ -18,8 +18,11 @@ LOSS = "loss"  # the module of ops that are not the model's own
 _SUMS = ("add", "add_")
 
 
-def group_by_module(graph: Graph) -> Graph:
-    """The same ops and tensors; ops that hooks run on one device are in one group."""
+def group_by_module(graph: Graph, *, sums_apart: bool = True) -> Graph:
+    """The same ops and tensors; ops that hooks run on one device are in one group.
+
+    `sums_apart`: for several devices, where a sum of gradients may have a term that came from another one.
+    """
     lead = list(range(graph.num_ops))
 
     def find(op: int) -> int:
@@ -34,7 +37,7 @@ def group_by_module(graph: Graph) -> Graph:
     group = np.array([find(op) for op in range(graph.num_ops)], dtype=np.int32)
     alone = np.bincount(group, minlength=graph.num_ops)[group] == 1
     graph = replace(graph, group=np.where(alone, NO_GROUP, group).astype(np.int32))
-    return replace(graph, tensor_storage=_list_sum_storages(graph))
+    return replace(graph, tensor_storage=_list_sum_storages(graph)) if sums_apart else graph
 
 
 def _list_sum_storages(graph: Graph) -> Ints:

@@ -36,6 +36,22 @@ def preserve_state(modules: Iterable[Any]) -> Iterator[None]:
                 act()
 
 
+@contextmanager
+def preserve_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Whatever is written to these modules' buffers inside, they come out with the values they had."""
+    buffers = {
+        id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None
+    }
+    kept = [(one, one._version, one.detach().clone()) for one in buffers.values() if not one.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in kept:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
 def differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether an attribute was set to another object, made or taken away."""
     return table.keys() != before.keys() or any(table[name] is not value for name, value in before.items())

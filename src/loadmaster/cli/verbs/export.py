@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Write a plan for another program: device_map, torchtitan, ..."
+SUMMARY = "Write a plan in the format of another program."
 
 
 def command(

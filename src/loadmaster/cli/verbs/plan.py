@@ -58,7 +58,6 @@ def command(
     from dataclasses import replace
 
     from loadmaster import api
-    from loadmaster.capacity.mixed_plan import plan_with_own_kernels
     from loadmaster.cli.console import print_json, progress, stderr, stdout
     from loadmaster.cli.question import build_question, check_outputs, read_problem
     from loadmaster.core.reasons import why_none_fits
@@ -100,6 +99,8 @@ def command(
                 )
 
             if target is None and pipeline is None and is_model(question.source):
+                from loadmaster.capacity.mixed_plan import plan_with_own_kernels
+
                 placement = plan_with_own_kernels(
                     problem, limit, ask, lambda: build_problem(replace(question, target="cpu"), progress=say)
                 )

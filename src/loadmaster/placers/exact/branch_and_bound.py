@@ -33,6 +33,7 @@ from loadmaster.simulator.events.throughput import steady_state
 
 _LEAP = 20_000  # branches between two looks at the clock
 _BRANCHES = 100  # for each leaf of a count budget
+_SPLITS = 8  # for each plan of a count budget: none of them is simulated
 _OFFERS = 2  # plans scored beside: the first and the best
 _OP_AT, _DEVICE = 2, 5  # in the state of a walk
 
@@ -59,14 +60,14 @@ class BranchAndBound:
         if problem.objective == Objective.STEP:
             tree = _Tree(problem, best_s)
             whole, plan = tree.walk(run), tree.best_plan
-            tried = f"{tree.counts[NODES]} branches, {tree.judged} plans"
+            tried = f"{tree.counts[NODES]} branches walked, {tree.judged} plans tried"
         else:
             splits = _Splits(problem, best_s)
             whole, plan = splits.walk(run), splits.best_plan
-            tried = f"{splits.judged} splits"
+            tried = f"{splits.judged} splits tried"
         if plan is not None:
             tally.offer(plan, in_order=True)
-        proof = f"all plans tried or ruled out: {tried}" if whole else ""
+        proof = f"every other plan was ruled out: {tried}" if whole else ""
         return tally.answer(algorithm="branch_and_bound", proof=proof)
 
 
@@ -169,7 +170,7 @@ class _Splits:
             return
         u = self.order[k]
         for d in np.argsort(self.seconds[u], kind="stable").tolist():
-            if run.out_of_budget(_OFFERS + self.judged):
+            if run.out_of_budget(_OFFERS + self.judged // _SPLITS):
                 self.whole = False
                 return
             if not self._is_open(u, d):

@@ -7,6 +7,7 @@ its own forward, and its blocks are modules which that calls (`call_shards.py`).
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
+from loadmaster.modules import python_state
 from loadmaster.shards.model.call_shards import CallShards, find_call_shards, prepare_to_train
 from loadmaster.shards.model.fx_blocks import cut_blocks_from_graph
 from loadmaster.shards.model.torch_containers import as_chain, has_hooks
@@ -150,10 +152,12 @@ def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
     """
     if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in model.modules()):
         return ()
-    try:
-        return cut_blocks_from_graph(model)
-    except InputError:
-        return ()
+    blocks: tuple[Any, ...] = ()
+    modules = list(model.modules())
+    # the trace runs the model's own Python: what it counts or writes is not of the training
+    with python_state.preserve_buffers(modules), python_state.preserve_state(modules), suppress(InputError):
+        blocks = cut_blocks_from_graph(model)
+    return blocks
 
 
 def _counts_batches(module: nn.Module) -> bool:

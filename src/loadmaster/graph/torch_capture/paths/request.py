@@ -153,7 +153,7 @@ class CaptureRequest:
         # estimated step peaks where autograd holds them all
         step = self._step(fake, answers, holds=path == "traced" or not self.train)
         with track_modules(fake.model, step.recorder):
-            return group_by_module(self._written(step, lambda: run_traced(fake), path))
+            return group_by_module(self._written(step, lambda: run_traced(fake), path), sums_apart=False)
 
     def _make_fake(self) -> FakeModel:
         fake = make_fake_model(self.model, self.args, self.kwargs)
