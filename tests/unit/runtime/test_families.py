@@ -89,7 +89,7 @@ def test_explain_says_why_the_graph_engine_runs_a_model() -> None:
 
 # What Python holds meanwhile: masks in locals of the model (384 bytes), the loss's gradient (4 bytes).
 HELD = pytest.mark.xfail(
-    reason="hooks: what Python's variables hold, and peaks of opt and roberta, are not predicted", strict=False
+    reason="hooks: what Python's variables hold, and peaks of two families, are not predicted", strict=False
 )
 # Not mended yet: opt and roberta hold up to 13 % more than predicted under some random plans.
 WITH_HELD = ("deberta_v2", "resnet", "opt", "roberta")
