@@ -83,9 +83,10 @@ def console(browser: Any) -> list[str]:
 
 
 def requests(browser: Any) -> list[str]:
-    """Addresses of everything that was asked for."""
+    """Addresses of everything that pages asked for; the browser's own page of new tabs does not count."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    found = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    asked = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    found = [each["request"]["url"] for each in asked if not each["documentURL"].startswith("chrome")]
     return [url for url in found if not url.startswith("data:")]
 
 

@@ -238,7 +238,7 @@ def busy(seconds: float) -> None:
 
 def test_a_timing_is_the_median_of_the_calls() -> None:
     timing = time_call(lambda: busy(0.002), CPU)
-    assert timing.seconds >= 0.002
+    assert timing.seconds >= 0.0019  # two clocks
     assert timing.count >= 3
     assert timing.issue_s == 0.0
 

@@ -86,6 +86,7 @@ class HostNetwork:
             self._run("ip", "netns", "add", space)
             self._made.append(("ip", "netns", "del", space))
             self._run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._made.append(("ip", "link", "del", veth))  # a namespace lets go of its links only later
             self._run("ip", "link", "set", veth, "master", bridge, "up")
             self._run("ip", "-n", space, "addr", "add", f"{self.address_of(host)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
