@@ -37,10 +37,10 @@ from loadmaster.placers.registry import Placer, objectives_of, placer, require_s
 from loadmaster.questions.problem import batch_of, build_problem, revise_problem, target_of
 
 if TYPE_CHECKING:
+    from loadmaster.core.answers.fit_answer import Fit
+    from loadmaster.core.answers.outcomes import Difference, Explanation, Outcomes
+    from loadmaster.core.answers.run_report import Outcome
     from loadmaster.core.check import Violation
-    from loadmaster.core.fit_answer import Fit
-    from loadmaster.core.outcomes import Difference, Explanation, Outcomes
-    from loadmaster.core.run_report import Outcome
     from loadmaster.runtime.distributed.launch import PipelineRun
     from loadmaster.runtime.distributed.trial_run import PipelineOutcome
     from loadmaster.runtime.place_request import PlaceOptions
@@ -362,7 +362,7 @@ def _run_tensorflow(
     placement: Placement, model: str | None, steps: int, seed: int, calibrate: bool, tell: Any
 ) -> "Outcome":
     """Steps of a TensorFlow plan, in its own room."""
-    from loadmaster.core.run_report import Outcome
+    from loadmaster.core.answers.run_report import Outcome
     from loadmaster.runtime.tensorflow.run_plan import start_run
 
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:

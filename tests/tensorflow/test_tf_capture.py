@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.cost.keys import collect_keys
-from loadmaster.cost.tensorflow_timing import time_signature
+from loadmaster.cost.timed.tensorflow_timing import time_signature
 from loadmaster.graph.differences import list_differences
 from loadmaster.graph.tf_capture.canonical import canonical_names
 from loadmaster.graph.tf_capture.op_work import op_flops

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from loadmaster.capacity.peak_moment import HeldMemory
+from loadmaster.core.answers.fit_answer import ModuleParts, Parts
 from loadmaster.core.arrays import Ints, Longs
-from loadmaster.core.fit_answer import ModuleParts, Parts
 from loadmaster.core.graph import NO_STORAGE, Graph, Phase
 from loadmaster.cost.memory import pair_weights_with_updates
 

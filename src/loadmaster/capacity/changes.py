@@ -29,9 +29,9 @@ from loadmaster.capacity.host_kernels import judge_mixed_cluster
 from loadmaster.capacity.step_setting import StepSetting, is_training
 from loadmaster.capacity.verdict import Verdict, judge_cluster, judge_single_device, needed_bytes
 from loadmaster.cluster.presets import KINDS, KindPreset
+from loadmaster.core.answers.fit_answer import Change
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ClusterError, LoadmasterError
-from loadmaster.core.fit_answer import Change
 from loadmaster.core.graph import Phase
 from loadmaster.core.units import format_bytes
 

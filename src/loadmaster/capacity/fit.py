@@ -22,9 +22,7 @@ from loadmaster.capacity.verdict import (
 )
 from loadmaster.cluster.parse import parse_cluster, with_reserve
 from loadmaster.cluster.presets import KINDS
-from loadmaster.core.cluster import Cluster
-from loadmaster.core.errors import ClusterError, LoadmasterError
-from loadmaster.core.fit_answer import (
+from loadmaster.core.answers.fit_answer import (
     SCHEMA_VERSION,
     Change,
     ClusterFit,
@@ -33,6 +31,8 @@ from loadmaster.core.fit_answer import (
     LargestBatch,
     PresetFit,
 )
+from loadmaster.core.cluster import Cluster
+from loadmaster.core.errors import ClusterError, LoadmasterError
 from loadmaster.core.problem import Problem
 from loadmaster.core.question import Question
 from loadmaster.core.run import Budget, ignore_progress

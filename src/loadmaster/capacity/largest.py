@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.step_setting import StepSetting
+from loadmaster.core.answers.fit_answer import LargestBatch
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import LoadmasterError
-from loadmaster.core.fit_answer import LargestBatch
 from loadmaster.core.problem import Problem
 
 MOST = 2**20  # samples; models take no more

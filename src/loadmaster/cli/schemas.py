@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from loadmaster.core.fit_answer import SCHEMA_VERSION as FIT
-from loadmaster.core.fit_answer import Fit
+from loadmaster.core.answers.fit_answer import SCHEMA_VERSION as FIT
+from loadmaster.core.answers.fit_answer import Fit
+from loadmaster.core.answers.run_report import SCHEMA_VERSION as RUN
+from loadmaster.core.answers.run_report import PipelineRan, Ran
 from loadmaster.core.io import NOUNS, json_schema, write_bytes
-from loadmaster.core.run_report import SCHEMA_VERSION as RUN
-from loadmaster.core.run_report import PipelineRan, Ran
 
 
 def list_schemas() -> dict[str, bytes]:

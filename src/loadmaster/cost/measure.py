@@ -28,7 +28,6 @@ from loadmaster.core.problem import Costs, Origin, Problem
 from loadmaster.core.question import MEASURE_S
 from loadmaster.core.run import ignore_progress
 from loadmaster.cost.busy_machine import BUSY, CALM
-from loadmaster.cost.copies import copy_seconds, is_one_cpu
 from loadmaster.cost.database import CostDatabase, CostRow
 from loadmaster.cost.error_bar import op_errors
 from loadmaster.cost.fit import RooflineFit, Samples, fit_roofline
@@ -36,7 +35,8 @@ from loadmaster.cost.issue import scale_issues
 from loadmaster.cost.keys import GAPS, TENSORFLOW, Keys, all_keys, collect_keys
 from loadmaster.cost.roofline import REL_ERROR, roofline_costs, takes_no_time
 from loadmaster.cost.signature import AUTOCAST
-from loadmaster.cost.whole_step import find_anchor
+from loadmaster.cost.timed.copies import copy_seconds, is_one_cpu
+from loadmaster.cost.timed.whole_step import find_anchor
 
 _PRESET_CPUS = ("cpu16", "cpu64")
 Say = Callable[[str, float], None]
@@ -178,10 +178,10 @@ def _load_or_measure_rows(
 def _import_bench(extra: str) -> Any:
     """What times the ops of a framework."""
     if extra == "tensorflow":
-        from loadmaster.cost import tensorflow_timing
+        from loadmaster.cost.timed import tensorflow_timing
 
         return tensorflow_timing
-    from loadmaster.cost import bench
+    from loadmaster.cost.timed import bench
 
     return bench
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve, Review
 from loadmaster.core.cluster import UNLIMITED_BYTES, Cluster
-from loadmaster.core.review import MEMORY_KINDS, MemoryCurve, Review
 from loadmaster.core.timeline import SpanKind
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.gantt import axis_ticks

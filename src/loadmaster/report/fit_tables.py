@@ -3,8 +3,8 @@
 from rich.table import Table
 from rich.text import Text
 
+from loadmaster.core.answers.fit_answer import Fit, LargestBatch, ModuleParts, Parts
 from loadmaster.core.findings import describe_findings
-from loadmaster.core.fit_answer import Fit, LargestBatch, ModuleParts, Parts
 from loadmaster.core.units import format_bytes, format_seconds
 from loadmaster.report.tables import Bar, fields
 from loadmaster.report.text_columns import columns, one_line

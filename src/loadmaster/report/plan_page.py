@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.core.outcomes import Outcomes
+from loadmaster.core.answers.outcomes import Outcomes
+from loadmaster.core.answers.review import MEMORY_KINDS, ModuleUse, Review, Wait
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
 from loadmaster.core.reasons import why_none_fits
-from loadmaster.core.review import MEMORY_KINDS, ModuleUse, Review, Wait
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
 from loadmaster.report import charts, pipelines, tables

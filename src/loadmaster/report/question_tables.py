@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from loadmaster.core.outcomes import Changed, Difference, Explanation, Outcomes
+from loadmaster.core.answers.outcomes import Changed, Difference, Explanation, Outcomes
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report.tables import fields
 from loadmaster.report.text_columns import columns, one_line

@@ -4,7 +4,7 @@ study."""
 from collections import defaultdict
 from collections.abc import Sequence
 
-from loadmaster.core.study_log import StudyLog
+from loadmaster.core.answers.study_log import StudyLog
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.report import charts
 from loadmaster.report.page import Card, Page, Rows, Section, render_page

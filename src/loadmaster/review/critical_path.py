@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from loadmaster.core.answers.review import CriticalPart
 from loadmaster.core.arrays import Longs
 from loadmaster.core.problem import Problem
-from loadmaster.core.review import CriticalPart
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.review.spans import NONE, SpanIndex, index_spans
 

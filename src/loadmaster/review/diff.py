@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loadmaster.core.answers.outcomes import DeviceDifference, Difference, MovedModule
 from loadmaster.core.arrays import Floats
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.core.outcomes import DeviceDifference, Difference, MovedModule
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from loadmaster.core.answers.outcomes import Changed, Elsewhere, Explanation
+from loadmaster.core.answers.review import Review
 from loadmaster.core.arrays import Bools
 from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.core.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Objective, Problem
-from loadmaster.core.review import Review
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.graph.origin import origin_of

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from loadmaster.core.answers.review import CriticalPart, LinkLoad, ModuleUse, Review
 from loadmaster.core.arrays import Floats
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Objective, Problem
-from loadmaster.core.review import CriticalPart, LinkLoad, ModuleUse, Review
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.review.critical_path import critical_spans, describe_path

@@ -9,11 +9,11 @@ import numpy as np
 
 from loadmaster.capacity.breakdown import PARTS, tensor_parts, weight_bytes
 from loadmaster.capacity.peak_moment import MemoryChanges, memory_changes
+from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve
 from loadmaster.core.arrays import Longs
 from loadmaster.core.graph import Phase
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
-from loadmaster.core.review import MEMORY_KINDS, MemoryCurve
 from loadmaster.simulator.events.engine import Outcome, Simulator
 from loadmaster.simulator.events.pipelines import pipeline_peak_bytes
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from loadmaster.core.answers.outcomes import Elsewhere
 from loadmaster.core.arrays import Bools
 from loadmaster.core.check import check_plan
 from loadmaster.core.errors import LoadmasterError
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase, units
-from loadmaster.core.outcomes import Elsewhere
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.timeline import SpanKind

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from loadmaster.capacity.breakdown import weight_bytes
+from loadmaster.core.answers.review import MEMORY_KINDS
 from loadmaster.core.arrays import Floats, Longs
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.pipeline_order import NO_MICROBATCH
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
-from loadmaster.core.review import MEMORY_KINDS
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.graph.origin import origin_of
 from loadmaster.simulator.pipelines.lowering import Lowered, lower

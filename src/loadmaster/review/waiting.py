@@ -12,9 +12,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from loadmaster.core.answers.review import Wait
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Problem
-from loadmaster.core.review import Wait
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.review.spans import SpanIndex, index_spans, spans_by_start
 

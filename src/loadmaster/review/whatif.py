@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loadmaster.core.answers.outcomes import Changed, Outcomes
 from loadmaster.core.errors import InputError, LoadmasterError
-from loadmaster.core.outcomes import Changed, Outcomes
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem

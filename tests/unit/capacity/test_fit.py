@@ -18,8 +18,8 @@ from loadmaster.capacity.scale import scale_graph
 from loadmaster.capacity.step_setting import setting_of
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.cluster.presets import KINDS
+from loadmaster.core.answers.fit_answer import Fit, Parts
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.core.fit_answer import Fit, Parts
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.core.question import Question

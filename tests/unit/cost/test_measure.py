@@ -23,17 +23,17 @@ from loadmaster.core.cluster import Cluster  # noqa: E402
 from loadmaster.core.errors import CostError, InputError, ProblemError, UnknownNameError  # noqa: E402
 from loadmaster.core.graph import Dtype, Graph, Phase  # noqa: E402
 from loadmaster.core.problem import Origin  # noqa: E402
-from loadmaster.cost.after_forward import CannotRebuild  # noqa: E402
 from loadmaster.cost.busy_machine import CALM  # noqa: E402
 from loadmaster.cost.database import CostDatabase, CostRow, open_database  # noqa: E402
 from loadmaster.cost.fit import Samples, fit_roofline  # noqa: E402
 from loadmaster.cost.keys import COPIES, GAPS, GRAD, NO_KEY, WHOLE_STEP, collect_keys  # noqa: E402
 from loadmaster.cost.measure import match_chips, measure_costs, measured_share  # noqa: E402
-from loadmaster.cost.rebuild import rebuild_call  # noqa: E402
 from loadmaster.cost.roofline import roofline_costs, takes_no_time  # noqa: E402
 from loadmaster.cost.signature import PlainWord, TensorSpec, parse_signature  # noqa: E402
-from loadmaster.cost.stopwatch import Job, measure_jobs  # noqa: E402
-from loadmaster.cost.timing import time_call  # noqa: E402
+from loadmaster.cost.timed.after_forward import CannotRebuild  # noqa: E402
+from loadmaster.cost.timed.rebuild import rebuild_call  # noqa: E402
+from loadmaster.cost.timed.stopwatch import Job, measure_jobs  # noqa: E402
+from loadmaster.cost.timed.timing import time_call  # noqa: E402
 from tests.integration.command_line import Say  # noqa: E402
 from tests.torch_models import example  # noqa: E402
 

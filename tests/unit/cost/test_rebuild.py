@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
 from loadmaster.core.graph import Phase  # noqa: E402
-from loadmaster.cost.after_forward import CannotRebuild  # noqa: E402
-from loadmaster.cost.rebuild import autocast_context, rebuild_call  # noqa: E402
 from loadmaster.cost.signature import Signature, parse_signature  # noqa: E402
+from loadmaster.cost.timed.after_forward import CannotRebuild  # noqa: E402
+from loadmaster.cost.timed.rebuild import autocast_context, rebuild_call  # noqa: E402
 
 CPU = torch.device("cpu")
 FLASH = (

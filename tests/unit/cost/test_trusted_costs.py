@@ -17,7 +17,6 @@ from loadmaster.core.graph import Phase
 from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Origin
 from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN, BusyWatch, ProcessorTimes, count_cores
-from loadmaster.cost.copies import copy_seconds
 from loadmaster.cost.database import COLUMNS, CostDatabase, CostRow, open_database
 from loadmaster.cost.error_bar import (
     BUSY_ERROR,
@@ -41,13 +40,14 @@ from loadmaster.cost.keys import (
     issue_keys,
     step_key,
 )
-from loadmaster.cost.whole_step import find_anchor
+from loadmaster.cost.timed.copies import copy_seconds
+from loadmaster.cost.timed.whole_step import find_anchor
 
 pytest.importorskip("torch", exc_type=ImportError)
 import torch
 
-from loadmaster.cost.issue_reference import capture_issue_references, measure_issue
-from loadmaster.cost.stopwatch import merge_rows
+from loadmaster.cost.timed.issue_reference import capture_issue_references, measure_issue
+from loadmaster.cost.timed.stopwatch import merge_rows
 
 ROW = CostRow("aten.relu.default float32[8]", "chip", "2.9", "2026-01-01T00:00:00Z", 2.0, 0.1, 9)
 EARLIER, LATER = "2025-06-01T00:00:00Z", "2026-06-01T00:00:00Z"

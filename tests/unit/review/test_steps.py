@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from loadmaster import api
+from loadmaster.core.answers.review import MEMORY_KINDS
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
-from loadmaster.core.review import MEMORY_KINDS
 from loadmaster.core.run import Budget
 from loadmaster.core.timeline import SpanKind, TimelineOrigin
 from loadmaster.review.explain import explain_plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loadmaster.core.errors import InputError
 
 if TYPE_CHECKING:
-    from loadmaster.core.run_report import Outcome
+    from loadmaster.core.answers.run_report import Outcome
 
 SOURCE, BATCH, SEQ = "hf:gpt2", 1, 64
 _SHARES = (0.72, 0.5)  # of what the model needs on one device

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loadmaster.core.run_report import PipelineRan
+    from loadmaster.core.answers.run_report import PipelineRan
 
 LOCAL = "local"
 

@@ -9,7 +9,7 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.core.run_report import Outcome, Pair, Ran
+    from loadmaster.core.answers.run_report import Outcome, Pair, Ran
 
 SUMMARY = "Train on a saved plan and compare with its prediction."
 Tell = Callable[[int, float, float, dict[str, int]], None]

@@ -9,9 +9,9 @@ from statistics import median
 
 import numpy as np
 
+from loadmaster.core.answers.run_report import SCHEMA_VERSION, Pair, PipelineRan, StageRan
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
-from loadmaster.core.run_report import SCHEMA_VERSION, Pair, PipelineRan, StageRan
 from loadmaster.core.timeline import Timeline
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.launch import PipelineRun

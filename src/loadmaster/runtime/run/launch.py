@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from loadmaster.core.answers.run_report import Outcome
 from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.run import ignore_progress
-from loadmaster.core.run_report import Outcome
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_apart, format_seconds
 from loadmaster.cost.database import open_database

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from loadmaster.cluster.probe import local_devices
+from loadmaster.core.answers.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.placement import Placement
-from loadmaster.core.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch, count_cores
 from loadmaster.cost.database import CostRow, today
@@ -119,7 +119,7 @@ class PlanRun:
         return all(device.where.type == "cpu" for device in devices) and not plan.recompute.any()
 
     def _make_step_row(self, chip: str) -> list[CostRow]:
-        """The usual whole step, to which the sum of its ops is anchored (`cost/whole_step`)."""
+        """The usual whole step, to which the sum of its ops is anchored (`cost/timed/whole_step`)."""
         usual = self.seconds[2:]
         if len(usual) < _STEPS_FOR_ANCHOR:
             return []

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 import tensorflow as tf
+from loadmaster.core.answers.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.core.run_report import SCHEMA_VERSION, DeviceRan, Pair, Ran
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.error_bar import step_error
 from loadmaster.graph.models import CaptureOptions, load_tensorflow_step

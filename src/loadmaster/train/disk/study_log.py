@@ -4,8 +4,8 @@ may run."""
 from pathlib import Path
 from typing import Any
 
+from loadmaster.core.answers.study_log import StudyLog, TrialLog, TurnLog
 from loadmaster.core.errors import FileError
-from loadmaster.core.study_log import StudyLog, TrialLog, TurnLog
 from loadmaster.train.disk.journal import Record, read_journal
 
 

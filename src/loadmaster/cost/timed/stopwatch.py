@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from loadmaster.cost.after_forward import CannotRebuild
 from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import UPDATE, split_key
-from loadmaster.cost.rebuild import autocast_context, input_bytes, normal_values, rebuild_call
 from loadmaster.cost.signature import TensorSpec, parse_signature
-from loadmaster.cost.timing import Timing, time_call
+from loadmaster.cost.timed.after_forward import CannotRebuild
+from loadmaster.cost.timed.rebuild import autocast_context, input_bytes, normal_values, rebuild_call
+from loadmaster.cost.timed.timing import Timing, time_call
 
 MOST_WEIGHTS = 16  # updated together: the more, the less a disturbance counts
 _MOST_UPDATE_BYTES = 2**28

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from loadmaster.cost.after_forward import CannotRebuild, prepare_call
 from loadmaster.cost.signature import PlainWord, Signature, TensorSpec, Value
+from loadmaster.cost.timed.after_forward import CannotRebuild, prepare_call
 
 _aten = torch.ops.aten
 _REFUSED = ("from_file", "_cudnn_rnn_backward", "_local_scalar_dense", "item")

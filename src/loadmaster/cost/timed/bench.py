@@ -9,15 +9,15 @@ from loadmaster.core.graph import Graph
 from loadmaster.core.run import ignore_progress
 from loadmaster.cost.busy_machine import CALM, BusyWatch
 from loadmaster.cost.database import CostDatabase, CostRow
-from loadmaster.cost.gaps import (
+from loadmaster.cost.keys import COPIES, GAPS, ISSUES, WHOLE_STEP, Keys, all_keys, collect_keys
+from loadmaster.cost.timed.gaps import (
     capture_references,
     capture_trained_reference,
     measure_gaps,
     measure_whole_step,
 )
-from loadmaster.cost.issue_reference import capture_issue_references, measure_issue
-from loadmaster.cost.keys import COPIES, GAPS, ISSUES, WHOLE_STEP, Keys, all_keys, collect_keys
-from loadmaster.cost.stopwatch import (
+from loadmaster.cost.timed.issue_reference import capture_issue_references, measure_issue
+from loadmaster.cost.timed.stopwatch import (
     DeviceLost,
     Job,
     Say,

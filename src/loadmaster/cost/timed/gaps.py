@@ -25,9 +25,9 @@ from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.keys import COPIES, GAPS, WHOLE_STEP, collect_keys
-from loadmaster.cost.reference_models import WIDTH, make_model, small_input
-from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
-from loadmaster.cost.timing import lower_quartile, read_clocks, time_call, work_seconds_since
+from loadmaster.cost.timed.reference_models import WIDTH, make_model, small_input
+from loadmaster.cost.timed.stopwatch import time_optimizer_call, torch_version
+from loadmaster.cost.timed.timing import lower_quartile, read_clocks, time_call, work_seconds_since
 from loadmaster.graph.capture import capture
 
 FORWARD, BACKWARD, CALL, MIXED_FORWARD, UPDATE, MIXED_BACKWARD = GAPS

@@ -21,8 +21,8 @@ from loadmaster.cost.busy_machine import BUSY, CALM, BusyWatch
 from loadmaster.cost.database import CostRow, today
 from loadmaster.cost.issue import BACKWARD, FORWARD, MIXED_BACKWARD, MIXED_FORWARD, UPDATE
 from loadmaster.cost.keys import ISSUE_CALL, ISSUE_PASSES, collect_keys, issue_keys
-from loadmaster.cost.reference_models import WIDTH, make_model, small_input
-from loadmaster.cost.stopwatch import time_optimizer_call, torch_version
+from loadmaster.cost.timed.reference_models import WIDTH, make_model, small_input
+from loadmaster.cost.timed.stopwatch import time_optimizer_call, torch_version
 from loadmaster.graph.capture import capture
 
 DEPTH = 24
