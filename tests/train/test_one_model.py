@@ -66,6 +66,10 @@ def test_one_line_trains_a_model_where_it_stands(tmp_path: Path) -> None:
     found = lt.train(model, batches(), memory_cap="64MiB", dir=tmp_path, device="cpu", seed=4)
     assert found.status == "done"
     assert found.step == 4
+    first, verified, checkpoint = str(found).splitlines()
+    assert first.startswith(f"{found.name}: done after 4 steps, loss {found.loss:.4g}, ")
+    assert verified == found.verified
+    assert checkpoint == f"checkpoint: {found.folder}"
     again = lt.train(Net(), batches(), memory_cap="64MiB", dir=tmp_path, device="cpu", seed=4)
     assert again.step == 4
     state = model.state_dict()

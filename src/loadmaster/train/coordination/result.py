@@ -10,6 +10,7 @@ import torch
 
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.io import write_bytes
+from loadmaster.core.units import format_seconds
 from loadmaster.modules.tensor_files import write_tensors
 from loadmaster.report.trace import study_trace
 from loadmaster.train.coordination.callbacks import replace_nonfinite
@@ -46,6 +47,13 @@ class TrialResult:
     folder: Path | None = None  # its last committed checkpoint
     is_evaluated: bool = True  # False: it has no `evaluate`, and its metrics are a loss of its steps
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        lines = [f"{self.name}: {self.status} after {self.step} steps{loss}, {format_seconds(self.seconds)}"]
+        lines += [self.verified] if self.verified else []
+        lines += [f"checkpoint: {self.folder}"] if self.folder is not None else []
+        return "\n".join([*lines, self.error] if self.error else lines)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights of its last checkpoint, as the plain model loads them."""
