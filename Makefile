@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n auto --dist worksteal
 TENSORFLOW_TESTS := $(BIN)/python tests/run_tensorflow.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint kernels setup setup-ci browser bench schemas clean
+.PHONY: demo test test-slow lint kernels setup setup-ci browser bench docs schemas clean
 
 # What is installed grows with what is asked for: base, then the tools of the developers, then every extra.
 .venv/base: pyproject.toml constraints.txt
@@ -73,6 +73,12 @@ kernels: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python -m benchmarks.run
+
+docs: .venv/dev
+	@$(PIP) -e '.[docs]'
+	@$(BIN)/python -m loadmaster.cli.docs
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "written: out/site/index.html"
 
 schemas: .venv/base
 	$(BIN)/python -m loadmaster.cli.schemas docs/schemas

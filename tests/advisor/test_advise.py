@@ -230,3 +230,11 @@ def test_a_captured_model_has_a_curve_that_is_kept(tmp_path: Path, monkeypatch: 
     assert lm.advise(source, "4xA100-80GB", steps=1e6).to_json() == first.to_json()
     assert first.curve_origin == "simulated"
     assert first.finish_s is not None
+
+
+def test_seconds_of_a_step_are_taken_as_many_times_as_there_are_steps() -> None:
+    whole = lm.advise({1: 4000.0, 2: 2200.0}, "2xA100-80GB", deadline_s=3000)
+    of_steps = lm.advise({1: 4.0, 2: 2.2}, "2xA100-80GB", steps=1000, deadline_s=3000)
+    assert of_steps.finish_s == whole.finish_s == 2200.0
+    with pytest.raises(InputError, match="steps is 0"):
+        lm.advise({1: 4.0}, "2xA100-80GB", steps=0)

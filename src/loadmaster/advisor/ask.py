@@ -37,8 +37,8 @@ def advise(
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
 
-    `job` is a Job, seconds by number of devices, or a source the planner understands with its number of
-    `steps`; `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
+    `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
+    last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
     """
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
@@ -46,7 +46,9 @@ def advise(
     if isinstance(job, Job):
         asked = job
     elif isinstance(job, Mapping):
-        asked = Job("job", measured_curve(job))
+        if not (0 < steps < math.inf):
+            raise InputError(f"steps is {steps!r}. Pass a number above 0.")
+        asked = Job("job", measured_curve({count: seconds * steps for count, seconds in job.items()}))
     else:
         most = int(np.isfinite(where.free_at_s).sum())
         counts = [n for n in COUNTS if n <= most] or [most]

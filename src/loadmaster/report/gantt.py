@@ -14,7 +14,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.core.units import format_seconds
+from loadmaster.core.units import format_bytes, format_seconds
 from loadmaster.report.plain_text import escape_for_xml
 from loadmaster.report.trace import assign_lanes
 
@@ -26,6 +26,7 @@ _MOST_PAIRS = 24
 _MANY_DEVICES = 8
 _MOST_SUBROWS = 3
 _LANE_PX, _LINK_PX, _GAP_PX, _TITLE_PX, _AXIS_PX = 22, 14, 4, 150, 26
+_BAR_PX, _MEMORY_PX = 70, 215
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +224,20 @@ def _encode(column: Any, kind: str) -> str:
 # ---- a picture
 
 
-def render_svg(gantt: Gantt, *, width: int = 960, title: str = "", standalone: bool = False) -> str:
-    """A picture of the whole; `standalone` brings its own colours, for light and for dark."""
+def render_svg(
+    gantt: Gantt,
+    *,
+    width: int = 960,
+    title: str = "",
+    standalone: bool = False,
+    memory: Mapping[str, tuple[int, int]] | None = None,
+) -> str:
+    """A picture of the whole; `standalone` brings its own colours, for light and for dark.
+
+    `memory` is the peak and the limit of each device in bytes, drawn as a bar beside its lane.
+    """
     many = len({lane.series for lane in gantt.lanes}) > 1
-    inner = width - _TITLE_PX - 10
+    inner = width - _TITLE_PX - 10 - (_MEMORY_PX if memory else 0)
     body: list[str] = []
     top = _AXIS_PX
     row = 0
@@ -238,6 +249,8 @@ def render_svg(gantt: Gantt, *, width: int = 960, title: str = "", standalone: b
             f"{escape_for_xml(_shorten(text))}</text>"
             f'<rect class="g-lane" x="{_TITLE_PX}" y="{top}" width="{inner}" height="{height}"/>'
         )
+        if memory and not lane.is_link and lane.title in memory:
+            body.append(_memory_bar(*memory[lane.title], _TITLE_PX + inner + 10, top))
         for at in range(lane.num_rows):
             share = height / lane.num_rows
             body += _row_paths(gantt, row, top + at * share, share, inner)
@@ -247,6 +260,8 @@ def render_svg(gantt: Gantt, *, width: int = 960, title: str = "", standalone: b
         top += height + _GAP_PX
     name = escape_for_xml(title or "Timeline of devices and links")
     axis = _axis(gantt.end_s, inner, top)
+    if memory:
+        axis += f'<text class="g-title" x="{_TITLE_PX + inner + 10}" y="{_AXIS_PX - 9}">peak of memory</text>'
     style = f"<style>{_STYLE}</style>" if standalone else ""
     legend = _legend(top + 14) if standalone else ""
     height = top + (34 if standalone else 6)
@@ -254,6 +269,18 @@ def render_svg(gantt: Gantt, *, width: int = 960, title: str = "", standalone: b
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gantt" viewBox="0 0 {width} {height}" role="img"'
         f' width="{width}" height="{height}" font-family="system-ui, sans-serif" font-size="11">'
         f"<title>{name}</title>{style}{axis}{''.join(body)}{legend}</svg>"
+    )
+
+
+def _memory_bar(peak_bytes: int, limit_bytes: int, left: float, top: float) -> str:
+    """How much of a device is full at its worst moment, and both numbers."""
+    share = min(peak_bytes / limit_bytes, 1.0) if limit_bytes > 0 else 0.0
+    text = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
+    return (
+        f'<rect class="g-lane" x="{left:g}" y="{top}" width="{_BAR_PX}" height="{_LANE_PX}"/>'
+        f'<rect class="{"g-full" if peak_bytes > limit_bytes else "g-memory"}" x="{left:g}" y="{top}"'
+        f' width="{_BAR_PX * share:.1f}" height="{_LANE_PX}"/>'
+        f'<text class="g-title" x="{left + _BAR_PX + 6:g}" y="{top + _LANE_PX / 2 + 4:g}">{text}</text>'
     )
 
 
@@ -335,6 +362,7 @@ def _shorten(text: str, most: int = 24) -> str:
 _STYLE = (  # of this picture alone: in a notebook it stands in the document of others
     "svg.gantt .g-pass{fill:#fff}"
     "svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
+    "svg.gantt .g-memory{fill:#56b4e9}svg.gantt .g-full{fill:#d55e00}"
     + "".join(f"svg.gantt .g{at}{{fill:{colour}}}" for at, colour in enumerate(COLOURS))
     + "@media (prefers-color-scheme:dark){svg.gantt .g-title{fill:#ddd}}"
 )

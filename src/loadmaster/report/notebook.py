@@ -1,7 +1,10 @@
 """What Jupyter shows of a plan, a timeline and a placement: a small table, and the one drawing of a Gantt."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -33,10 +36,10 @@ def render_picture(noun: Placement | Timeline | Plan, of: Graph | Problem | None
         return _draw(graph if graph is not None else _nameless_graph(noun), noun)
     if isinstance(noun, Plan):
         assert isinstance(of, Problem), "a plan is drawn on its problem"
-        return _draw(*_simulate(of, noun))
+        return _draw(*_simulate(of, noun), of.cluster)
     plan = noun.plan or noun.least_overflow_plan
     assert plan is not None, "a placement without any plan has no picture"
-    return _draw(*_simulate(noun.problem, plan))
+    return _draw(*_simulate(noun.problem, plan), noun.problem.cluster)
 
 
 def _simulate(problem: Problem, plan: Plan) -> tuple[Graph, Timeline]:
@@ -50,9 +53,19 @@ def _simulate(problem: Problem, plan: Plan) -> tuple[Graph, Timeline]:
     return problem.graph, simulate(problem, plan)
 
 
-def _draw(graph: Graph, timeline: Timeline) -> str:
+def _draw(graph: Graph, timeline: Timeline, cluster: Cluster | None = None) -> str:
+    """The picture; where the cluster is known, with the memory of its devices."""
     title = f"{graph.name}: {format_seconds(timeline.step_s)}, {timeline.origin.value}"
-    return render_svg(draw_gantt(graph, {timeline.origin.value: timeline}), title=title, standalone=True)
+    gantt = draw_gantt(graph, {timeline.origin.value: timeline})
+    if cluster is None:
+        return render_svg(gantt, title=title, standalone=True)
+    kinds = [cluster.kind_name[kind] for kind in cluster.kind.tolist()]
+    shown = {name: f"{name} {kind}" for name, kind in zip(cluster.device_name, kinds, strict=True)}
+    lanes = tuple(replace(lane, title=shown.get(lane.title, lane.title)) for lane in gantt.lanes)
+    room = (cluster.memory_bytes - cluster.reserve_bytes).tolist()
+    pairs = zip(timeline.peak_bytes.tolist(), room, strict=True)
+    memory = dict(zip((shown[name] for name in timeline.device_name), pairs, strict=True))
+    return render_svg(replace(gantt, lanes=lanes), title=title, standalone=True, memory=memory)
 
 
 def _nameless_graph(timeline: Timeline) -> Graph:

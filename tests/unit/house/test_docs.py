@@ -1,6 +1,9 @@
 """What the pages claim is what the code does."""
 
+import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,60 @@ from loadmaster.cli import docs
 from loadmaster.core.errors import FormatError
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-def test_the_readme_lists_every_algorithm() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert docs.with_table(text) == text, "run: python -m loadmaster.cli.docs README.md"
+def test_the_algorithms_page_lists_every_algorithm() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert docs.with_table(text) == text, "run: make docs"
+
+
+@pytest.mark.parametrize("name", ["docs/reference/commands.md", "docs/reference/python.md"])
+def test_the_reference_says_what_the_code_says(name: str) -> None:
+    assert docs.write_pages()[name] == (ROOT / name).read_text(encoding="utf-8"), "run: make docs"
+
+
+def test_the_readme_takes_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_every_page_can_be_reached_from_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        assert f": {page.relative_to(ROOT / 'docs')}\n" in menu, page.name
+
+
+def test_the_pages_can_be_built_with_every_link_checked(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "guides" / "does-not-fit.html").exists()
+
+
+def _read_texts_of_the_program() -> set[str]:
+    """Constant pieces of at least two words out of which messages are made."""
+    found = set()
+    for module in (ROOT / "src").rglob("*.py"):
+        source = module.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 600:
+                found.add(re.sub(r"\s+", " ", node.value).strip(" ;:,.'()"))
+    return {text for text in found if len(text.split()) >= 2 and len(text) >= 10}
+
+
+def test_every_message_on_the_page_of_errors_is_one_that_the_program_can_say() -> None:
+    texts = _read_texts_of_the_program()
+    rows = re.findall(r"^\| (`.*?)(?= \| )", (ROOT / "docs/reference/errors.md").read_text("utf-8"), re.M)
+    assert len(rows) > 20
+    for message in (each for row in rows for each in re.findall(r"`([^`]+)`", row)):
+        said = sum(len(text) for text in _longest_apart([text for text in texts if text in message]))
+        assert said >= 0.25 * len(message), message
+
+
+def _longest_apart(found: list[str]) -> list[str]:
+    """Those that are no part of another."""
+    return [text for text in found if not any(text != other and text in other for other in found)]
 
 
 def test_a_page_without_the_marks_is_refused() -> None:

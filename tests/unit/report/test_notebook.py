@@ -9,6 +9,7 @@ from rich.console import Console
 
 from loadmaster import api
 from loadmaster.core.run import PlanNews
+from loadmaster.core.units import format_bytes
 from loadmaster.report.live_plan import LivePlan, show_live
 from tests.browser.pages import HOSTILE, hostile, two_devices
 
@@ -86,3 +87,15 @@ def test_a_plan_too_large_says_so() -> None:
     live.watch(PlanNews(2.0, 2**30, 1.0))
     assert live.rows()["best so far"] == "2 s, but 1.0 GiB too large"
     assert live.rows()["gap"] == "-"
+
+
+def test_a_picture_of_a_placement_shows_the_memory_of_every_device() -> None:
+    placement = api.plan("gen:transformer:100", "RTX4090, T4", algorithm="chain_balance", budget="5x")
+    picture = placement.plot().svg
+    assert "peak of memory" in picture
+    for device in range(2):
+        peak = format_bytes(int(placement.peak_bytes[device]))
+        limit = format_bytes(int(placement.problem.cluster.usable_bytes[device]))
+        assert f"{peak} of {limit}" in picture
+    assert "gpu0 RTX4090" in picture
+    assert "gpu1 T4" in picture

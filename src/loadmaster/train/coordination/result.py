@@ -1,6 +1,6 @@
 """What a study found: every trial with its end, the best one, a table, a trace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -106,8 +106,19 @@ class Result:
     wall_s: float = 0.0
     spans: Sequence[Span] = field(default=(), repr=False)
 
+    def __iter__(self) -> Iterator[TrialResult]:
+        """Every trial, in order."""
+        return iter(self.trials)
+
+    def __len__(self) -> int:
+        return len(self.trials)
+
     def __getitem__(self, name: str) -> TrialResult:
         """One trial by its name."""
+        if not isinstance(name, str):
+            raise InputError(
+                f"{name!r} is not the name of a trial; pass a name, such as {self.trials[0].name!r}"
+            )
         for each in self.trials:
             if each.name == name:
                 return each
