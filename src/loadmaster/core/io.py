@@ -27,13 +27,25 @@ from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Costs, Problem
 from loadmaster.core.run import Budget
 from loadmaster.core.strategy import OpGroup, Strategy
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2**30
 AnyNoun = (
-    Graph | Cluster | Costs | Problem | Plan | Pipeline | Placement | Timeline | Budget | OpGroup | Strategy
+    Graph
+    | Cluster
+    | Costs
+    | Problem
+    | Plan
+    | Pipeline
+    | Placement
+    | Timeline
+    | Budget
+    | OpGroup
+    | Strategy
+    | StrategyAnswer
 )
 NOUNS: dict[str, type[Any]] = {noun.__name__.lower(): noun for noun in get_args(AnyNoun)}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

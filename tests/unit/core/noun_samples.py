@@ -11,6 +11,7 @@ from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Origin
 from loadmaster.core.strategy import Mode, OpGroup, Strategy, Sync
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from tests.builders import cluster_of, graph_of, problem_of
 
@@ -79,11 +80,21 @@ STRATEGY = Strategy(
     semantics=("statistics of a batch are of each replica's rows",),
     schedule="1f1b",
 )
+STRATEGY_ANSWER = StrategyAnswer(
+    problem=PROBLEM,
+    strategy=STRATEGY,
+    algorithm="by hand",
+    score_s=4.0,
+    bound_s=2.0,
+    bound_name="critical path",
+    peak_bytes=[50, 0],
+    wall_s=0.1,
+)
 NOUNS: dict[str, Any] = {
     type(noun).__name__: noun
     for noun in (
         *(GRAPH, CLUSTER, PROBLEM.costs, PROBLEM, PIPELINE, PLAN, TIMELINE, PLACEMENT),
-        *(GROUP, STRATEGY),
+        *(GROUP, STRATEGY, STRATEGY_ANSWER),
     )
 }
 
@@ -130,6 +141,8 @@ OTHER: dict[tuple[str, str], Any] = {
     ("Strategy", "cluster_digest"): "another",
     ("Strategy", "semantics"): ("dropout of each device is its own",),
     ("Strategy", "schedule"): "gpipe",
+    ("StrategyAnswer", "problem"): dataclasses.replace(PROBLEM, links="parallel"),
+    ("StrategyAnswer", "strategy"): dataclasses.replace(STRATEGY, schedule="gpipe"),
     ("Plan", "pipeline"): None,
     ("Timeline", "origin"): TimelineOrigin.SIMULATED,
     ("Timeline", "device_name"): ["a", "b"],
