@@ -1,7 +1,7 @@
 """Jobs arrive one by one at a cluster of eight GPUs, each with a deadline. How many GPUs should each get?
 
-Three policies decide for the same jobs: as many GPUs as possible, one each, and the smallest number that meets the
-deadline. `loadmaster advise replay` does this for recorded traces of thousands of jobs.
+Three policies decide for the same jobs: as many GPUs as possible, one each, and the smallest number that
+meets the deadline. `loadmaster advise replay` does this for recorded traces of thousands of jobs.
 """
 
 import random

@@ -34,6 +34,5 @@ class RandomRestarts:
 problem = lm.problem("gen:transformer:300", "V100-16GB, T4, RTX2080")
 for algorithm in (RandomRestarts(), "chain_balance", "auto"):
     placement = lm.plan(problem, algorithm=algorithm, budget="300x")
-    print(
-        f"{placement.algorithm:28} {placement.score_s * 1e3:8.2f} ms, at most {placement.gap:.0%} above the best"
-    )
+    gap = f"at most {placement.gap:.0%} above the best"
+    print(f"{placement.algorithm:28} {placement.score_s * 1e3:8.2f} ms, {gap}")

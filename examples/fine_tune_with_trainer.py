@@ -1,6 +1,7 @@
-"""Fine-tune a transformers model with its Trainer under a memory cap; batches are padded to their longest row.
+"""Fine-tune a transformers model with its Trainer under a memory cap, with dynamic padding.
 
-The cap is a third of what the step needs. On a GPU, leave `devices` out and say memory_cap="8GiB".
+The cap is a third of what weights, gradients and optimizer take.
+On a GPU, leave `devices` out and say memory_cap="8GiB".
 """
 
 import tempfile

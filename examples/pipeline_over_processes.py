@@ -1,6 +1,6 @@
 """A pipeline over two processes, from an unmodified model, in your own script.
 
-Run it as an ordinary script: it starts the processes. With `torchrun --nproc-per-node 2` it takes those of torchrun.
+Run it as an ordinary script and it starts the processes. `torchrun --nproc-per-node 2` works as well.
 """
 
 import tempfile

@@ -50,7 +50,8 @@ def _read_texts_of_the_program() -> set[str]:
         source = module.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 600:
-                found.add(re.sub(r"\s+", " ", node.value).strip(" ;:,.'()"))
+                text = re.sub(r"\s+", " ", node.value)
+                found |= {piece.strip(" ;:,.'()") for piece in re.split("{}|;", text)}
     return {text for text in found if len(text.split()) >= 2 and len(text) >= 10}
 
 

@@ -49,6 +49,7 @@ class TrialResult:
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
 
     def __str__(self) -> str:
+        """What became of it, in a few lines."""
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         lines = [f"{self.name}: {self.status} after {self.step} steps{loss}, {format_seconds(self.seconds)}"]
         lines += [self.verified] if self.verified else []
@@ -111,6 +112,7 @@ class Result:
         return iter(self.trials)
 
     def __len__(self) -> int:
+        """How many trials."""
         return len(self.trials)
 
     def __getitem__(self, name: str) -> TrialResult:
