@@ -49,6 +49,7 @@ class TrialResult:
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
 
     def __str__(self) -> str:
+        """What one model's training came to, in a few lines."""
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         lines = [f"{self.name}: {self.status} after {self.step} steps{loss}, {format_seconds(self.seconds)}"]
         lines += [self.verified] if self.verified else []
