@@ -1,5 +1,6 @@
 """The page in a real browser: it loads from disk alone, and does what it shows."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,20 @@ def test_a_hundred_thousand_spans_are_drawn_and_found(browser: Any, tmp_path: Pa
     browser.execute_script("loadmasterGantt.choose(arguments[0]); loadmasterGantt.look(0.4999, 0.5001)", span)
     browser.execute_script("loadmasterGantt.choose(arguments[0])", span)
     assert hover(browser, middle).splitlines()[0] == middle
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_columns_of_the_tree_stand_below_each_other_and_apart(browser: Any, small: Path, width: int) -> None:
+    pages.open_page(browser, small, width=width)
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('.row')].map(row => [...row.children].map(cell => {"
+        "const range = document.createRange(); range.selectNodeContents(cell);"
+        "const box = range.getBoundingClientRect();"
+        "return [cell.getBoundingClientRect().left, box.left, box.right]"
+        "})).map(cells => cells.filter(cell => cell[2] > cell[1]))"
+    )
+    assert len(rows) >= 4  # the head, the whole model, two parts
+    for cells in rows:
+        assert all(before[2] <= after[1] + 1 for before, after in pairwise(cells))
+    bars = {round(cells[1][0]) for cells in rows}
+    assert len(bars) == 1

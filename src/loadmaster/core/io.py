@@ -14,7 +14,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, get_origin, get_type_hints
+from typing import IO, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -26,16 +26,28 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Costs, Problem
 from loadmaster.core.run import Budget
+from loadmaster.core.strategy import OpGroup, Strategy
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2**30
-AnyNoun = Graph | Cluster | Costs | Problem | Plan | Pipeline | Placement | Timeline | Budget
-NOUNS: dict[str, type[Any]] = {
-    noun.__name__.lower(): noun
-    for noun in (Graph, Cluster, Costs, Problem, Plan, Pipeline, Placement, Timeline, Budget)
-}
+AnyNoun = (
+    Graph
+    | Cluster
+    | Costs
+    | Problem
+    | Plan
+    | Pipeline
+    | Placement
+    | Timeline
+    | Budget
+    | OpGroup
+    | Strategy
+    | StrategyAnswer
+)
+NOUNS: dict[str, type[Any]] = {noun.__name__.lower(): noun for noun in get_args(AnyNoun)}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 2**20
 _MOST_UNPACKED = (

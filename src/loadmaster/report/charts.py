@@ -16,6 +16,8 @@ from loadmaster.report.gantt import axis_ticks
 from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
+_MOST_LABELS = 12
+_MOST_ROOM = 12  # a limit so many times the peak would leave nothing to see of what is held
 _Scale = Callable[[float], float]
 
 
@@ -25,7 +27,7 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
     inner, tall = width - left - 12, height - top - bottom
     limited = limit_bytes < UNLIMITED_BYTES // 2
     peak = max(curve.peak_bytes, 1)
-    shown = limited and limit_bytes <= 4 * peak
+    shown = limited and limit_bytes <= _MOST_ROOM * peak
     ceiling = max(peak, limit_bytes if shown else 0) * 1.08
     end = end_s or 1.0
 
@@ -50,7 +52,7 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
         parts.append(f'<path class="m{kind}" d="{_steps(edges, upper, lower, x, y)}"/>')
     if shown:
         parts.append(
-            f'<path class="limit" d="M{left} {y(limit_bytes):.1f}H{width - 12}"/><text class="t limit-text"'
+            f'<path class="limit" d="M{left} {y(limit_bytes):.1f}H{width - 12}"/><text class="t halo limit-text"'
             f' x="{width - 14}" y="{y(limit_bytes) - 3:.1f}" text-anchor="end">limit {format_bytes(limit_bytes)}</text>'
         )
     at, high = x(curve.peak_s), y(curve.peak_bytes)
@@ -62,7 +64,8 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
     over = limited and curve.peak_bytes > limit_bytes
     said = f"peak {format_bytes(curve.peak_bytes)} at {format_seconds(curve.peak_s)}"
     if limited:
-        said += f" of {format_bytes(limit_bytes)}{': does not fit' if over else ''}"
+        far = "" if shown else ", far above"
+        said += f" of {format_bytes(limit_bytes)}{': does not fit' if over else far}"
     title = escape_for_xml(f"{name}: {said}")
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart{" over" if over else ""}"'
@@ -99,7 +102,7 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
     num = cluster.num_devices
     small = num > 10
     width, height = _WIDTH, 420 if num > 2 else 220
-    box_w, box_h = (70, 34) if small else (136, 62)
+    box_w, box_h = (70, 34) if small else (150, 74)
     spot = _spots(num, width, height, box_w, box_h)
     timeline = review.timeline
     step = timeline.step_s or 1.0
@@ -111,6 +114,7 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
         row[1] += 1
     arrows = []
     most = max((seconds for seconds, _ in busy.values()), default=0.0)
+    labelled = set() if small else set(sorted(busy, key=lambda pair: -busy[pair][0])[:_MOST_LABELS])
     for pair, (seconds, count) in sorted(busy.items(), key=lambda each: each[1][0]):
         source, target = divmod(pair, num)
         if source == target:
@@ -120,9 +124,8 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
             f"{cluster.device_name[source]} to {cluster.device_name[target]}: {int(count)} transfers,"
             f" {format_seconds(seconds)}, {format_percent(seconds / step)} of the step"
         )
-        arrows.append(
-            _arrow(spot[source], spot[target], wide, text, label="" if small else format_seconds(seconds))
-        )
+        label = format_seconds(seconds) if pair in labelled else ""
+        arrows.append(_arrow(spot[source], spot[target], (box_w, box_h), wide, text, label=label))
     boxes = []
     for device, (cx, cy) in enumerate(spot):
         share = float(timeline.busy_s[device]) / step
@@ -133,22 +136,24 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
         title = escape_for_xml(
             f"{name} ({kind}): busy {format_percent(share)}, peak {format_bytes(peaks[device])}"
         )
-        lines = (
-            f'<text class="t" x="{cx:.0f}" y="{cy + 7:.0f}" text-anchor="middle">{escape_for_xml(_shorten(kind, 16))},'
-            f" busy {format_percent(share)}</text>"
+        where = f", host {int(cluster.host[device])}" if len(set(cluster.host.tolist())) > 1 else ""
+        lines = "".join(
+            f'<text class="t" x="{cx:.0f}" y="{cy + down:.0f}" text-anchor="middle">{escape_for_xml(text)}</text>'
+            for down, text in ((3, f"{_shorten(kind, 16)}{where}"), (17, f"busy {format_percent(share)}"))
         )
         boxes.append(
             f"<g><title>{title}</title>"
+            f'<rect class="box-under" x="{left:.0f}" y="{top:.0f}" width="{box_w}" height="{box_h}" rx="6"/>'
             f'<rect class="box d{device % 8}" x="{left:.0f}" y="{top:.0f}" width="{box_w}" height="{box_h}" rx="6"/>'
             f'<rect class="box-full" x="{left + 6:.0f}" y="{top + box_h - 11:.0f}" width="{box_w - 12}" height="5"/>'
             f'<rect class="box-used" x="{left + 6:.0f}" y="{top + box_h - 11:.0f}"'
             f' width="{(box_w - 12) * full:.0f}" height="5"/>'
-            f'<text class="t b" x="{cx:.0f}" y="{cy - (2 if small else 9):.0f}" text-anchor="middle">'
+            f'<text class="t b" x="{cx:.0f}" y="{cy - (2 if small else 14):.0f}" text-anchor="middle">'
             f"{escape_for_xml(_shorten(name, 9 if small else 18))}</text>{'' if small else lines}</g>"
         )
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>Devices and what they send each'
-        f' other</title><defs><marker id="tip" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="12"'
+        f' other</title><defs><marker id="tip" viewBox="0 0 10 10" refX="2" refY="5" markerWidth="12"'
         f' markerHeight="12" markerUnits="userSpaceOnUse" orient="auto"><path class="tip" d="M0 0L10 5L0 10z"/>'
         f"</marker></defs>{''.join(arrows)}{''.join(boxes)}</svg>"
     )
@@ -166,28 +171,45 @@ def _spots(num: int, width: int, height: int, box_w: int, box_h: int) -> list[tu
 
 
 def _arrow(
-    start: tuple[float, float], end: tuple[float, float], wide: float, text: str, *, label: str
+    start: tuple[float, float],
+    end: tuple[float, float],
+    box: tuple[float, float],
+    wide: float,
+    text: str,
+    *,
+    label: str,
 ) -> str:
+    """From the edge of one box to the edge of another, bent to its right, so that both ways stand apart."""
     (x0, y0), (x1, y1) = start, end
     far = math.hypot(x1 - x0, y1 - y0) or 1.0
     nx, ny = -(y1 - y0) / far, (x1 - x0) / far
-    bend = min(36.0, far / 6)
+    bend = min(44.0, far / 5)
     mx, my = (x0 + x1) / 2 + nx * bend, (y0 + y1) / 2 + ny * bend
-    tail = 0.62
-    ex, ey = _on_curve(x0, y0, mx, my, x1, y1, tail)
-    cx, cy = x0 + (mx - x0) * tail, y0 + (my - y0) * tail
+    (x0, y0), (x1, y1) = _on_edge(start, (mx, my), box, 2), _on_edge(end, (mx, my), box, 12)
     lx, ly = _on_curve(x0, y0, mx, my, x1, y1, 0.5)
+    lx, ly = lx + nx * (wide / 2 + 5), ly + ny * (wide / 2 + 9) + 4
+    anchor = "start" if nx > 0.4 else "end" if nx < -0.4 else "middle"
     shown = (
-        f'<text class="t halo" x="{lx:.0f}" y="{ly + 4:.0f}" text-anchor="middle">{label}</text>'
+        f'<text class="t halo" x="{lx:.0f}" y="{ly:.0f}" text-anchor="{anchor}">{label}</text>'
         if label
         else ""
     )
     return (
         f"<g><title>{escape_for_xml(text)}</title>"
-        f'<path class="wire" d="M{x0:.0f} {y0:.0f}Q{mx:.0f} {my:.0f} {x1:.0f} {y1:.0f}" stroke-width="{wide:.1f}"/>'
-        f'<path class="wire" d="M{x0:.0f} {y0:.0f}Q{cx:.0f} {cy:.0f} {ex:.0f} {ey:.0f}" stroke-width="{wide:.1f}"'
+        f'<path class="wire" d="M{x0:.0f} {y0:.0f}Q{mx:.0f} {my:.0f} {x1:.0f} {y1:.0f}" stroke-width="{wide:.1f}"'
         f' marker-end="url(#tip)"/>{shown}</g>'
     )
+
+
+def _on_edge(
+    centre: tuple[float, float], towards: tuple[float, float], box: tuple[float, float], gap: float
+) -> tuple[float, float]:
+    """Where the way from the centre of a box leaves it, and a little farther."""
+    dx, dy = towards[0] - centre[0], towards[1] - centre[1]
+    far = math.hypot(dx, dy) or 1.0
+    inside = min(box[0] / 2 / abs(dx) if dx else math.inf, box[1] / 2 / abs(dy) if dy else math.inf)
+    part = min(inside + gap / far, 0.9)
+    return centre[0] + dx * part, centre[1] + dy * part
 
 
 def _on_curve(

@@ -67,7 +67,7 @@ def render_plan_page(parts: PlanPage) -> bytes:
         subtitle=f"{graph.num_ops:,} ops, {cluster.num_devices} device{'s' * (cluster.num_devices > 1)};"
         f" planned by {placement.algorithm}",
         cards=_cards(parts),
-        limits=[review.limit] if review.limit else [],
+        limits=[review.limit] if review.limit and placement.fits else [],
         troubles=[] if placement.fits else why_none_fits(placement),
         notes=[*review.notes, *found],
         sections=sections,

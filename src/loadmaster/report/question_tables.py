@@ -14,10 +14,13 @@ _LONG = 160
 def elsewhere(found: Explanation) -> Table:
     """The target on every device: time, bytes sent, memory over."""
     numbers = ("step", "change", "sent", "planned anew")
-    table = columns("device", *numbers, "memory", right=numbers, whole=("device", *numbers))
+    binding = any(row.binds for row in found.elsewhere)
+    last = ("memory", "what binds") if binding else ("memory",)
+    table = columns("device", *numbers, *last, right=numbers, whole=("device", *numbers))
     for row in found.elsewhere:
         if row.time_s is None:
-            table.add_row(one_line(row.device), "-", "-", "-", "-", one_line(row.note))
+            rest = ("",) if binding else ()
+            table.add_row(one_line(row.device), "-", "-", "-", "-", one_line(row.note), *rest)
             continue
         over = f"{format_bytes(row.over_bytes)} over on {row.over_device}" if row.over_bytes else "fits"
         table.add_row(
@@ -27,6 +30,7 @@ def elsewhere(found: Explanation) -> Table:
             format_bytes(row.moved_bytes),
             "-" if row.replanned_s is None else format_seconds(row.replanned_s),
             one_line(over),
+            *((one_line(row.binds),) if binding else ()),
             style="bold" if row.is_here else "red" if row.over_bytes else "",
         )
     return table

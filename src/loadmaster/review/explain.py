@@ -9,13 +9,14 @@ sentence is only said of what one of these runs has shown.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 
 import numpy as np
 
 from loadmaster.core.answers.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.answers.review import Review
 from loadmaster.core.arrays import Bools
-from loadmaster.core.errors import UnknownNameError
+from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -23,6 +24,7 @@ from loadmaster.core.problem import FREE, Objective, Problem
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.graph.origin import origin_of
+from loadmaster.review.binding import find_binding
 from loadmaster.review.look import review_plan, shown_plan
 from loadmaster.review.replanning import Replanner
 from loadmaster.review.settings import Settings
@@ -71,16 +73,44 @@ def explain_plan(
 
 
 def find_ops(graph: Graph, target: str) -> Bools:
-    """[N] the op of that name, or the ops of a module and all below it."""
+    """[N] the op of that name, or the ops of a module and all below it; the end of its path will do."""
     hit = np.array([name == target for name in graph.op_name], dtype=np.bool_)
     if not hit.any():
-        hit = np.array(
-            [path == target or path.startswith(f"{target}.") for path in graph.module], dtype=np.bool_
-        )
+        hit = _below(graph, target)
     if not hit.any():
-        see = "loadmaster show PLAN --ops 100 lists some"
-        raise UnknownNameError("op or module", target, (*set(graph.module), *graph.op_name[:20000]), see=see)
+        ends = _paths_ending_in(graph, target)
+        if len(ends) > 1:
+            few = f"{', '.join(ends[:4])}{' and others' if len(ends) > 4 else ''}"
+            raise InputError(f"{target!r} may be {few}; write more of the path")
+        hit = _below(graph, ends[0]) if ends else hit
+    if not hit.any():
+        modules, some_ops = set(graph.module), set(graph.op_name[:20000])
+        see = "loadmaster show PLAN --ops 100 lists some ops"
+        known = (
+            modules if len(modules - {""}) > 1 and not _resembles(target, some_ops) else modules | some_ops
+        )
+        raise UnknownNameError("op or module", target, known, see=see)
     return hit
+
+
+def _below(graph: Graph, module: str) -> Bools:
+    return np.array(
+        [path == module or path.startswith(f"{module}.") for path in graph.module], dtype=np.bool_
+    )
+
+
+def _paths_ending_in(graph: Graph, target: str) -> list[str]:
+    """Modules whose path ends in the target, shortest first."""
+    found = set()
+    for path in set(graph.module):
+        at = f".{path}.".find(f".{target}.")
+        if at >= 0:
+            found.add(path[: at + len(target)])
+    return sorted(found, key=lambda path: (path.count("."), path))
+
+
+def _resembles(target: str, names: set[str]) -> bool:
+    return bool(get_close_matches(target, names, n=1, cutoff=0.8))
 
 
 def move_ops(plan: Plan, chosen: Bools, device: int) -> Plan:
@@ -136,6 +166,7 @@ def _try_elsewhere(
     problem, plan = placement.problem, shown_plan(placement)
     cluster = problem.cluster
     here = set(np.unique(plan.device[moved]).tolist())
+    before_s = simulator.score(plan).time_s
     runs = np.asarray(np.isfinite(problem.device_compute_s[moved]).all(axis=0))  # [D]
     for device, name in enumerate(cluster.device_name):
         is_here = here == {device}
@@ -154,15 +185,18 @@ def _try_elsewhere(
             pinned = np.where(moved, device, problem.pinned).astype(np.int32)
             found = replanner.find(replace(problem, pinned=pinned), other)
             best = found.score_s
+        timeline = simulator.timeline(other)
+        binds = f"memory of {cluster.device_name[worst]}" if over[worst] and not is_here else ""
         yield Elsewhere(
             device=name,
             is_here=is_here,
             time_s=score.time_s,
-            moved_bytes=sent_bytes(problem, simulator.timeline(other)),
+            moved_bytes=sent_bytes(problem, timeline),
             over_bytes=int(over[worst]),
             over_device=cluster.device_name[worst] if over[worst] else "",
             replanned_s=best,
             note="",
+            binds=binds or find_binding(problem, other, timeline, moved, before_s, plan),
         )
 
 
@@ -281,7 +315,8 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
                 f" {format_seconds(slower)} longer"
                 f" (+{format_percent(slower / found.time_s)}), with {format_bytes(row.moved_bytes)}"
                 " sent instead of"
-                f" {format_bytes(_sent_now(found, review, placement))}{_after_replanning(row, found.time_s)}."
+                f" {format_bytes(_sent_now(found, review, placement))}{_because(row)}"
+                f"{_after_replanning(row, found.time_s)}."
             )
         elif row.time_s < found.time_s * (1 - _WORTH):
             said.append(
@@ -299,6 +334,10 @@ def _sent_now(found: Explanation, review: Review, placement: Placement) -> int:
         (row.moved_bytes for row in found.elsewhere if row.is_here),
         sent_bytes(placement.problem, review.timeline),
     )
+
+
+def _because(row: Elsewhere) -> str:
+    return f"; what costs most of it is the {row.binds}" if row.binds else ""
 
 
 def _after_replanning(row: Elsewhere, time_s: float) -> str:

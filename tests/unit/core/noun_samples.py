@@ -10,6 +10,8 @@ from loadmaster.core.graph import NO_STORAGE, Phase
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Origin
+from loadmaster.core.strategy import Mode, OpGroup, Strategy, Sync
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from tests.builders import cluster_of, graph_of, problem_of
 
@@ -68,9 +70,32 @@ PLACEMENT = Placement(
     members=(),
     wall_s=0.1,
 )
+GROUP = OpGroup(ops=[0, 1, 2], devices=(1, 0), rows=(3, 1), mode=Mode.REPLICATE, sync=Sync.PS, server=1)
+STRATEGY = Strategy(
+    name="by hand",
+    graph_digest=GRAPH.digest,
+    cluster_digest=CLUSTER.digest,
+    batch=4,
+    groups=(GROUP, OpGroup(ops=[3], devices=(0,), rows=(4,), mode=Mode.PIPELINE, microbatches=2)),
+    semantics=("statistics of a batch are of each replica's rows",),
+    schedule="1f1b",
+)
+STRATEGY_ANSWER = StrategyAnswer(
+    problem=PROBLEM,
+    strategy=STRATEGY,
+    algorithm="by hand",
+    score_s=4.0,
+    bound_s=2.0,
+    bound_name="critical path",
+    peak_bytes=[50, 0],
+    wall_s=0.1,
+)
 NOUNS: dict[str, Any] = {
     type(noun).__name__: noun
-    for noun in (GRAPH, CLUSTER, PROBLEM.costs, PROBLEM, PIPELINE, PLAN, TIMELINE, PLACEMENT)
+    for noun in (
+        *(GRAPH, CLUSTER, PROBLEM.costs, PROBLEM, PIPELINE, PLAN, TIMELINE, PLACEMENT),
+        *(GROUP, STRATEGY, STRATEGY_ANSWER),
+    )
 }
 
 OTHER: dict[tuple[str, str], Any] = {
@@ -108,6 +133,16 @@ OTHER: dict[tuple[str, str], Any] = {
     ("Pipeline", "replica_device"): ((0, 1),),
     ("Pipeline", "replica_microbatches"): (4,),
     ("Pipeline", "microbatch_rows"): (2, 2, 2, 1),
+    ("OpGroup", "devices"): (1, 2),
+    ("OpGroup", "rows"): (2, 2),
+    ("OpGroup", "server"): 0,
+    ("OpGroup", "ops"): [0, 1, 3],
+    ("Strategy", "graph_digest"): "another",
+    ("Strategy", "cluster_digest"): "another",
+    ("Strategy", "semantics"): ("dropout of each device is its own",),
+    ("Strategy", "schedule"): "gpipe",
+    ("StrategyAnswer", "problem"): dataclasses.replace(PROBLEM, links="parallel"),
+    ("StrategyAnswer", "strategy"): dataclasses.replace(STRATEGY, schedule="gpipe"),
     ("Plan", "pipeline"): None,
     ("Timeline", "origin"): TimelineOrigin.SIMULATED,
     ("Timeline", "device_name"): ["a", "b"],

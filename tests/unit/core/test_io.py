@@ -20,6 +20,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.run import Budget
 from loadmaster.core.timeline import Timeline, TimelineOrigin
 from tests.builders import cluster_of, diamond, graph_of, plan_on, problem_of
+from tests.unit.core.noun_samples import GROUP, STRATEGY, STRATEGY_ANSWER
 from tests.unit.formats.format_samples import tiny_problem
 
 SCHEMAS = Path(__file__).resolve().parents[3] / "docs" / "schemas"
@@ -89,6 +90,9 @@ NOUNS: dict[str, Callable[[], Any]] = {
     "placement": lambda: placement(evil_problem(), fits=True),
     "placement that does not fit": lambda: placement(evil_problem(), fits=False),
     "timeline": timeline,
+    "group of a strategy": lambda: GROUP,
+    "strategy": lambda: STRATEGY,
+    "answered strategy": lambda: STRATEGY_ANSWER,
     "budget of seconds": lambda: Budget(seconds=0.1),
     "budget of a count": lambda: Budget(count=2000),
 }

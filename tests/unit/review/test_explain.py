@@ -8,11 +8,12 @@ import pytest
 from loadmaster import api
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.placement import Placement
+from loadmaster.graph.build import GraphBuilder
 from loadmaster.review.diff import match_ops
 from loadmaster.review.explain import close_over, find_ops
 from loadmaster.review.settings import Settings, change_problem
 from loadmaster.review.whatif import parse_sweep
-from tests.builders import chain, graph_of, problem_of, star_cluster
+from tests.builders import chain, graph_of, plan_on, problem_of, star_cluster
 
 SOURCE, DEVICES = "gen:transformer:300", "RTX4090, RTX3090, cpu-64GB"
 
@@ -170,3 +171,50 @@ def test_graphs_from_different_code_are_matched_by_module_and_by_work(answer: Pl
     partner, how = match_ops(graph, flat)
     assert (graph.flops[partner >= 0] == flat.flops[partner[partner >= 0]]).all()
     assert (partner >= 0).mean() > 0.9
+
+
+def test_what_binds_is_what_lifting_it_wins_back() -> None:
+    """A slow link and a slow device: each is named where it, and not the other, is what costs."""
+    problem = problem_of(chain(4, num_bytes=100), star_cluster(2, memory=10**6, rate=10.0), 1.0)
+    plan = api.plan(problem, algorithm="single_device")
+    found = api.explain(plan, "op1", budget="5x", replan=False)
+    away = next(row for row in found.elsewhere if not row.is_here)
+    assert away.time_s is not None
+    assert away.time_s > found.time_s
+    assert away.binds.startswith("link ")
+    pair = away.binds.removeprefix("link ")
+    freed = change_problem(problem, Settings(sets=(f"{pair}.rate=1000000x",))).problem
+    assert plan.plan is not None
+    moved = replace(
+        plan.plan, device=np.where(find_ops(problem.graph, "op1"), 1 - plan.plan.device, plan.plan.device)
+    )
+    assert api.simulate(freed, moved).step_s == pytest.approx(found.time_s, rel=1e-3)
+    assert any(away.binds in sentence for sentence in found.reasons)
+
+
+def test_a_slower_device_binds_by_its_speed(answer: Placement) -> None:
+    found = api.explain(answer, "h.1", budget="5x", replan=False)
+    host = next(row for row in found.elsewhere if row.device == "cpu0")
+    assert host.binds == "speed of cpu0"
+
+
+def test_memory_that_is_short_elsewhere_binds(answer: Placement) -> None:
+    small = change_problem(answer.problem, Settings(sets=("gpu1.memory=200MB",))).problem
+    assert answer.plan is not None
+    on_first = replace(answer.plan, device=np.zeros_like(answer.plan.device))
+    there = api.plan(small, algorithm=plan_on(on_first.device.tolist()))
+    found = api.explain(there, "h.1", budget="5x", replan=False)
+    assert next(row for row in found.elsewhere if row.device == "gpu1").binds == "memory of gpu1"
+
+
+def test_the_end_of_a_path_finds_a_module_and_two_are_told_apart() -> None:
+    builder = GraphBuilder("paths")
+    for at, path in enumerate(("net.layer.0.attn", "net.layer.0.mlp", "net.layer.1.attn")):
+        builder.op(f"op{at}", module=path)
+    graph = builder.build()
+    assert find_ops(graph, "layer.0").tolist() == [True, True, False]
+    assert find_ops(graph, "mlp").tolist() == [False, True, False]
+    with pytest.raises(InputError, match=r"net\.layer\.0\.attn, net\.layer\.1\.attn; write more"):
+        find_ops(graph, "attn")
+    with pytest.raises(UnknownNameError, match=r"known: net"):
+        find_ops(graph, "zzz")

@@ -44,6 +44,7 @@ class Elsewhere:
     over_device: str
     replanned_s: float | None  # the best plan found that has it there; None: none fits, or not asked
     note: str
+    binds: str = ""  # what makes it worse there: 'memory of gpu1', 'link gpu0-gpu1', 'speed of cpu0'
 
 
 @dataclass(frozen=True, slots=True)

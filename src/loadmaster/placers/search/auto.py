@@ -357,7 +357,7 @@ def _describe_member(name: str, result: Placement, best: Placement) -> Member:
         assert result.score_s is not None
         assert best.score_s is not None
         later = result.score_s - best.score_s
-        reason = f"{format_seconds(later)} slower" if later > 0 else "as good"
+        reason = "as good" if _is_as_good(result, best) else f"{format_seconds(later)} slower"
     notes = [note.reason for note in result.members if note.name == result.algorithm]
     return Member(name, result.status, result.score_s, result.wall_s, "; ".join([reason, *notes]))
 
