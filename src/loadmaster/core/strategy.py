@@ -85,7 +85,8 @@ class OpGroup:
             raise PlanError(f"device {idle} takes {min(rows)} rows; leave it out, or give it at least one")
         if mode in (Mode.PLACE, Mode.PIPELINE) and len(devices) != 1:
             raise PlanError(
-                f"mode {mode.value!r} is for one device and {len(devices)} are named; use replicate or duplicate"
+                f"mode {mode.value!r} is for one device and {len(devices)} are named; use replicate"
+                " or duplicate"
             )
         if self.microbatches < 1 or (self.microbatches > 1) != (mode == Mode.PIPELINE):
             raise PlanError(
@@ -102,7 +103,8 @@ class OpGroup:
             )
         if self.sync == Sync.PS and self.server not in self.devices:
             raise PlanError(
-                f"the server {self.server} is none of the group's devices {list(self.devices)}; name one of them"
+                f"the server {self.server} is none of the group's devices {list(self.devices)};"
+                " name one of them"
             )
         if self.sync != Sync.PS and self.server != -1:
             raise PlanError(f"a server is named under sync {self.sync.value!r}; only 'ps' has one")
@@ -169,7 +171,8 @@ class Strategy:
             if group.mode == Mode.DUPLICATE:
                 if set(group.rows) != {self.batch}:
                     raise PlanError(
-                        f"group {g} is duplicated with rows {list(group.rows)}; each device takes all {self.batch}"
+                        f"group {g} is duplicated with rows {list(group.rows)};"
+                        f" each device takes all {self.batch}"
                     )
             elif sum(group.rows) != self.batch:
                 raise PlanError(
@@ -221,7 +224,7 @@ class Strategy:
 
 
 def share_rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole rows in proportion to `weights`, by largest remainder; they add up to the batch, some may be 0."""
+    """Whole rows in proportion to `weights`, by largest remainder, whose sum is the batch."""
     weight = np.asarray(weights, dtype=np.float64)
     if len(weight) == 0 or not np.isfinite(weight).all() or weight.min() < 0 or weight.sum() <= 0:
         raise PlanError(f"rows cannot be shared by the weights {list(weights)}; give numbers >= 0, not all 0")

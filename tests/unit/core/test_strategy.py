@@ -50,7 +50,7 @@ def strategy(*groups: OpGroup, **changes: Any) -> Strategy:
     ],
 )
 def test_a_group_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match="^") as error:
+    with pytest.raises(PlanError) as error:
         group(**changes)
     assert words in str(error.value)
 
