@@ -67,3 +67,55 @@ def fail_at_seven(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def build(batch: int = 4) -> dict[str, Any]:
     """For the command line."""
     return {"model": Net(), "args": (torch.randn(batch, 16),), "loss": square, "optimizer": adamw}
+
+
+class Tangled(nn.Module):
+    """Cannot be exported: how often a layer runs depends on values, and its forward does much by itself."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2)) for _ in range(4)
+        )
+        self.pair = Pair(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        x += 0.5  # into what a module gave
+        x = x * self.scale
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x), 0.1, self.training)
+            if x.abs().mean().item() > 0.9:
+                x = x * 0.8
+        some = self.pair(x)
+        x = some["left"] * some["right"][0]
+        x = torch.nn.functional.linear(x, self.embed.weight)  # tied
+        return self.head(x * self.scale)
+
+
+class Pair(nn.Module):
+    """Gives a dict of a tensor and a list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"left": torch.tanh(self.left(x)), "right": [torch.sigmoid(self.right(x)), None, 3]}
+
+
+class Counting(Tangled):
+    """Counts its calls in a buffer, and looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+        return super().forward(x * (1.0 if self.count.item() < 5 else 0.5))

@@ -82,12 +82,12 @@ def test_generators_of_the_process_go_on_as_if_nothing_had_been_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_that_cannot_be_exported_is_refused_with_the_reason() -> None:
+def test_a_model_that_cannot_be_exported_nor_run_is_refused_with_both_reasons() -> None:
     built = example("branching")
     assert isinstance(built.model, Branching)
     rank = _rank(built, "gpipe", 2)
-    with pytest.raises(GraphError, match="cannot be exported, so it cannot be cut into stages"):
-        rank.step(*whole_batch(built, 2))
+    with pytest.raises(GraphError, match=r"cannot be exported .*, and its forward fails: RuntimeError: mat1"):
+        rank.step((torch.randn(4, 5),), {})
 
 
 def test_evaluation_without_a_loss_is_refused() -> None:

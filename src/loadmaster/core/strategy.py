@@ -85,8 +85,8 @@ class OpGroup:
             raise PlanError(f"device {idle} takes {min(rows)} rows; leave it out, or give it at least one")
         if mode in (Mode.PLACE, Mode.PIPELINE) and len(devices) != 1:
             raise PlanError(
-                f"mode {mode.value!r} is for one device and {len(devices)} are named;"
-                " use replicate or duplicate"
+                f"mode {mode.value!r} is for one device and {len(devices)} are named; use replicate"
+                " or duplicate"
             )
         if self.microbatches < 1 or (self.microbatches > 1) != (mode == Mode.PIPELINE):
             raise PlanError(
@@ -224,7 +224,7 @@ class Strategy:
 
 
 def share_rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole rows in proportion to `weights`, by largest remainder; they add up to the batch."""
+    """Whole rows in proportion to `weights`, by largest remainder, whose sum is the batch."""
     weight = np.asarray(weights, dtype=np.float64)
     if len(weight) == 0 or not np.isfinite(weight).all() or weight.min() < 0 or weight.sum() <= 0:
         raise PlanError(f"rows cannot be shared by the weights {list(weights)}; give numbers >= 0, not all 0")

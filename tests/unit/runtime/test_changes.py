@@ -1,11 +1,18 @@
 """Python that changes between two calls of a placed model: the numbers are those of the unplaced model."""
 
+import array
+import collections
+import contextvars
 import functools
 import gc
 import itertools
+import multiprocessing
 import os
 import random
 import sys
+import threading
+import types
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -51,11 +58,36 @@ ARRAY = np.array([1.0, 2.0])
 GLOBAL = torch.ones(WIDTH)
 SETTING = 1.5
 TABLE = {"act": attention_fn}
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
+OF_THREAD = threading.local()
+OF_THREAD.by = 1.0
+BYTES, NUMBERS = bytearray(b"\x01"), array.array("d", [1.0])
+SHARED = multiprocessing.Value("d", 1.0)  # as a curriculum's worker has it
+BEHIND = {"by": 1.0}
+READ_ONLY = types.MappingProxyType(BEHIND)
+PRIOR = torch.distributions.Normal(0.0, 1.0)
 
 
 @functools.cache
 def cached() -> float:
     return FACTORS["all"][1]
+
+
+class Options(collections.UserDict[str, float]):
+    """Settings, as libraries of them are written."""
+
+
+class Subject:
+    """What a weak table has a value for."""
+
+
+OPTIONS, SUBJECT = Options(by=1.0), Subject()
+WEAK = weakref.WeakKeyDictionary({SUBJECT: 1.0})
+
+
+@functools.singledispatch
+def dispatched(kind: Any, x: Any) -> Any:
+    return x * 1.0
 
 
 class Scale:
@@ -105,6 +137,8 @@ class Net(nn.Module):
         y = self.scale.apply(closed(y)) + HELPER.apply(y) * SLOTTED.by
         y = TABLE["act"](y * 0.01) * SETTING * self.table[0] * cached()
         y = y * float(ARRAY[0]) + GLOBAL if FACTORS["name"] == "tanh" else y
+        y = dispatched(self.scale, y) * CONTEXT.get() * OF_THREAD.by * BYTES[0] * NUMBERS[0] * SHARED.value
+        y = y * READ_ONLY["by"] * OPTIONS["by"] * WEAK[SUBJECT] + PRIOR.mean
         y = y * float(os.environ.get("A_FACTOR", "1"))
         return nn.functional.relu(self.last(y))
 
@@ -182,6 +216,16 @@ def _fill_global(monkeypatch: Any, model: Any) -> None:
     monkeypatch.setattr(HERE, "GLOBAL", torch.full((WIDTH,), 2.0))
 
 
+def _dispatch(monkeypatch: Any, model: Any) -> None:
+    dispatched.register(Scale, lambda kind, x: x * 3.0)
+    _UNDO.append(lambda: dispatched.register(Scale, dispatched.dispatch(object)) and None)
+
+
+def _set_context(monkeypatch: Any, model: Any) -> None:
+    CONTEXT.set(3.0)
+    _UNDO.append(lambda: CONTEXT.set(1.0) and None)
+
+
 CHANGES: dict[str, Callable[[Any, Any], None]] = {
     "forward of a class": _set(Inner, "forward", lambda self, x: self.fc(x) * 3),
     "forward of a class of torch's": _set(
@@ -216,11 +260,27 @@ CHANGES: dict[str, Callable[[Any, Any], None]] = {
     "class attribute of a helper": _set(Scale, "kind", 3.0),
     "attribute of a global helper": _set(HELPER, "by", 5.0),
     "attribute in a slot": _set(SLOTTED, "by", 5.0),
+    "context variable": _set_context,
+    "value of a thread": _set(OF_THREAD, "by", 3.0),
+    "byte array": _set_item(lambda _: BYTES, 0, 3),
+    "array of numbers": _set_item(lambda _: NUMBERS, 0, 3.0),
+    "value shared with a process": _set(SHARED, "value", 3.0),
+    "what a read-only view shows": _set_item(lambda _: BEHIND, "by", 3.0),
+    "own kind of UserDict": _set_item(lambda _: OPTIONS.data, "by", 3.0),
+    "value in a weak table": _set_item(lambda _: WEAK.data, weakref.ref(SUBJECT), 3.0),
+    "single dispatch": _dispatch,
+    "distribution of torch's": _set(PRIOR, "loc", torch.tensor(0.5)),
     "environment": _set_item(lambda _: os.environ, "A_FACTOR", "3"),
 }
 
 
-QUICK = ("forward of a class", "forward of a module", "function in globals", "functools cache")
+QUICK = (
+    "context variable",
+    "forward of a class",
+    "forward of a module",
+    "function in globals",
+    "functools cache",
+)
 
 
 @pytest.mark.parametrize(

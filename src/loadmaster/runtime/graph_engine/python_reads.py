@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Distribution
+
+from loadmaster.runtime.graph_engine.library_objects import is_library_kind, make_fetch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
 _MOST = 256  # values of a container, and elements of an array, that are watched one by one
@@ -328,16 +332,28 @@ class _Walk:
         elif isinstance(value, (*_DRAWS, Iterator)):
             if kind.__module__ != "_io" and name.rpartition(".")[2] in self._names:
                 self.reads.sources.append(name)
-        elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.CodeType):
+        elif isinstance(value, types.FunctionType) and not hasattr(value, "registry"):
             pass
         elif _belongs_to_model(kind.__module__ or "") or kind in (types.SimpleNamespace,):
             self._watch_attributes(name, value)
+        elif not (kind.__module__ or "").startswith(_NEVER) or isinstance(value, Distribution):
+            self._watch_library_object(name, value)
+
+    def _watch_library_object(self, name: str, value: Any) -> None:
+        """What an object of Python's library holds, whose own code is not written down."""
+        fetch = make_fetch(value, _MOST)
+        if fetch is not None:
+            self._watch(fetch, lambda _: name)
+        if isinstance(value, weakref.ref):
+            self._later(name, value())
 
     def _watch_attributes(self, name: str, value: Any) -> None:
         """What the code may ask of an object: attributes of a name in it, of the object and of its class."""
         kind = type(value)
         if kind.__module__ != "types":
             self._add_class(kind)
+        if is_library_kind(kind):
+            self._watch_library_object(name, value)
         known = {each for one in kind.__mro__ for each in vars(one)}
         if isinstance(value, nn.Module):
             self._watch_module(name, value)

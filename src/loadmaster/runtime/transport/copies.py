@@ -5,8 +5,8 @@
             ├────── joined ────────┼──► first reader    one edge per reader: its gradient is copied home and
             └────── joined ────────┴──► second reader   added there, in the order of the unplaced model
 
-A copy has the strides of its original, or at least its axes in the same order in memory, since kernels may
-add up in another order where strides are others.
+A copy has the strides of its original, or at least its axes in the same order in memory and gaps where the
+original has gaps: kernels add up in another order, and round otherwise, where an axis joins its neighbour.
 """
 
 import functools
@@ -18,7 +18,8 @@ import torch
 from loadmaster.runtime.transport.cuda_copies import CopyStreams
 
 NOWHERE = -1
-_MOST_GAPS = 2  # a copy takes at most so many times the bytes of its elements; else it is packed
+_MOST_GAPS = 2  # a copy that would take more times the bytes of its elements has narrower gaps
+_ALIGNED = 16  # narrower strides stay aligned as they were, up to so many elements: kernels ask for that
 
 
 def copy_to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
@@ -118,23 +119,28 @@ def _get_copy_streams() -> CopyStreams:
 
 
 def allocate_like(tensor: torch.Tensor, where: torch.device, pinned: bool = False) -> torch.Tensor:
-    """Empty memory for a tensor's values, with its strides; without gaps where they are many.
+    """Empty memory for a tensor's values, with its strides; with narrower gaps where they are wide.
 
     The order of the axes stays: some kernels add in another order when they read a matrix the other way.
+    A gap stays one: an axis that is not next to its neighbour is read in a loop of its own.
     """
     sizes = tuple(tensor.shape)
     if tensor.is_contiguous():
         return torch.empty(sizes, dtype=tensor.dtype, device=where, pin_memory=pinned)
-    strides = tensor.stride() if _keeps_strides(tensor) else _dense_strides(tensor)
+    strides = tensor.stride() if _keeps_strides(tensor) else _narrow_strides(tensor)
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=where, pin_memory=pinned)
 
 
-def _dense_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides without gaps, the axes in the order they have in memory."""
-    found, span = [0] * tensor.ndim, 1
+def _narrow_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides with the narrowest gaps, the axes in the order they have in memory."""
+    found, span, full = [0] * tensor.ndim, 1, 1  # `full`: the span in the original
     for axis in sorted(range(tensor.ndim), key=lambda axis: (tensor.stride(axis), -axis)):
+        size, stride = tensor.shape[axis], tensor.stride(axis)
         found[axis] = span
-        span *= max(1, tensor.shape[axis])
+        if size > 1 and stride > full:
+            aligned = max(2, min(_ALIGNED, 1 << (span.bit_length() - 1)))  # also pairs: complex numbers
+            found[axis] += 1 + (stride - span - 1) % aligned
+        span, full = found[axis] * max(1, size), stride * max(1, size)
     return found
 
 

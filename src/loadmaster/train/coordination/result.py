@@ -49,7 +49,7 @@ class TrialResult:
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
 
     def __str__(self) -> str:
-        """What became of it, in a few lines."""
+        """What one model's training came to, in a few lines."""
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         lines = [f"{self.name}: {self.status} after {self.step} steps{loss}, {format_seconds(self.seconds)}"]
         lines += [self.verified] if self.verified else []
@@ -118,9 +118,8 @@ class Result:
     def __getitem__(self, name: str) -> TrialResult:
         """One trial by its name."""
         if not isinstance(name, str):
-            raise InputError(
-                f"{name!r} is not the name of a trial; pass a name, such as {self.trials[0].name!r}"
-            )
+            first = self.trials[0].name
+            raise InputError(f"{name!r} is not the name of a trial; pass a name, such as {first!r}")
         for each in self.trials:
             if each.name == name:
                 return each

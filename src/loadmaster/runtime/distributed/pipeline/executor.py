@@ -24,6 +24,7 @@ from loadmaster.core.errors import RunError
 from loadmaster.core.pipeline_order import RECEIVES, Action, Work, rank_of
 from loadmaster.modules.randomness import derive_seed
 from loadmaster.runtime.distributed.pipeline.deferred_weights import DeferredWeights
+from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage
 from loadmaster.runtime.distributed.pipeline.parcels import Layout, make_layout, pack, unpack
 from loadmaster.runtime.distributed.pipeline.stages import Stage
 from loadmaster.runtime.distributed.transports import Pending, Transport, Waits
@@ -54,9 +55,10 @@ class MicroBatch:
     number: int  # over all replicas: decides its random numbers
     leaves: Sequence[Any]
     shape: Any  # equal where the same graph runs
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Stage | ModuleStage]
     draws_later: Sequence[bool]
     finish: Callable[[tuple[Any, ...]], Any]  # of what the last stage gives: the scaled loss, or an output
+    varies: bool = False  # what crosses may differ from one micro-batch to the next: stages of modules
     result: Any = None
 
 
@@ -92,7 +94,6 @@ class Executor:
         default_factory=list
     )  # of the last step: work, stage, bytes sent
     _layouts: dict[Any, Layout] = field(default_factory=dict)
-    _told: set[Any] = field(default_factory=set)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     _ready: dict[tuple[Work, int, int], tuple[list[Any], list[bool]]] = field(default_factory=dict)
     _coming: dict[Action, Pending] = field(default_factory=dict)
@@ -133,6 +134,8 @@ class Executor:
             self._leaving.popleft().wait()
         self._kept.clear()
         self._ready.clear()
+        if any(batch.varies for batch in batches):
+            self._layouts.clear()
         self._batches = ()
         if grad:  # what was measured is of training steps
             self.spans, self.sizes = spans, self._sent
@@ -176,6 +179,8 @@ class Executor:
                 batch.result = result
                 given = [result] if isinstance(result, torch.Tensor) else []
         trained = list(self.trained.get((batch.shape, stage), ())) if again else []
+        if again and batch.varies:
+            trained = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in given]
         asks = trained if trained else [isinstance(t, torch.Tensor) and t.requires_grad for t in given]
         if self._grad:
             kept = _Kept(received, [] if again else given, asks, before, deferred)
@@ -235,7 +240,7 @@ class Executor:
         return nullcontext() if self.context is None else self.context()
 
     def _set_generators(self, stage: int, batch: MicroBatch, states: Sequence[Any]) -> None:
-        if stage == 0:
+        if stage == 0 or batch.varies:
             seed = micro_batch_seed(self.seed, self._step, batch.number)
             torch.default_generator.manual_seed(seed)
             if self.where.type == "cuda":
@@ -314,7 +319,9 @@ class Executor:
         return layout
 
     def _key(self, action: Action) -> Any:
-        return action.work, action.stage, self._batches[action.microbatch].shape, self._grad
+        batch = self._batches[action.microbatch]
+        number = action.microbatch if batch.varies else None
+        return action.work, action.stage, batch.shape, self._grad, number
 
     def _tag(self, action: Action) -> int:
         backward = action.work in (Work.SEND_BACKWARD, Work.RECEIVE_BACKWARD)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from loadmaster.core.errors import GraphError, InputError, RunError
+from loadmaster.core.errors import GraphError, InputError, PlanError, RunError
 from loadmaster.core.pipeline_order import Action, Order, Work
 from loadmaster.core.placement import Placement
 from loadmaster.core.raised import shorten_error
@@ -27,6 +27,8 @@ from loadmaster.modules.named_optimizers import make_optimizer
 from loadmaster.runtime.distributed.pipeline.batches import count_rows, split_batch
 from loadmaster.runtime.distributed.pipeline.executor import Executor, MicroBatch
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
+from loadmaster.runtime.distributed.pipeline.module_cut import ModuleCut, cut_modules
+from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage
 from loadmaster.runtime.distributed.pipeline.stage_cut import StageCut, cut_stages, describe_moves
 from loadmaster.runtime.distributed.pipeline.stages import Stage, build_stage
 from loadmaster.runtime.distributed.transports import Transport, Waits
@@ -54,9 +56,9 @@ class TrainOptions:
 class _Built:
     """The stages of this rank for inputs of one shape."""
 
-    program: Program
-    cut: StageCut
-    stages: dict[int, Stage]
+    program: Program | None  # None: the model is cut at module boundaries
+    cut: StageCut | ModuleCut
+    stages: Mapping[int, Stage | ModuleStage]
     chosen: int | None  # which output is the loss; None: the loss is made of all
     readers: Mapping[str, frozenset[int]]  # of every parameter: the stages that read it
 
@@ -85,6 +87,7 @@ class PipelineRank:
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _leftovers: dict[str, torch.Tensor] = field(default_factory=dict)
     _waiting: list[Callable[[], object]] = field(default_factory=list)
+    _module_cut: ModuleCut | None = None  # of a model that cannot be exported
 
     def __post_init__(self) -> None:
         """Everything that needs no batch."""
@@ -205,7 +208,13 @@ class PipelineRank:
             finish = self._make_finish(built, part[2], rows[number] / total, outputs=outputs)
             made.append(
                 MicroBatch(
-                    number, leaves, list(self._built).index(key), built.stages, built.cut.draws_later, finish
+                    number,
+                    leaves,
+                    list(self._built).index(key),
+                    built.stages,
+                    built.cut.draws_later,
+                    finish,
+                    varies=built.program is None,
                 )
             )
         return made
@@ -216,17 +225,18 @@ class PipelineRank:
         loss, chosen, program, where = self.options.loss, built.chosen, built.program, self.where
 
         def finish(given: tuple[Any, ...]) -> Any:
+            out = given[0] if program is None else None
             if outputs:
-                return program.unflatten_outputs(given)
+                return out if program is None else program.unflatten_outputs(given)
             if chosen is not None:
                 found = given[chosen]
             else:
-                if loss is None and not torch.is_grad_enabled():
+                if loss is None and not torch.is_grad_enabled() and not _has_own_loss(out):
                     raise InputError(
                         "the model gives no loss of its own, so there is nothing to evaluate; pass loss= to"
                         " lm.launch"
                     )
-                out = program.unflatten_outputs(given)
+                out = out if program is None else program.unflatten_outputs(given)
                 found = compute_loss(out, _with_target(loss, target, where))
             if found.numel() != 1:
                 raise GraphError(f"the model's loss has shape {tuple(found.shape)}; it must be one number")
@@ -245,15 +255,15 @@ class PipelineRank:
     # -------------------------------------------------------------------------------------- stages
 
     def _build(self, args: Any, kwargs: dict[str, Any], *, outputs: bool, training: bool) -> _Built:
+        if self._module_cut is not None:
+            return self._build_of_modules(args, kwargs)
         cast = self.options.autocast
         entered = nullcontext() if cast is None else torch.autocast(self.where.type, dtype=cast)
         try:
             with entered, autocast_for_export(for_gpu=self.where.type == "cuda"):
                 program = export_program(self.model, args, kwargs, training=training, grad=training)
         except Exception as problem:  # torch and the user's model may raise anything
-            raise GraphError(
-                f"the model cannot be exported, so it cannot be cut into stages: {shorten_error(problem)}"
-            ) from problem
+            return self._build_of_modules(args, kwargs, problem)
         facts = collect_facts(program)
         flat = list(next(node for node in program.graph.nodes if node.op == "output").args[0])
         chosen = None if outputs or self.options.loss is not None else _find_own_loss(program, len(flat))
@@ -298,6 +308,37 @@ class PipelineRank:
             }
             self.executor.trained = {**self.executor.trained, **trained}
         return _Built(program, cut, stages, chosen, readers)
+
+    def _build_of_modules(
+        self, args: Any, kwargs: dict[str, Any], problem: Exception | None = None
+    ) -> _Built:
+        """Stages of a model that cannot be exported: cut where its modules begin and end."""
+        plan, why = self.placement.plan, "" if problem is None else shorten_error(problem)
+        assert plan is not None, "it has a pipeline"
+        if self._module_cut is None:
+            if self._readers:
+                raise GraphError(f"the model cannot be exported for these inputs: {why}") from problem
+            home = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+            given = tree_map_only(torch.Tensor, lambda one: one.to(home), (args, kwargs))
+            graph = self.placement.problem.graph
+            try:
+                self._module_cut = cut_modules(self.model, graph, plan, *given)
+            except Exception as failure:
+                raise GraphError(
+                    f"the model cannot be exported ({why}), and its forward fails: {shorten_error(failure)}"
+                ) from failure
+            self.notes.append(f"the model is cut at module boundaries, since it cannot be exported: {why}")
+        cut = self._module_cut
+        if cut.counted and self.layout.num_stages > self.layout.num_places:
+            raise PlanError(
+                f"the model's forward changes {cut.counted[0]!r} outside of the modules that are cut, so each"
+                " process can have one stage only; plan without --pipeline interleaved"
+            )
+        if not self._readers:
+            self._settle(cut.readers)
+        spec = tree_flatten((args, kwargs))[1]
+        stages = {s: ModuleStage(s, cut, self.model, spec, self.where) for s in self.own_stages}
+        return _Built(None, cut, stages, None, cut.readers)
 
     def _settle(self, readers: Mapping[str, frozenset[int]]) -> None:
         """Once: own weights go to the device, others are let go, copies are made equal."""
@@ -461,6 +502,11 @@ def _find_own_loss(program: Program, num_outputs: int) -> int | None:
         return None
     own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     return next((at for at, mark in enumerate(marks) if mark is own), None)
+
+
+def _has_own_loss(out: Any) -> bool:
+    own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    return isinstance(own, torch.Tensor) and own.numel() == 1
 
 
 def _find_readers(program: Program, cut: StageCut, outputs: Sequence[fx.Node]) -> dict[str, frozenset[int]]:
