@@ -145,7 +145,7 @@ def _spell_parameter(parameter: inspect.Parameter) -> str:
     default = parameter.default
     if default is inspect.Parameter.empty:
         return str(parameter)
-    shown = repr(default)
+    shown = re.sub(r"'([^'\"\\]*)'", r'"\1"', repr(default))  # as the formatter quotes
     return f"{parameter.name}={'...' if '<' in shown else shown}"
 
 
