@@ -15,6 +15,7 @@ from torch import nn
 from loadmaster.core.errors import InputError, RunError
 from loadmaster.shards.spec.trial import Precision, Trial
 from loadmaster.train.coordination.result import TrialResult, TrialStatus
+from loadmaster.train.coordination.searchers import Searcher
 from loadmaster.train.study import Study
 
 _NARROW = "this GPU computes in bf16 several times faster: precision='bf16' trains fp32 weights with it"
@@ -38,6 +39,8 @@ def train(
     seed: int = 0,
     progress: bool | str = "auto",
     callbacks: Sequence[Any] = (),
+    searcher: Searcher | None = None,
+    keep_best: bool = False,
     **options: Any,
 ) -> TrialResult:
     """Train one model under a cap on device memory, with AdamW where no `optim` is given.
@@ -45,7 +48,9 @@ def train(
     `data` is a DataLoader, a dataset (then batches of `batch_size` are drawn from it, shuffled), a list of
     batches, or a function that gives one of these for an epoch. A batch is a mapping of the model's keywords
     (the model's output then holds the loss, as with `labels` in transformers), or (inputs, targets) with
-    `loss`. `options` are those of `lt.Trial`. Gives the trial's result; the model holds the trained weights.
+    `loss`. `searcher` may stop it early (`lt.Patience`); with `keep_best` the weights of its best report are
+    kept, and are those that the model holds afterwards. `options` are those of `lt.Trial`. Gives the trial's
+    result; the model holds the trained weights.
     """
     given = model if isinstance(model, nn.Module) else None
     if given is not None and any(parameter.is_cuda for parameter in given.parameters()):
@@ -70,6 +75,8 @@ def train(
         devices=where,
         memory_cap=memory_cap,
         callbacks=callbacks,
+        searcher=searcher,
+        keep_best=keep_best,
         launcher="inline",
     )
     note = (
@@ -79,7 +86,8 @@ def train(
     if found.status == TrialStatus.FAILED:
         raise RunError(f"training of {called!r} failed at step {found.step}: {found.error.strip()}")
     if given is not None and found.folder is not None:
-        given.load_state_dict(found.state_dict())
+        chosen = found if found.best_folder is None else found.best
+        given.load_state_dict(chosen.state_dict())
     return found
 
 

@@ -27,6 +27,7 @@ from loadmaster.train.coordination.callbacks import CallbackList, SecondInterrup
 from loadmaster.train.coordination.coordinator import Coordinator
 from loadmaster.train.coordination.device_worker import Worker
 from loadmaster.train.coordination.host_memory import TrialLocations
+from loadmaster.train.coordination.kept_checkpoints import Keeping
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.progress import show_progress
 from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
@@ -62,6 +63,8 @@ class Study:
         mode: str | None = None,
         callbacks: Sequence[Any] = (),
         checkpoint_every: int | str = "auto",
+        keep_best: bool = False,
+        keep_stopped: bool = False,
         loader_timeout: str | float | None = None,
         grace_s: str | float = 25.0,
         launcher: str = "auto",
@@ -90,6 +93,7 @@ class Study:
         self._memory_cap = None if memory_cap is None else parse_bytes(memory_cap)
         self._host_cap = None if host_cap is None else parse_bytes(host_cap)
         self._searcher, self._every = searcher, checkpoint_every
+        self._keeping = Keeping(keep_best, keep_stopped, self.metric, self.mode)
         self._timeout_s = None if loader_timeout is None else parse_seconds(loader_timeout)
         self.set_grace(grace_s)
         self._trials = {trial.name: trial for trial in trials}
@@ -395,6 +399,7 @@ class Study:
                 pace=pace,
                 audience=audience,
                 root=root,
+                keeping=self._keeping,
             )
         except BaseException:
             pool.close()
@@ -436,7 +441,10 @@ class Study:
     def _make_result(self, state: StudyState, wall_s: float, coordinator: Coordinator) -> Result:
         root = self.dir / "checkpoints"
         rows = tuple(
-            replace(_make_trial_result(state.entries[name], root), is_evaluated=name in self.evaluated)
+            replace(
+                _make_trial_result(state.entries[name], root, self._keeping),
+                is_evaluated=name in self.evaluated,
+            )
             for name in self.names
         )
         return Result(rows, self.metric, self.mode, wall_s, tuple(coordinator.spans))
@@ -462,7 +470,8 @@ def _keep_older_draws(trial: Any, entry: TrialEntry | None) -> Any:
     return replace(trial, rng="counter")
 
 
-def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
+def _make_trial_result(entry: TrialEntry, root: Path, keeping: Keeping) -> TrialResult:
+    best = keeping.find_best(entry, root)
     return TrialResult(
         name=entry.name,
         status=entry.status,
@@ -476,6 +485,9 @@ def _make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
         durable_step=entry.durable_step,
         folder=root / entry.committed[-1].folder if entry.committed else None,
         verified=entry.verified,
+        best_step=None if best is None else best.step,
+        best_metrics={} if best is None else dict(entry.reports[best.step][0]),
+        best_folder=None if best is None else root / best.folder,
     )
 
 

@@ -14,6 +14,7 @@ from loadmaster.core.errors import FileError
 from loadmaster.shards.spec.engine import TrialPlan
 from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.host_memory import TrialLocations
+from loadmaster.train.coordination.kept_checkpoints import Keeping
 from loadmaster.train.coordination.messages import CheckpointWritten, TurnEnded
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.study_state import StudyState
@@ -44,6 +45,7 @@ class CheckpointTracker:
     audience: CallbackList
     locations: TrialLocations
     plans: Mapping[str, TrialPlan]
+    keeping: Keeping = field(default_factory=Keeping)
     pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)  # by trial and fence
     _given: dict[str, int] = field(default_factory=dict)  # the generation that the last turn was to write
     _known: dict[str, Backbone] = field(default_factory=dict)  # frozen weights on disk
@@ -53,11 +55,15 @@ class CheckpointTracker:
     def sweep(self, names: Sequence[str]) -> None:
         """Delete what an earlier run left that does not count; nobody is writing yet."""
         for name in names:
-            checkpoints.sweep(self.root, name, self.state.entries[name].committed)
+            entry = self.state.entries[name]
+            best = self.keeping.find_best(entry, self.root)
+            checkpoints.sweep(self.root, name, entry.committed, best=best)
         checkpoints.sweep_shared(self.root)
 
-    def is_save_due(self, name: str, step: int) -> bool:
+    def is_save_due(self, name: str, step: int, *, reports: bool = False) -> bool:
         """Whether a turn that ends at this step ends with a checkpoint; by time, one at a time."""
+        if self.keeping.wants_save(self.state.entries[name], step, reports=reports):
+            return True
         return self.pace.is_save_due(name, step) and (self.pace.by_count or not self.writes(name))
 
     def writes(self, name: str) -> bool:
@@ -125,7 +131,8 @@ class CheckpointTracker:
         entry = self.state.entries[saved.trial]
         facts = {"generation": saved.generation, "fence": saved.fence, "step": saved.step, "crc": saved.crc}
         self.state.note("commit", trial=saved.trial, **facts, seconds=seconds, num_tokens=num_tokens)
-        checkpoints.sweep(self.root, saved.trial, entry.committed, writing=True)
+        best = self.keeping.find_best(entry, self.root)
+        checkpoints.sweep(self.root, saved.trial, entry.committed, best=best, writing=True)
         self.pace.saved(saved.trial, save_s)
         self.audience.tell("on_checkpoint", saved.trial, saved.step)
 

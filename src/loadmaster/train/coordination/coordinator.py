@@ -20,6 +20,7 @@ from loadmaster.shards.spec.engine import StepDone, TrialPlan
 from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.checkpoint_saves import CheckpointTracker
 from loadmaster.train.coordination.host_memory import TrialLocations
+from loadmaster.train.coordination.kept_checkpoints import Keeping
 from loadmaster.train.coordination.messages import (
     CheckpointWritten,
     Event,
@@ -63,6 +64,7 @@ class Coordinator:
     pace: Pace
     audience: CallbackList
     root: Path  # of checkpoints
+    keeping: Keeping = field(default_factory=Keeping)
     spans: list[Span] = field(default_factory=list)
     halt_asked: bool = False
     _running: dict[str, RunningTurn] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Coordinator:
         self.state.note("study", run=self.state.num_runs + 1)
         self._fence = self.state.num_runs * checkpoints.FENCES_OF_A_RUN
         self._saves = CheckpointTracker(
-            self.root, self.state, self.pace, self.audience, self.locations, self.plans
+            self.root, self.state, self.pace, self.audience, self.locations, self.plans, self.keeping
         )
         self._saves.sweep(self.names)
 
@@ -188,9 +190,9 @@ class Coordinator:
             num_steps = 0
         elif entry.step >= entry.num_steps:
             num_steps = 1  # the runner says whether there is one
-        due = self._saves.is_save_due(name, entry.step + num_steps)
         then = self.names[turn.then] if turn.then is not None else None
         evaluate = pending or self.decisions.wants_report(entry, entry.step + num_steps)
+        due = self._saves.is_save_due(name, entry.step + num_steps, reports=evaluate)
         beside = self._saves.has_room(name)
         self._send(device, name, num_steps=num_steps, evaluate=evaluate, save=due, beside=beside, then=then)
 
@@ -313,7 +315,8 @@ class Coordinator:
         """
         for name in stopped:
             entry = self.state.entries[name]
-            self._stopping[name] = self.pace.last_save(max([entry.step, *entry.reports]))
+            last = max([entry.step, *entry.reports])
+            self._stopping[name] = last if self.keeping.stopped else self.pace.last_save(last)
             self._end_if_saved(name)
 
     def _end_if_saved(self, name: str) -> None:

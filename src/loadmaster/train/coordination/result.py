@@ -1,7 +1,7 @@
 """What a study found: every trial with its end, the best one, a table, a trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ class TrialResult:
     folder: Path | None = None  # its last committed checkpoint
     is_evaluated: bool = True  # False: it has no `evaluate`, and its metrics are a loss of its steps
     verified: str = ""  # what the comparison of its first step with the plain model said; '' = none
+    best_step: int | None = None  # of its best report, with `keep_best`
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    best_folder: Path | None = None
 
     def __str__(self) -> str:
         """What one model's training came to, in a few lines."""
@@ -55,6 +58,16 @@ class TrialResult:
         lines += [self.verified] if self.verified else []
         lines += [f"checkpoint: {self.folder}"] if self.folder is not None else []
         return "\n".join([*lines, self.error] if self.error else lines)
+
+    @property
+    def best(self) -> "TrialResult":
+        """The trial where its best report was: other weights, step and metrics; wants `keep_best`."""
+        if self.best_folder is None or self.best_step is None:
+            raise InputError(
+                f"no best checkpoint of trial {self.name!r} was kept; give Study(..., keep_best=True) and an"
+                " evaluation or a searcher that reports"
+            )
+        return replace(self, step=self.best_step, metrics=self.best_metrics, folder=self.best_folder)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights of its last checkpoint, as the plain model loads them."""
@@ -186,6 +199,7 @@ class Result:
                 row
                 | {"error_kind": each.error_kind, "verified": each.verified}
                 | {"checkpoint": str(each.folder) if each.folder else None}
+                | _describe_best(each)
                 for row, each in zip(self.rows(), self.trials, strict=True)
             ],
         }
@@ -196,6 +210,12 @@ class Result:
     def trace(self, path: str | Path) -> None:
         """Write a Chrome trace of what the devices did (opens in Perfetto)."""
         write_bytes(study_trace(self.spans), path)
+
+
+def _describe_best(trial: TrialResult) -> dict[str, Any]:
+    if trial.best_folder is None:
+        return {}
+    return {"best_step": trial.best_step, "best_checkpoint": str(trial.best_folder)}
 
 
 def _format_check(trial: TrialResult) -> str:

@@ -253,13 +253,19 @@ def sweep_shared(root: Path) -> None:
 
 
 def sweep(
-    root: Path, trial: str, committed: Sequence[SavedCheckpoint], *, kept: int = KEPT, writing: bool = False
+    root: Path,
+    trial: str,
+    committed: Sequence[SavedCheckpoint],
+    *,
+    kept: int = KEPT,
+    best: SavedCheckpoint | None = None,
+    writing: bool = False,
 ) -> None:
     """Delete every generation of a trial but its last committed ones (committed by the caller's journal).
 
-    `writing`: later ones are left alone, somebody may be writing them.
+    `best`: another one that stays. `writing`: later ones are left alone, somebody may be writing them.
     """
-    keep = {Path(each.folder).name for each in committed[-kept:]}
+    keep = {Path(each.folder).name for each in (*committed[-kept:], *([best] if best else []))}
     newest = max((each.generation for each in committed), default=0)
     for folder, generation, _ in list_generations(root, trial):
         if folder.name not in keep and not (writing and generation > newest):
