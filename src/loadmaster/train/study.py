@@ -25,8 +25,6 @@ from loadmaster.shards.spec.engine import Engine, TrialPlan
 from loadmaster.shards.spec.trial import Trial, wrap_user_errors
 from loadmaster.train.coordination.callbacks import CallbackList, SecondInterrupt
 from loadmaster.train.coordination.coordinator import Coordinator
-from loadmaster.train.coordination.device_worker import Worker
-from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.kept_checkpoints import Keeping
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.progress import show_progress
@@ -35,10 +33,12 @@ from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
 from loadmaster.train.coordination.study_state import StudyState, TrialEntry
-from loadmaster.train.coordination.worker_pool import InlineWorkerPool, WorkerPool
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
+from loadmaster.train.workers.device_worker import Worker
+from loadmaster.train.workers.host_memory import TrialLocations
+from loadmaster.train.workers.worker_pool import InlineWorkerPool, WorkerPool
 
 _FACTS = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "seed", "rng", "eval_every")
 _LAUNCHERS = ("auto", "inline", "processes", "ray")
@@ -230,7 +230,7 @@ class Study:
 
     def _device_names(self, engine: Engine) -> list[str]:
         if self.launcher == "ray" and self._devices == "auto":
-            from loadmaster.train.coordination.ray_workers import ray_device_names
+            from loadmaster.train.workers.ray_workers import ray_device_names
 
             return ray_device_names()
         return engine.device_names(self._devices)
@@ -410,11 +410,11 @@ class Study:
         plans = {each.trial: each for each in plan.trials}
         launcher = self._choose_launcher(plan.devices)
         if launcher == "processes":
-            from loadmaster.train.coordination.process_workers import ProcessWorkerPool
+            from loadmaster.train.workers.process_workers import ProcessWorkerPool
 
             return ProcessWorkerPool(self.engine(), trials, plans, plan.devices, root)
         if launcher == "ray":
-            from loadmaster.train.coordination.ray_workers import RayWorkerPool
+            from loadmaster.train.workers.ray_workers import RayWorkerPool
 
             return RayWorkerPool(self.engine(), trials, plans, plan.devices)
         return InlineWorkerPool(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination.ray_workers import _import_ray, explain_ray_error
 from loadmaster.train.study import Study
+from loadmaster.train.workers.ray_workers import _import_ray, explain_ray_error
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import trial
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from loadmaster.core.errors import InputError
-from loadmaster.train.coordination import process_workers as workers
-from loadmaster.train.coordination.messages import (
+from loadmaster.train.coordination.result import TrialStatus
+from loadmaster.train.disk.journal import read_journal
+from loadmaster.train.study import Study
+from loadmaster.train.workers import process_workers as workers
+from loadmaster.train.workers.messages import (
     Release,
     StepEnded,
     Task,
@@ -18,10 +21,7 @@ from loadmaster.train.coordination.messages import (
     TurnEnded,
     WorkerLost,
 )
-from loadmaster.train.coordination.process_workers import FolderParcel, ProcessWorkerPool, pickle_by_value
-from loadmaster.train.coordination.result import TrialStatus
-from loadmaster.train.disk.journal import read_journal
-from loadmaster.train.study import Study
+from loadmaster.train.workers.process_workers import FolderParcel, ProcessWorkerPool, pickle_by_value
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 

@@ -1,4 +1,4 @@
-"""A study while it runs: which trial a device takes next, workers in this process, in others or on Ray,
-checkpoints, searchers, callbacks and the result. `coordinator.Coordinator` is the front door. It may import
-`disk` and what lies below `train`, but not `execute`: what trains is an `Engine`.
+"""A study while it runs: which trial a device takes next, checkpoints, searchers, callbacks and the result.
+`coordinator.Coordinator` is the front door. It may import `workers`, `disk` and what lies below `train`, but
+not `execute`: what trains is an `Engine`.
 """

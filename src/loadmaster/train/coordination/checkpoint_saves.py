@@ -13,15 +13,15 @@ from pathlib import Path
 from loadmaster.core.errors import FileError
 from loadmaster.shards.spec.engine import TrialPlan
 from loadmaster.train.coordination.callbacks import CallbackList
-from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.kept_checkpoints import Keeping
-from loadmaster.train.coordination.messages import CheckpointWritten, TurnEnded
 from loadmaster.train.coordination.pace import Pace
 from loadmaster.train.coordination.study_state import StudyState
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.backbone_files import Backbone
 from loadmaster.train.disk.background_writer import Writer
 from loadmaster.train.disk.checkpoints import SavedCheckpoint
+from loadmaster.train.workers.host_memory import TrialLocations
+from loadmaster.train.workers.messages import CheckpointWritten, TurnEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,16 @@ from loadmaster.core.errors import LoadmasterError, RunError
 from loadmaster.shards.spec.engine import StepDone, TrialPlan
 from loadmaster.train.coordination.callbacks import CallbackList
 from loadmaster.train.coordination.checkpoint_saves import CheckpointTracker
-from loadmaster.train.coordination.host_memory import TrialLocations
 from loadmaster.train.coordination.kept_checkpoints import Keeping
-from loadmaster.train.coordination.messages import (
+from loadmaster.train.coordination.pace import Pace
+from loadmaster.train.coordination.result import Span, TrialStatus
+from loadmaster.train.coordination.running_turn import RunningTurn, convert_spans
+from loadmaster.train.coordination.scheduler import TrialStanding, Turn, choose_turn
+from loadmaster.train.coordination.search_decisions import SearchDecisions
+from loadmaster.train.coordination.study_state import ENDED, StudyState, TrialEntry
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.workers.host_memory import TrialLocations
+from loadmaster.train.workers.messages import (
     CheckpointWritten,
     Event,
     Halt,
@@ -35,14 +42,7 @@ from loadmaster.train.coordination.messages import (
     TurnEnded,
     WorkerLost,
 )
-from loadmaster.train.coordination.pace import Pace
-from loadmaster.train.coordination.result import Span, TrialStatus
-from loadmaster.train.coordination.running_turn import RunningTurn, convert_spans
-from loadmaster.train.coordination.scheduler import TrialStanding, Turn, choose_turn
-from loadmaster.train.coordination.search_decisions import SearchDecisions
-from loadmaster.train.coordination.study_state import ENDED, StudyState, TrialEntry
-from loadmaster.train.coordination.worker_pool import WorkerPool
-from loadmaster.train.disk import checkpoints
+from loadmaster.train.workers.worker_pool import WorkerPool
 
 _WAIT_S = 0.5
 _MOST_SPANS = 500_000

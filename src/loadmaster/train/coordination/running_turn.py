@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from loadmaster.shards.spec.engine import StepDone
-from loadmaster.train.coordination.messages import CheckpointWritten
 from loadmaster.train.coordination.result import Span
+from loadmaster.train.workers.messages import CheckpointWritten
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from loadmaster.cluster.local import format_local_device, parse_local_devices
 from loadmaster.core.errors import InputError
 from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
-from loadmaster.train.coordination.device_worker import Worker, take_snapshot
-from loadmaster.train.coordination.messages import (
+from loadmaster.train.workers.device_worker import Worker, take_snapshot
+from loadmaster.train.workers.messages import (
     Event,
     Halt,
     Message,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loadmaster.train.coordination.messages import Parcel
+from loadmaster.train.workers.messages import Parcel
 
 
 @dataclass

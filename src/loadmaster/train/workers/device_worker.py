@@ -25,8 +25,12 @@ from loadmaster.shards.spec.engine import (
     TrialPlan,
     make_nan_error,
 )
-from loadmaster.train.coordination.eviction import Room
-from loadmaster.train.coordination.messages import (
+from loadmaster.train.disk import checkpoints
+from loadmaster.train.disk.backbone_files import Backbone
+from loadmaster.train.disk.background_writer import Writer, copy_snapshot, count_copy_bytes
+from loadmaster.train.disk.checkpoints import Snapshot
+from loadmaster.train.workers.eviction import Room
+from loadmaster.train.workers.messages import (
     CheckpointWritten,
     Event,
     Parcel,
@@ -38,10 +42,6 @@ from loadmaster.train.coordination.messages import (
     TrialReleased,
     TurnEnded,
 )
-from loadmaster.train.disk import checkpoints
-from loadmaster.train.disk.backbone_files import Backbone
-from loadmaster.train.disk.background_writer import Writer, copy_snapshot, count_copy_bytes
-from loadmaster.train.disk.checkpoints import Snapshot
 
 _MOST_TEXT = 20_000
 _PATIENCE_S = 10.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
-from loadmaster.train.coordination.device_worker import Worker
-from loadmaster.train.coordination.messages import Event, Halt, Message, Quit, Release, Task
+from loadmaster.train.workers.device_worker import Worker
+from loadmaster.train.workers.messages import Event, Halt, Message, Quit, Release, Task
 
 
 class WorkerPool(Protocol):

@@ -29,8 +29,9 @@ import torch
 from loadmaster.core.errors import InputError
 from loadmaster.shards.model.loaders import confine_worker_deaths
 from loadmaster.shards.spec.engine import Engine, Runner, TrialPlan
-from loadmaster.train.coordination.device_worker import Worker, take_snapshot
-from loadmaster.train.coordination.messages import (
+from loadmaster.train.disk.checkpoints import read_snapshot, write_snapshot
+from loadmaster.train.workers.device_worker import Worker, take_snapshot
+from loadmaster.train.workers.messages import (
     Event,
     Halt,
     Message,
@@ -40,13 +41,12 @@ from loadmaster.train.coordination.messages import (
     Task,
     WorkerLost,
 )
-from loadmaster.train.disk.checkpoints import read_snapshot, write_snapshot
 
 USER_MODULE = "loadmaster_user_"  # what the files of studies are imported as
 _SHARED_MEMORY = Path("/dev/shm")
 _PATIENCE_S = 10.0
 # Not `python -m`: run as __main__, the classes of this module would be other classes than those sent here.
-_START = "from loadmaster.train.coordination.process_workers import main; main()"
+_START = "from loadmaster.train.workers.process_workers import main; main()"
 
 
 def pickle_by_value(thing: Any) -> bytes:
