@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loadmaster.core.check import check_plan
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, NO_STORAGE, Graph, Phase, units
 from loadmaster.core.problem import FREE, Problem
-from loadmaster.placers.grouping import GroupedProblem, group_ops
+from loadmaster.placers.grouping.groups import GroupedProblem, group_ops
 from loadmaster.simulator.events.engine import simulate
 from tests.builders import graph_of, problem_of, star_cluster
 from tests.strategies import picks, plans, problems

@@ -21,7 +21,7 @@ from loadmaster.cost.memory import with_optimizer
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import FAMILIES, with_benchmark_cluster
 from loadmaster.graph.transformer import transformer
-from loadmaster.placers.grouping import group_ops
+from loadmaster.placers.grouping.groups import group_ops
 from loadmaster.placers.heuristic._insert_kernel import insert_ops
 from loadmaster.placers.heuristic._list_kernel import NOWHERE, WAITING
 from loadmaster.placers.heuristic._lists import load_lists

@@ -14,7 +14,7 @@ from loadmaster.core.problem import FREE, Links, Load, Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run, ignore_progress
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.graph.generate import fork_join, with_benchmark_cluster
-from loadmaster.placers.grouping import group_ops
+from loadmaster.placers.grouping.groups import group_ops
 from loadmaster.placers.registry import own_algorithms, placer, why_not
 from loadmaster.simulator.events.engine import Simulator, prepare
 from loadmaster.simulator.jit import is_warm, mark_warm

@@ -24,7 +24,7 @@ from loadmaster.graph.generate import (
     rnn_grid,
     with_benchmark_cluster,
 )
-from loadmaster.placers.grouping import GroupedProblem, group_ops
+from loadmaster.placers.grouping.groups import GroupedProblem, group_ops
 from loadmaster.simulator.events.engine import prepare, simulate
 from tests.builders import (
     cluster_of,

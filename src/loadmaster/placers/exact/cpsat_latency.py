@@ -24,7 +24,7 @@ from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally, broken_rules, with_note
 from loadmaster.placers.exact._latency.search import search
 from loadmaster.placers.exact._latency.solver import require_solver
-from loadmaster.placers.grouping import group_ops
+from loadmaster.placers.grouping.groups import group_ops
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.traits import NEEDS_ORTOOLS
 from loadmaster.simulator.bounds.step_programme import solve_relaxed_step

@@ -23,7 +23,7 @@ from loadmaster.core.run import Run, Score
 from loadmaster.core.units import format_seconds
 from loadmaster.placers.answer import Meter, Tally
 from loadmaster.placers.fixed_plan import why_foreign
-from loadmaster.placers.grouping import GroupedProblem, group_ops
+from loadmaster.placers.grouping.groups import GroupedProblem, group_ops
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.heuristic._lists import Lists, load_lists
 from loadmaster.placers.placement_units import Cargo

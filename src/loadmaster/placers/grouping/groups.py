@@ -12,7 +12,7 @@ v, and a group stays small against the step and against the devices:
 * ops of one group of the graph stay tied to one device, phases stay apart, and ops that no device may run
   together are never merged.
 
-Why there is no circle is said in `_grouping_kernel.py`. A lower bound must never come from a grouped
+Why there is no circle is said in `kernel.py`. A lower bound must never come from a grouped
 problem: merging is a restriction. O(ops + uses) a pass, with a few passes.
 """
 
@@ -26,7 +26,7 @@ from loadmaster.core.graph import units
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import FREE, Problem
 from loadmaster.graph.coarsen import CoarseGraph, coarsen_costs, contract_to, expand
-from loadmaster.placers._grouping_facts import (
+from loadmaster.placers.grouping.facts import (
     build_net,
     fastest_s,
     homes_of,
@@ -38,7 +38,7 @@ from loadmaster.placers._grouping_facts import (
     roots_of,
     ties_of,
 )
-from loadmaster.placers._grouping_kernel import (
+from loadmaster.placers.grouping.kernel import (
     follow_homes,
     merge_into_consumers,
     merge_into_producers,
@@ -46,7 +46,7 @@ from loadmaster.placers._grouping_kernel import (
     merge_siblings,
     order_depth_first,
 )
-from loadmaster.placers._grouping_net import NONE, Groups, Ties, contract_net, longest_path_s
+from loadmaster.placers.grouping.net import NONE, Groups, Ties, contract_net, longest_path_s
 
 _TIME_SHARE = 8  # groups per device and bound, at least
 _BYTE_SHARE = 16  # groups per device's memory, at least

@@ -7,7 +7,7 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import NO_MIRROR, NO_STORAGE, Graph, Phase, home_bytes
 from loadmaster.core.problem import BY_ROUTE, FREE, Problem, allowed_devices
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.placers._grouping_net import NONE, Limit, Net, Ties, count_epochs, make_net, tie_pairs
+from loadmaster.placers.grouping.net import NONE, Limit, Net, Ties, count_epochs, make_net, tie_pairs
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Nets of groups and ties between units, compiled: what the passes of `_grouping_kernel.py` stand on.
+"""Nets of groups and ties between units, compiled: what the passes of `kernel.py` stand on.
 
 A *net* is a graph of groups in topological order: its edges by tail, each with the seconds its tensors
 take to another device. Ops of one *unit* share a device; `Ties` joins units as their ops merge, and

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.placers._grouping_net import (
+from loadmaster.placers.grouping.net import (
     NONE,
     Groups,
     Limit,
