@@ -16,8 +16,8 @@ from typing import Any
 
 _RUN = """
 import json, sys, msgspec
-from loadmaster.cli.verbs import _demo_training
-print(json.dumps(_demo_training.training_document(sys.argv[1], 10)["run"]))
+from loadmaster.cli.demo import training
+print(json.dumps(training.training_document(sys.argv[1], 10)["run"]))
 """
 _WITHIN = 0.15
 

@@ -38,8 +38,8 @@ def command(
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr, stdout
+    from loadmaster.cli.demo import shards, training
     from loadmaster.cli.question import parse_pins, parse_size
-    from loadmaster.cli.verbs import _demo_shards, _demo_training
     from loadmaster.cli.verbs.compare import run_all
     from loadmaster.core.placement import Placement
     from loadmaster.core.run import parse_budget
@@ -69,7 +69,7 @@ def command(
             else {"reason": result}
             for name, result in rows
         }
-        trained = _demo_training.training_document(out_dir, steps) if train else None
+        trained = training.training_document(out_dir, steps) if train else None
         print_json(
             {
                 "results": results,
@@ -83,8 +83,8 @@ def command(
     _show(rows, best, timeline)
     console = stdout()
     if train:
-        _demo_training.show(out_dir, steps)
-        _demo_shards.show()
+        training.show(out_dir, steps)
+        shards.show()
     console.print()
     for what, path, then in (
         ("plan", plan_path, f"{program_name()} simulate {plan_path}"),

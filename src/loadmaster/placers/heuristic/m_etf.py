@@ -5,9 +5,9 @@ differs from the published code: two heaps per device instead of sorting all rea
 so that the width of a graph does not matter; devices and links may differ, and an op goes where it finishes
 first; a full device is passed over, and what fits nowhere is repaired, not an error. Ties go by op number
 (as published for TensorFlow), by order of becoming ready (as for PyTorch) or by upward rank, under several
-views of the links; ops are placed one by one and in bounded groups (`grouping/groups.py`); the best simulated plan
-is kept, first come first served or in the order the pass gave. O((V + E) D log V) a pass; up to 4,096 ops
-every combination is tried, then the two most promising. Its guarantees are in `_guarantee.py`.
+views of the links; ops are placed one by one and in bounded groups (`grouping/groups.py`); the best
+simulated plan is kept, first come first served or in the order the pass gave. O((V + E) D log V) a pass; up
+to 4,096 ops every combination is tried, then the two most promising. Its guarantees are in `_guarantee.py`.
 """
 
 from collections.abc import Iterator
