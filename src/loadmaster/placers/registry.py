@@ -63,7 +63,7 @@ def own_algorithms() -> dict[str, Entry]:
         module.name: Entry(module.name, family, f"loadmaster.placers.{family}.{module.name}")
         for family in FAMILIES
         for module in pkgutil.iter_modules([str(_HERE / family)])
-        if not module.name.startswith("_")
+        if not module.ispkg and not module.name.startswith("_")
     }
 
 

@@ -178,7 +178,8 @@ def _can_use_cpsat(problem: Problem) -> bool:
 def _list_constructors() -> list[str]:
     """Every constructor of this package, the likely and cheap ones first."""
     entries = own_algorithms()
-    rest = sorted(name for name in entries if name not in (*_FIRST, *_LAST, *_NOT_CONSTRUCTORS))
+    named = (*_FIRST, *_LAST, *_NOT_CONSTRUCTORS)
+    rest = sorted(name for name, e in entries.items() if name not in named and e.family != "learned")
     return [name for name in (*_FIRST, *rest, *_LAST) if name in entries]
 
 

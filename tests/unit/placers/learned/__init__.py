@@ -1,0 +1,1 @@
+"""Learned placers: tables, networks, their training and what judges them."""
