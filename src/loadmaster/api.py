@@ -19,7 +19,8 @@ from loadmaster.cluster.local import auto_shorthand
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.choices import parse_choice
 from loadmaster.core.errors import InputError
-from loadmaster.core.io import MAX_BYTES, load, save
+from loadmaster.core.files import MAX_BYTES
+from loadmaster.core.io import load, save
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
@@ -487,7 +488,7 @@ def write_report(
     `measured` is drawn below the prediction, on the same axis; `compare` are other answers to the same
     question, by name; `outcomes` what `whatif` found.
     """
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.plan_page import PlanPage, render_plan_page
     from loadmaster.review.look import review_measured, review_plan, shown_plan
 
@@ -514,7 +515,7 @@ def export(
     """A plan in the format of another program ('device_map', 'torchtitan', 'openvino', 'chrome', 'graphml',
     'nodelink', 'csv'): the file, written to `path` if one is named, and what the format cannot express.
     """
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.exports.registry import export_plan
     from loadmaster.review.look import shown_plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loadmaster.core.errors import FormatError
-from loadmaster.core.io import write_bytes
+from loadmaster.core.files import write_bytes
 from loadmaster.placers.registry import list_algorithms
 
 BEGIN = "<!-- algorithms: written by `python -m loadmaster.cli.docs` -->"

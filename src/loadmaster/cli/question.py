@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from loadmaster.cli.console import progress, stderr
 from loadmaster.cli.options import MEASURE
 from loadmaster.core.errors import FileError, InputError
-from loadmaster.core.io import require_writable
+from loadmaster.core.files import require_writable
 from loadmaster.core.question import Question
 from loadmaster.core.units import parse_bytes
 from loadmaster.report.plain_text import escape_control_characters

@@ -10,7 +10,8 @@ from loadmaster.core.answers.fit_answer import SCHEMA_VERSION as FIT
 from loadmaster.core.answers.fit_answer import Fit
 from loadmaster.core.answers.run_report import SCHEMA_VERSION as RUN
 from loadmaster.core.answers.run_report import PipelineRan, Ran
-from loadmaster.core.io import NOUNS, json_schema, write_bytes
+from loadmaster.core.files import write_bytes
+from loadmaster.core.io import NOUNS, json_schema
 
 
 def list_schemas() -> dict[str, bytes]:

@@ -34,8 +34,9 @@ from loadmaster.cluster.topology import MAX_DEVICES, DeviceSpec, LinkSpec, add_d
 from loadmaster.core.arrays import require_unique
 from loadmaster.core.cluster import UNLIMITED_BYTES, Cluster
 from loadmaster.core.errors import ClusterError, FormatError, InputError, SchemaError, UnknownNameError
+from loadmaster.core.files import MAX_BYTES, read_bytes
 from loadmaster.core.graph import Dtype
-from loadmaster.core.io import MAX_BYTES, load, read_bytes
+from loadmaster.core.io import load
 from loadmaster.core.units import parse_bytes, parse_flops_per_s, parse_seconds
 
 Size = str | int | float

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from loadmaster.core.files import write_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -21,8 +23,6 @@ class Picture:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file."""
-        from loadmaster.core.io import write_bytes
-
         write_bytes(self.svg.encode(), path)
 
 

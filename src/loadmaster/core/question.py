@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loadmaster.core.cluster import Cluster
+from loadmaster.core.files import MAX_BYTES
 from loadmaster.core.graph import Graph
-from loadmaster.core.io import MAX_BYTES
 from loadmaster.core.problem import Links, Load, Objective, Split, Workload
 from loadmaster.core.run import Budget
 

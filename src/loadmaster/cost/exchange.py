@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from loadmaster.core.errors import CostError, FormatError, SchemaError
-from loadmaster.core.io import MAX_BYTES, read_bytes, write_bytes
+from loadmaster.core.files import MAX_BYTES, read_bytes, write_bytes
 from loadmaster.cost.busy_machine import BUSY, CALM, UNKNOWN
 from loadmaster.cost.database import SCHEMA_VERSION, CostDatabase, CostRow
 

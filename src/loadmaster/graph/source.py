@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from loadmaster.core import io
+from loadmaster.core import files
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Workload
@@ -32,7 +32,7 @@ def read_source(
     source: str | os.PathLike[str] | Graph | Workload,
     *,
     format: str | None = None,
-    max_bytes: int = io.MAX_BYTES,
+    max_bytes: int = files.MAX_BYTES,
     asked: CaptureOptions | None = None,
 ) -> Workload:
     """The graph a source names, with what the source brings; `format` forces one of FORMATS.
@@ -114,7 +114,7 @@ def _read_file(path: str, *, format: str | None, max_bytes: int, asked: CaptureO
         )
     if path.endswith(".py"):
         raise InputError(f"{path!r} is Python; name the function that builds the model: {path}:function")
-    data = io.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
+    data = files.read_bytes(path, max_bytes=max_bytes).removeprefix(_BYTE_ORDER_MARK)
     formats = _list_formats(asked)
     chosen = format if format is not None else _recognise_format(formats, data, path)
     name = path if chosen == "own" else _graph_name(path)  # our own files name the graph themselves

@@ -7,8 +7,8 @@ import numpy as np
 
 from loadmaster.core.check import check_plan, why_not_runnable
 from loadmaster.core.errors import PlanError
+from loadmaster.core.files import write_bytes
 from loadmaster.core.graph import Graph
-from loadmaster.core.io import write_bytes
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Origin
 from loadmaster.core.reasons import why_none_fits

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from loadmaster.core import io
+from loadmaster.core import files
 from loadmaster.core.errors import FormatError
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
@@ -17,7 +17,7 @@ def read_import(
     path: str | os.PathLike[str], placement: Placement, *, max_bytes: int
 ) -> dict[str, Any] | tuple[Timeline, tuple[str, ...]]:
     """The device_map in a file, or the timeline of a trace with notes."""
-    data = io.read_bytes(path, max_bytes=max_bytes)
+    data = files.read_bytes(path, max_bytes=max_bytes)
     try:
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:

@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadmaster.core import io
+from loadmaster.core import files, io
 from loadmaster.core.errors import FormatError, PlanError
+from loadmaster.core.files import MAX_BYTES
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase
-from loadmaster.core.io import MAX_BYTES
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 from loadmaster.graph.formats import own
@@ -68,7 +68,7 @@ def read_measured(
     path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
 ) -> Timeline:
     """The measured timeline in a file, whichever of the three it is."""
-    data = io.read_bytes(path, max_bytes=max_bytes)
+    data = files.read_bytes(path, max_bytes=max_bytes)
     if own.recognises(data):
         noun = io.decode(data, where=str(path))
         if not isinstance(noun, Timeline):

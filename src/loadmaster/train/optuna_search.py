@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loadmaster.core.errors import InputError, LoadmasterError
-from loadmaster.core.io import write_bytes
+from loadmaster.core.files import write_bytes
 from loadmaster.train.coordination.result import Result, TrialResult, TrialStatus
 from loadmaster.train.coordination.searchers import Decision, Entrant, metric_value
 from loadmaster.train.study import Study

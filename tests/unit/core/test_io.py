@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loadmaster.cli import schemas
-from loadmaster.core import io
+from loadmaster.core import files, io
 from loadmaster.core.errors import FileError, FormatError, SchemaError
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
@@ -268,7 +268,7 @@ def test_a_small_gzip_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_pa
     bomb.write_bytes(gzip.compress(b" " * 10_000_000))
     assert bomb.stat().st_size < 20_000
     with pytest.raises(FileError, match=r"has more than 1\.0 MiB, the limit is 1\.0 MiB"):
-        io.read_bytes(bomb, max_bytes=2**20)
+        files.read_bytes(bomb, max_bytes=2**20)
 
 
 def test_a_limit_beyond_all_memory_takes_only_what_the_file_has(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loadmaster.core import io
+from loadmaster.core import files, io
 from loadmaster.core.errors import FileError
 from loadmaster.core.plan import Plan
 from tests.builders import plan_on
@@ -83,7 +83,7 @@ def test_an_old_file_keeps_its_mode_and_a_new_one_follows_the_umask(tmp_path: Pa
 @pytest.mark.parametrize("name", ["missing/plan.json", "", ".", "a\0b", "x" * 5000, "file/plan.json"])
 def test_what_cannot_be_written_is_refused_before_and_after_the_work(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    for attempt in (io.require_writable, lambda path: io.save(plan_on([0]), path)):
+    for attempt in (files.require_writable, lambda path: io.save(plan_on([0]), path)):
         with pytest.raises(FileError, match="cannot write"):
             attempt(f"{tmp_path}/{name}")
     assert unchanged(tmp_path, tmp_path / "file", b"old")
@@ -95,7 +95,7 @@ def test_a_read_only_file_or_folder_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     path.chmod(0o400)
     with pytest.raises(FileError, match="the file is read-only"):
-        io.require_writable(path)
+        files.require_writable(path)
     path.chmod(0o600)
     tmp_path.chmod(0o500)
     try:
@@ -107,5 +107,5 @@ def test_a_read_only_file_or_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_asking_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    io.require_writable(tmp_path / "plan.json")
+    files.require_writable(tmp_path / "plan.json")
     assert list(tmp_path.iterdir()) == []

@@ -89,7 +89,7 @@ def run_pipeline(asked: PipelineRequest, bar: Callable[[], AbstractContextManage
 
 def _write_files(outcome: Any, asked: PipelineRequest) -> dict[str, str]:
     from loadmaster import api
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.trace import chrome_traces
 
     written: dict[str, str] = {}

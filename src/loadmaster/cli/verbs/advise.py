@@ -306,7 +306,7 @@ def train(
     from loadmaster.advisor.learned.training import TrainSettings, train_policy
     from loadmaster.advisor.replay import worlds
     from loadmaster.cli.console import print_json, progress, stdout
-    from loadmaster.core.io import require_writable
+    from loadmaster.core.files import require_writable
 
     require_writable(out)
     settings = TrainSettings(distribution=distribution, network=network, iterations=iterations, seed=seed)

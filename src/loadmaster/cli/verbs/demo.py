@@ -103,7 +103,7 @@ def _prepare_paths(out_dir: str) -> tuple[str, str, str]:
     """Where plan, trace and page go; the folder is made, and what cannot be written is refused before any
     work."""
     from loadmaster.core.errors import FileError
-    from loadmaster.core.io import require_writable
+    from loadmaster.core.files import require_writable
 
     folder = Path(out_dir)
     try:

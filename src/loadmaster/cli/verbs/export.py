@@ -34,7 +34,7 @@ def command(
     from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.cli.verbs.report import read_placement
     from loadmaster.core.errors import InputError
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.plain_text import escape_control_characters
 
     if json and out is None:

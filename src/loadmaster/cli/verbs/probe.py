@@ -26,7 +26,7 @@ def command(
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.core.errors import FileError, InputError
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.plain_text import escape_control_characters
 
     limit = parse_size("--largest", largest)

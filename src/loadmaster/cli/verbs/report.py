@@ -87,7 +87,7 @@ def _write_plan(source: str, out: str, measured: str | None, compare: list[str],
 
 
 def _write_study(folder: str, out: str) -> str:
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.study_page import render_study_page
     from loadmaster.train.disk.study_log import read_study_log
 

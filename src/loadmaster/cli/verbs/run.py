@@ -235,7 +235,7 @@ def _format_step(steps: int, number: int, seconds: float, loss: float, live: dic
 def _write_files(outcome: "Outcome", out: str | None, trace: str | None) -> dict[str, str]:
     """Files that were asked for; without a measured timeline there is nothing to write."""
     from loadmaster import api
-    from loadmaster.core.io import write_bytes
+    from loadmaster.core.files import write_bytes
     from loadmaster.report.trace import chrome_traces
 
     written: dict[str, str] = {}

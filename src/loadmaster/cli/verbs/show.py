@@ -107,10 +107,10 @@ def _read_noun(source: str, limit: int) -> "AnyNoun | None":
     """The noun in a file of our own, None for any other source."""
     import os
 
-    from loadmaster.core import io
+    from loadmaster.core import files, io
     from loadmaster.graph.formats import own
 
     if source.startswith("gen:") or not os.path.exists(source):
         return None
-    data = io.read_bytes(source, max_bytes=limit)
+    data = files.read_bytes(source, max_bytes=limit)
     return io.decode(data, where=source) if own.recognises(data) else None

@@ -51,7 +51,7 @@ def command(
     """
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.errors import InputError
-    from loadmaster.core.io import require_writable
+    from loadmaster.core.files import require_writable
     from loadmaster.train.coordination.result import TrialStatus
 
     if (source is None) == (status is None):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loadmaster.core.errors import FileError, FormatError, InputError
-from loadmaster.core.io import write_bytes
+from loadmaster.core.files import write_bytes
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.modules.tensor_files import TensorEntry, read_entries, read_tensor, write_tensors
 from loadmaster.runtime.distributed.transports import Waits

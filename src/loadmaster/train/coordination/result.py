@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.core.io import write_bytes
+from loadmaster.core.files import write_bytes
 from loadmaster.core.units import format_seconds
 from loadmaster.modules.tensor_files import write_tensors
 from loadmaster.report.trace import study_trace
