@@ -21,12 +21,12 @@ from loadmaster.core.choices import parse_choice
 from loadmaster.core.errors import InputError
 from loadmaster.core.files import MAX_BYTES
 from loadmaster.core.io import load, save
+from loadmaster.core.pipelines.schedule import AUTO
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_news, ignore_progress, parse_budget
-from loadmaster.core.schedule import AUTO
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.framework import is_tensorflow_model

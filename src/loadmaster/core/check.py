@@ -7,11 +7,11 @@ import numpy as np
 from loadmaster.core.arrays import Bools, Ints
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase, edges, held_bytes, units
-from loadmaster.core.pipeline_order import ZERO_BUBBLE, in_flight_of, make_order
-from loadmaster.core.pipelining import find_mirrored_ops, settled_bytes, standing_bytes
+from loadmaster.core.pipelines.in_flight import find_mirrored_ops, settled_bytes, standing_bytes
+from loadmaster.core.pipelines.order import ZERO_BUBBLE, in_flight_of, make_order
+from loadmaster.core.pipelines.schedule import AUTO, Schedule
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import FREE, Objective, Problem, Split
-from loadmaster.core.schedule import AUTO, Schedule
 from loadmaster.core.units import format_apart
 
 

@@ -30,7 +30,7 @@ class Pipeline:
     stage: Ints  # [N]
     replicas: Ints  # [S]
     num_microbatches: int
-    schedule: str  # e.g. '1f1b', 'gpipe'; `core/pipeline_order.py` has the order of each
+    schedule: str  # e.g. '1f1b', 'gpipe'; `core/pipelines/order.py` has the order of each
     in_flight: Ints  # [S] micro-batches whose activations a stage holds at once
     stage_s: Floats  # [S] time of one micro-batch
     # What follows is of whole steps; files from before there were such have none of it.

@@ -18,7 +18,7 @@ from loadmaster.core.arrays import (
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import CostError, InputError, ProblemError
 from loadmaster.core.graph import Graph, Phase, units
-from loadmaster.core.schedule import OF_THROUGHPUT, Schedule, parse_schedule
+from loadmaster.core.pipelines.schedule import OF_THROUGHPUT, Schedule, parse_schedule
 
 BY_ROUTE = -1.0  # a transfer time that follows from bytes and links
 FREE = -1  # an op that is not pinned

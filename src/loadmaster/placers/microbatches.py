@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from loadmaster.core.errors import InputError, ProblemError
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipeline_order import ONE_F_ONE_B
+from loadmaster.core.pipelines.order import ONE_F_ONE_B
+from loadmaster.core.pipelines.schedule import AUTO
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import in_graph_order
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Budget
-from loadmaster.core.schedule import AUTO
 from loadmaster.core.units import format_seconds
 from loadmaster.cost.microbatch import make_microbatch
 from loadmaster.graph.origin import origin_of

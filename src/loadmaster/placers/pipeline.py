@@ -3,7 +3,7 @@
 What `chain_balance` (one order), `linear_dp` (many orders) and `ideal_dp` (every chain there is) answer when
 a problem asks for a schedule. A stage's memory depends on how many stages come behind it, so the programme
 goes from the last stage to the first (Piper, NeurIPS 2021); a stage is recomputed whole, and only if it has
-no room otherwise: that is never faster. Bytes are those of `core/pipelining.py`; where the simulator's peak,
+no room otherwise: that is never faster. Bytes are those of `in_flight.py`; where the simulator's peak,
 which knows temporary tensors too, is more than a device has, the stages are cut again with room left for
 those, then with less and less room.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Ints, Longs
-from loadmaster.core.pipelining import find_mirrored_ops
+from loadmaster.core.pipelines.in_flight import find_mirrored_ops
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan, plan_of
 from loadmaster.core.problem import Problem, allowed_devices

@@ -10,11 +10,11 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph
 from loadmaster.core.pins import resolve_pins
+from loadmaster.core.pipelines.schedule import AUTO as AUTO_PIPELINE
+from loadmaster.core.pipelines.schedule import OF_THROUGHPUT, parse_schedule
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split, Workload
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
-from loadmaster.core.schedule import AUTO as AUTO_PIPELINE
-from loadmaster.core.schedule import OF_THROUGHPUT, parse_schedule
 from loadmaster.core.units import parse_bytes
 from loadmaster.cost.cost_request import (
     AUTO,

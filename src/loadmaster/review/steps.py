@@ -10,7 +10,7 @@ from loadmaster.capacity.breakdown import weight_bytes
 from loadmaster.core.answers.review import MEMORY_KINDS
 from loadmaster.core.arrays import Floats, Longs
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.core.pipeline_order import NO_MICROBATCH
+from loadmaster.core.pipelines.order import NO_MICROBATCH
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.core.pipeline_order import (
+from loadmaster.core.pipelines.order import (
     NO_MICROBATCH,
     SCHEDULES,
     SEVERAL_STAGES,

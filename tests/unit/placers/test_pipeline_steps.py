@@ -12,7 +12,7 @@ from loadmaster import api
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.errors import InputError, PlanError, ProblemError
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipeline_order import in_flight_of, make_order
+from loadmaster.core.pipelines.order import in_flight_of, make_order
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Problem

@@ -10,11 +10,11 @@ from loadmaster import api
 from loadmaster.core.check import check_plan
 from loadmaster.core.errors import InputError, LoadmasterError, PlanError, ProblemError
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipelining import standing_bytes
+from loadmaster.core.pipelines.in_flight import standing_bytes
+from loadmaster.core.pipelines.schedule import parse_schedule
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Links, Objective, Problem, Split
-from loadmaster.core.schedule import parse_schedule
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.simulator.events.engine import simulate
 from loadmaster.simulator.events.throughput import steady_state

@@ -60,9 +60,9 @@ def command(
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress, stderr, stdout
     from loadmaster.cli.question import build_question, check_outputs, read_problem
+    from loadmaster.core.pipelines.schedule import AUTO
     from loadmaster.core.reasons import why_none_fits
     from loadmaster.core.run import parse_budget
-    from loadmaster.core.schedule import AUTO
     from loadmaster.graph.source import is_model
     from loadmaster.placers.ask import PlanInterrupted
     from loadmaster.placers.registry import objectives_of, placer

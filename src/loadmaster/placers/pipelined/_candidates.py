@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.core.pipeline_order import (
+from loadmaster.core.pipelines.in_flight import find_mirrored_ops
+from loadmaster.core.pipelines.order import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -15,10 +16,9 @@ from loadmaster.core.pipeline_order import (
     in_flight_of,
     make_order,
 )
-from loadmaster.core.pipelining import find_mirrored_ops
+from loadmaster.core.pipelines.schedule import AUTO, Schedule
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Problem
-from loadmaster.core.schedule import AUTO, Schedule
 from loadmaster.placers.pipelined._line import Line
 
 _MOST_PERMUTED = 4  # devices whose every order is tried

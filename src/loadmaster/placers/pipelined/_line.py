@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipelining import find_kept
+from loadmaster.core.pipelines.in_flight import find_kept
 from loadmaster.core.problem import BY_ROUTE, Problem, allowed_devices
 from loadmaster.placers.exact._maxload.contract import chain_model
 from loadmaster.simulator.pipelines.stage_facts import StageFacts, find_facts

@@ -17,7 +17,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Longs
 from loadmaster.core.errors import InputError
-from loadmaster.core.pipeline_order import ZERO_BUBBLE
+from loadmaster.core.pipelines.order import ZERO_BUBBLE
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.run import Run, Score

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from loadmaster.core.graph import Graph, Phase
-from loadmaster.core.pipeline_order import RECEIVES, SENDS, Work
+from loadmaster.core.pipelines.order import RECEIVES, SENDS, Work
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
 

@@ -22,10 +22,10 @@ import numpy as np
 from loadmaster.core.arrays import Floats
 from loadmaster.core.cluster import process_engines
 from loadmaster.core.graph import NO_MIRROR, Phase, units
-from loadmaster.core.pipeline_order import INTERLEAVED, ZERO_BUBBLE
+from loadmaster.core.pipelines.order import INTERLEAVED, ZERO_BUBBLE
+from loadmaster.core.pipelines.schedule import AUTO, Schedule
 from loadmaster.core.problem import Problem, allowed_devices
 from loadmaster.core.run import Bound
-from loadmaster.core.schedule import AUTO, Schedule
 from loadmaster.core.units import format_bytes
 from loadmaster.graph.measures import longest_path
 from loadmaster.simulator.bounds.relaxation import Classes, relaxed_bound_s

@@ -3,7 +3,7 @@
     peak = one pass + (in flight - 1) x stash,  and no less than what stands between micro-batches
 
 One pass has every gradient there from the beginning: the micro-batches before have left theirs. A stage that
-is recomputed keeps its inputs beside what a pass has. `core/pipelining.py` says what a stash is.
+is recomputed keeps its inputs beside what a pass has. `core/pipelines/in_flight.py` says what a stash is.
 """
 
 from dataclasses import replace
@@ -12,7 +12,13 @@ import numpy as np
 
 from loadmaster.core.arrays import Longs
 from loadmaster.core.graph import NO_STORAGE, Graph
-from loadmaster.core.pipelining import grown_storages, in_flight_at, settled_bytes, standing_bytes, stash_of
+from loadmaster.core.pipelines.in_flight import (
+    grown_storages,
+    in_flight_at,
+    settled_bytes,
+    standing_bytes,
+    stash_of,
+)
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 

@@ -1,6 +1,6 @@
 """Lowering: a step of micro-batches as a bigger flat graph with a plan; the event loop runs it unchanged.
 
-Each action of `core/pipeline_order.py` becomes one op, on the device and in the order of its rank:
+Each action of `core/pipelines/order.py` becomes one op, on the device and in the order of its rank:
 
     weights -> F0 F1 ... B0 B1 ... (W0 ...) -> sum of gradients -> update        per stage and replica
 
@@ -18,7 +18,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.cluster import process_engines
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipeline_order import NO_MICROBATCH, Action, Order, Work, make_order, needs, rank_of
+from loadmaster.core.pipelines.order import NO_MICROBATCH, Action, Order, Work, make_order, needs, rank_of
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Links, Objective, Origin, Problem, Split
 from loadmaster.graph.build import GraphBuilder

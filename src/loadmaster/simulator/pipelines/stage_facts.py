@@ -16,7 +16,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
 from loadmaster.core.graph import NO_GROUP, Graph, Phase
-from loadmaster.core.pipelining import find_kept, grown_storages, kept_storages, stash_of
+from loadmaster.core.pipelines.in_flight import find_kept, grown_storages, kept_storages, stash_of
 from loadmaster.core.problem import BY_ROUTE, Problem
 
 

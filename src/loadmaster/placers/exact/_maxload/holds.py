@@ -1,6 +1,6 @@
 """Holds: what the micro-batches in flight keep on a device, as nets over the classes of a chain.
 
-`core/pipelining.py` counts the bytes of a plan; this is the same sum for a set S of classes, in a form that
+`in_flight.py` counts the bytes of a plan; this is the same sum for a set S of classes, in a form that
 changes little when a class joins the set. A storage with its home class h, the classes `saved` that need it
 in their backward ops and `again` those whose ops read it when they are recomputed, is kept
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipelining import find_mirrored_ops, kept_storages
+from loadmaster.core.pipelines.in_flight import find_mirrored_ops, kept_storages
 from loadmaster.core.problem import Problem
 from loadmaster.placers.exact._maxload.model import MaxLoad
 

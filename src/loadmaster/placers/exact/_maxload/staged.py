@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, Longs
-from loadmaster.core.pipelining import settled_bytes
+from loadmaster.core.pipelines.in_flight import settled_bytes
+from loadmaster.core.pipelines.schedule import Schedule
 from loadmaster.core.problem import Problem
-from loadmaster.core.schedule import Schedule
 from loadmaster.placers.exact._maxload.chains import Ideals, find_ideals, make_tracks
 from loadmaster.placers.exact._maxload.flights import sweep_flights
 from loadmaster.placers.exact._maxload.holds import Holds, holds_of

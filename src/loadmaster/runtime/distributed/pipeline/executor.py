@@ -1,4 +1,4 @@
-"""Executor: one rank's actions of a step, in the order of `core.pipeline_order`.
+"""Executor: one rank's actions of a step, in the order of `core.pipelines.order`.
 
     1F2       receives are begun a little ahead, so that they arrive while an earlier micro-batch is computed
     1SEND_F2  goes out while the next one is computed; what was sent stays alive until it has left
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
-from loadmaster.core.pipeline_order import RECEIVES, Action, Work, rank_of
+from loadmaster.core.pipelines.order import RECEIVES, Action, Work, rank_of
 from loadmaster.modules.randomness import derive_seed
 from loadmaster.runtime.distributed.pipeline.deferred_weights import DeferredWeights
 from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage

@@ -6,7 +6,7 @@ import numpy as np
 
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.graph import Phase
-from loadmaster.core.pipeline_order import Order, find_deadlock, forward_order, make_order, with_transfers
+from loadmaster.core.pipelines.order import Order, find_deadlock, forward_order, make_order, with_transfers
 from loadmaster.core.placement import Placement
 
 

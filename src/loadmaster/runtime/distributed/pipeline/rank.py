@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from loadmaster.core.errors import GraphError, InputError, PlanError, RunError
-from loadmaster.core.pipeline_order import Action, Order, Work
+from loadmaster.core.pipelines.order import Action, Order, Work
 from loadmaster.core.placement import Placement
 from loadmaster.core.raised import shorten_error
 from loadmaster.modules.loss import compute_loss

@@ -10,7 +10,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Ints
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.core.pipeline_order import (
+from loadmaster.core.pipelines.order import (
     INTERLEAVED,
     SCHEDULES,
     SEVERAL_STAGES,
