@@ -197,6 +197,23 @@ def test_names_that_are_markup_are_text_everywhere(browser: Any, nasty: Path) ->
     browser.save_screenshot(str(ARTIFACTS / "hostile.png"))
 
 
+@pytest.mark.parametrize("width", [1400, 400])
+def test_lanes_with_long_names_say_both_ends_and_whether_they_were_measured(
+    browser: Any, nasty: Path, width: int
+) -> None:
+    pages.open_page(browser, nasty, width=width)
+    shown = browser.execute_script("return loadmasterGantt.lanes()")
+    assert len(shown) == 6  # two devices and a link, twice
+    for text in shown:
+        name, _, series = text.rpartition(" · ")
+        assert series in (("predicted", "measured") if width > 560 else ("pred.", "meas."))
+        assert name.strip("… →")
+    for text in shown[4:]:
+        source, _, target = text.partition(" → ")
+        assert len(source) > 1
+        assert len(target.rpartition(" · ")[0]) > 1
+
+
 def test_a_script_that_was_smuggled_in_would_not_run(browser: Any, small: Path, tmp_path: Path) -> None:
     page = tmp_path / "tampered.html"
     page.write_text(small.read_text().replace("</main>", "<script>window.hit=1</script></main>"))

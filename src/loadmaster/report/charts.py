@@ -1,4 +1,4 @@
-"""Charts of the page as SVG: memory over time, the cluster with what crosses it, time against plan time, curves.
+"""Charts of a plan as SVG: memory over time, and the cluster with what crosses it.
 
 Colours come from classes of the page's style sheet, so that a chart follows light and dark. All text is escaped.
 """
@@ -16,6 +16,7 @@ from loadmaster.report.gantt import axis_ticks
 from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
+_LETTER_PX = 6.3  # the width of a letter of a label, on average and rounded up
 _MOST_LABELS = 12
 _MOST_ROOM = 12  # a limit so many times the peak would leave nothing to see of what is held
 _Scale = Callable[[float], float]
@@ -38,7 +39,7 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
         return top + tall * (1 - size / ceiling)
 
     parts = [_size_axis(ceiling, left, width - 12, y)]
-    for at in axis_ticks(end, 4):
+    for at in axis_ticks(end, 6):
         parts.append(
             f'<text class="t" x="{x(at):.1f}" y="{height - 8}" text-anchor="middle">{format_seconds(at)}</text>'
         )
@@ -62,15 +63,16 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
         f' cy="{high:.1f}" r="4"/>'
     )
     over = limited and curve.peak_bytes > limit_bytes
-    said = f"peak {format_bytes(curve.peak_bytes)} at {format_seconds(curve.peak_s)}"
+    said = f"peak {format_bytes(curve.peak_bytes)}"
     if limited:
-        far = "" if shown else ", far above"
-        said += f" of {format_bytes(limit_bytes)}{': does not fit' if over else far}"
+        said += f" of {format_bytes(limit_bytes)}"
+    said += f" at {format_seconds(curve.peak_s)}{': does not fit' if over else ''}"
+    room = int((width - left - 12 - _LETTER_PX * len(said)) / (_LETTER_PX + 1.5))  # the name is bold
     title = escape_for_xml(f"{name}: {said}")
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart{" over" if over else ""}"'
+        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart small{" over" if over else ""}"'
         f' data-anchor="{anchor}"><title>{title}</title>'
-        f'<text class="t b" x="{left}" y="14">{escape_for_xml(_shorten(name))}</text>'
+        f'<text class="t b" x="{left}" y="14">{escape_for_xml(shorten(name, max(room, 4)))}</text>'
         f'<text class="t" x="{width - 12}" y="14" text-anchor="end">{said}</text>{"".join(parts)}</svg>'
     )
 
@@ -139,7 +141,7 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
         where = f", host {int(cluster.host[device])}" if len(set(cluster.host.tolist())) > 1 else ""
         lines = "".join(
             f'<text class="t" x="{cx:.0f}" y="{cy + down:.0f}" text-anchor="middle">{escape_for_xml(text)}</text>'
-            for down, text in ((3, f"{_shorten(kind, 16)}{where}"), (17, f"busy {format_percent(share)}"))
+            for down, text in ((3, f"{shorten(kind, 16)}{where}"), (17, f"busy {format_percent(share)}"))
         )
         boxes.append(
             f"<g><title>{title}</title>"
@@ -149,7 +151,7 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
             f'<rect class="box-used" x="{left + 6:.0f}" y="{top + box_h - 11:.0f}"'
             f' width="{(box_w - 12) * full:.0f}" height="5"/>'
             f'<text class="t b" x="{cx:.0f}" y="{cy - (2 if small else 14):.0f}" text-anchor="middle">'
-            f"{escape_for_xml(_shorten(name, 9 if small else 18))}</text>{'' if small else lines}</g>"
+            f"{escape_for_xml(shorten(name, 9 if small else 18))}</text>{'' if small else lines}</g>"
         )
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>Devices and what they send each'
@@ -219,193 +221,6 @@ def _on_curve(
     return a * x0 + b * mx + c * x1, a * y0 + b * my + c * y1
 
 
-def comparison_chart(rows: Sequence[tuple[str, float, float]], bound_s: float) -> str:
-    """(name, plan seconds, step seconds) as points on logarithmic axes, the bound as a line."""
-    rows = [row for row in rows if row[2] > 0]
-    if not rows:
-        return ""
-    width, height, left, top, bottom = _WIDTH, 320, 80, 16, 40
-    times = [max(took, 1e-4) for _, took, _ in rows]
-    steps = [step for _, _, step in rows] + ([bound_s] if bound_s > 0 else [])
-    low_x, high_x = math.log10(min(times) / 1.6), math.log10(max(times) * 1.6)
-    low_y, high_y = math.log10(min(steps) / 1.15), math.log10(max(steps) * 1.15)
-
-    def x(took: float) -> float:
-        return left + (math.log10(max(took, 1e-4)) - low_x) / (high_x - low_x) * (width - left - 20)
-
-    def y(step: float) -> float:
-        return top + (high_y - math.log10(step)) / (high_y - low_y) * (height - top - bottom)
-
-    parts = []
-    for power in range(math.floor(low_x), math.ceil(high_x) + 1):
-        at = 10.0**power
-        if low_x <= power <= high_x:
-            parts.append(
-                f'<path class="grid" d="M{x(at):.0f} {top}V{height - bottom}"/><text class="t" x="{x(at):.0f}"'
-                f' y="{height - 22}" text-anchor="middle">{format_seconds(at)}</text>'
-            )
-    for at in _log_ticks(10**low_y, 10**high_y):
-        parts.append(
-            f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
-            f' y="{y(at) + 4:.0f}" text-anchor="end">{format_seconds(at)}</text>'
-        )
-    if bound_s > 0:
-        parts.append(
-            f'<path class="limit" d="M{left} {y(bound_s):.1f}H{width - 20}"/><text class="t limit-text"'
-            f' x="{width - 24}" y="{y(bound_s) + 13:.1f}" text-anchor="end">no plan is faster than'
-            f" {format_seconds(bound_s)}</text>"
-        )
-    taken: list[tuple[float, float]] = []
-    for name, took, step in sorted(rows, key=lambda row: row[2]):
-        px, py = x(took), y(step)
-        ly = py + 4
-        while any(abs(ly - oy) < 12 and abs(px - ox) < 150 for ox, oy in taken):
-            ly -= 12
-        taken.append((px, ly))
-        text = escape_for_xml(f"{name}: {format_seconds(step)} a step, planned in {format_seconds(took)}")
-        right = px < width - 180
-        parts.append(
-            f'<g><title>{text}</title><circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
-            f'<text class="t" x="{px + (9 if right else -9):.1f}" y="{ly:.1f}"'
-            f' text-anchor="{"start" if right else "end"}">{escape_for_xml(_shorten(name, 28))}</text></g>'
-        )
-    parts.append(
-        f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 5}" text-anchor="middle">time to plan</text>'
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>Step time against time to plan'
-        f"</title>{''.join(parts)}</svg>"
-    )
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    found = [
-        digit * 10.0**power
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for digit in (1, 2, 5)
-    ]
-    return [at for at in found if low <= at <= high] or [low]
-
-
-def curve_chart(points: Sequence[tuple[str, float | None, str]], *, title: str, across: str) -> str:
-    """(label, seconds or None, note) as a line; a gap and a mark where there is no plan."""
-    width, height, left, top, bottom = _WIDTH, 280, 90, 16, 44
-    known = [value for _, value, _ in points if value is not None]
-    high = max(known, default=1.0) * 1.1 or 1.0
-    step = (width - left - 40) / max(len(points) - 1, 1)
-
-    def y(value: float) -> float:
-        return top + (1 - value / high) * (height - top - bottom)
-
-    parts, line, pen = [], [], "M"
-    for at in axis_ticks(high, 5):
-        parts.append(
-            f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
-            f' y="{y(at) + 4:.0f}" text-anchor="end">{format_seconds(at)}</text>'
-        )
-    for at, (label, value, note) in enumerate(points):
-        px = left + 10 + at * step
-        text = escape_for_xml(f"{label}: {note}")
-        if len(points) <= 20 or at % (len(points) // 12) == 0:
-            parts.append(
-                f'<text class="t" x="{px:.0f}" y="{height - 26}" text-anchor="middle">'
-                f"{escape_for_xml(_shorten(label, 14))}</text>"
-            )
-        if value is None:
-            pen = "M"
-            parts.append(
-                f'<g><title>{text}</title><path class="miss" d="M{px - 5:.0f} {height - bottom - 10}l10 10m0 -10l-10 10"/></g>'
-            )
-            continue
-        line.append(f"{pen}{px:.1f} {y(value):.1f}")
-        pen = "L"
-        parts.append(
-            f'<g><title>{text}</title><circle class="dot" cx="{px:.1f}" cy="{y(value):.1f}" r="4.5"/></g>'
-        )
-    parts.append(
-        f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">'
-        f"{escape_for_xml(across)} (a cross: no plan fits)</text>"
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
-        f'<path class="line" d="{"".join(line)}"/>{"".join(parts)}</svg>'
-    )
-
-
-def _shorten(text: str, most: int = 32) -> str:
+def shorten(text: str, most: int = 32) -> str:
+    """The text, or its beginning with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def line_chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, title: str, across: str) -> str:
-    """One line for each name, in the colours of devices, on linear axes."""
-    width, height, left, top, bottom = _WIDTH, 320, 70, 12, 40
-    points = [point for _, line in lines for point in line if math.isfinite(point[1])]
-    if not points:
-        return ""
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-
-    def x(value: float) -> float:
-        return left + (value - first) / ((last - first) or 1.0) * (width - left - 20)
-
-    def y(value: float) -> float:
-        return top + (high - value) / (high - low) * (height - top - bottom)
-
-    parts = []
-    for part in range(5):
-        value = low + (high - low) * part / 4
-        parts.append(
-            f'<path class="grid" d="M{left} {y(value):.1f}H{width - 20}"/><text class="t" x="{left - 6}"'
-            f' y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>'
-        )
-    for at in axis_ticks(last - first, 8):
-        parts.append(
-            f'<text class="t" x="{x(first + at):.0f}" y="{height - 22}" text-anchor="middle">{first + at:g}</text>'
-        )
-    for number, (name, line) in enumerate(lines):
-        known = [f"{x(px):.1f} {y(py):.1f}" for px, py in line if math.isfinite(py)]
-        if known:
-            parts.append(
-                f'<g><title>{escape_for_xml(name)}</title><path class="stroke s{number % 8}" d="M{"L".join(known)}"/></g>'
-            )
-    parts.append(
-        f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 5}" text-anchor="middle">{escape_for_xml(across)}</text>'
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def bar_lanes(bars: Sequence[tuple[str, float, float, int, str]], *, title: str) -> str:
-    """(lane, start, end, colour, label) as bars, a lane for each name."""
-    lanes = list(dict.fromkeys(lane for lane, *_ in bars))
-    width, left, tall = _WIDTH, 150, 24
-    height = 30 + len(lanes) * (tall + 4)
-    end = max((stop for _, _, stop, *_ in bars), default=0.0) or 1.0
-
-    def x(seconds: float) -> float:
-        return left + seconds / end * (width - left - 20)
-
-    parts = []
-    for at in axis_ticks(end, 8):
-        parts.append(
-            f'<path class="grid" d="M{x(at):.1f} 20V{height}"/><text class="t" x="{x(at):.1f}" y="14"'
-            f' text-anchor="middle">{format_seconds(at)}</text>'
-        )
-    for at, lane in enumerate(lanes):
-        parts.append(
-            f'<text class="t" x="{left - 8}" y="{42 + at * (tall + 4):.0f}" text-anchor="end">{escape_for_xml(_shorten(lane, 22))}</text>'
-        )
-    for lane, start, stop, colour, label in bars:
-        top = 26 + lanes.index(lane) * (tall + 4)
-        text = escape_for_xml(f"{label} on {lane}: {format_seconds(start)} to {format_seconds(stop)}")
-        parts.append(
-            f'<g><title>{text}</title><rect class="d{colour % 8}" x="{x(start):.1f}" y="{top}"'
-            f' width="{max(x(stop) - x(start) - 0.5, 0.8):.1f}" height="{tall}"/></g>'
-        )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
-        f"{''.join(parts)}</svg>"
-    )

@@ -25,6 +25,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8a8a", "#cc79a7")  # of Okabe an
 _MOST_PAIRS = 24
 _MANY_DEVICES = 8
 _MOST_SUBROWS = 3
+_MOST_LETTERS = 24  # of the name of a lane
 _LANE_PX, _LINK_PX, _GAP_PX, _TITLE_PX, _AXIS_PX = 22, 14, 4, 150, 26
 _BAR_PX, _MEMORY_PX = 70, 215
 
@@ -243,10 +244,9 @@ def render_svg(
     row = 0
     for lane in gantt.lanes:
         height = _LINK_PX if lane.is_link else _LANE_PX
-        text = f"{lane.title} ({lane.series})" if many else lane.title
         body.append(
             f'<text class="g-title" x="{_TITLE_PX - 8}" y="{top + height / 2 + 4:g}" text-anchor="end">'
-            f"{escape_for_xml(_shorten(text))}</text>"
+            f"{escape_for_xml(_name_lane(lane, many))}</text>"
             f'<rect class="g-lane" x="{_TITLE_PX}" y="{top}" width="{inner}" height="{height}"/>'
         )
         if memory and not lane.is_link and lane.title in memory:
@@ -355,7 +355,21 @@ def _legend(y: int) -> str:
     )
 
 
-def _shorten(text: str, most: int = 24) -> str:
+def _name_lane(lane: Lane, many: bool) -> str:
+    """The name of a lane: both ends of a link and the word of its timeline stay readable."""
+    end = f" ({lane.series})" if many else ""
+    if len(lane.title) + len(end) <= _MOST_LETTERS:
+        return lane.title + end
+    room = _MOST_LETTERS - len(end)
+    source, arrow, target = lane.title.partition(" → ")
+    if not arrow:
+        return _shorten(lane.title, room) + end
+    half = (room - len(arrow)) // 2
+    source = _shorten(source, max(half, 2 * half - len(target)))
+    return f"{source}{arrow}{_shorten(target, 2 * half - len(source))}{end}"
+
+
+def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -14,6 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from loadmaster.report.gantt import CLASSES, Gantt, pack_columns, render_svg
 from loadmaster.report.plain_text import escape_control_characters
 
@@ -125,13 +127,19 @@ def _fill_section(section: Section) -> dict[str, Any]:
         "figures": [Markup(figure) for figure in section.figures],
         "small": section.small_figures,
         "gantt": Markup(render_svg(gantt, width=_MOST_SVG_WIDTH)) if gantt is not None else None,
-        "legend": CLASSES,
+        "legend": _list_classes(gantt) if gantt is not None else [],
         "key": [{"style": style, "name": _shown(name)} for style, name in section.key],
         "bars": section.bars,
         "tree": section.tree,
         "more": _shown(section.more),
         "after": _shown(section.after),
     }
+
+
+def _list_classes(gantt: Gantt) -> list[dict[str, str]]:
+    """The colours that the timeline has."""
+    there = np.unique(gantt.span_class).tolist()
+    return [{"style": f"c{at}", "name": name} for at, name in enumerate(CLASSES) if at in there]
 
 
 def _shown_all(noun: Any, names: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from loadmaster.core.problem import Objective
 from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
-from loadmaster.report import charts, pipelines, tables
+from loadmaster.report import charts, curves, pipelines, tables
 from loadmaster.report.documents import predicted_error
 from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
@@ -21,7 +21,9 @@ from loadmaster.report.plain_text import escape_control_characters
 from loadmaster.report.question_tables import outcome_text
 
 _MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
+_OPEN_MODULES = 30
 _LEAST_SHARE = 1e-3  # of the step
+_LEAST_HELD = 1e-3  # of a device, against the fullest one: less has no chart
 _WORDS = {
     "transfer": "a transfer from {source}",
     "queue": "a link to be free, for a transfer from {source}",
@@ -97,7 +99,10 @@ def _cards(parts: PlanPage) -> list[Card]:
     if parts.measured is not None:
         seconds = parts.measured.timeline.step_s
         error = review.timeline.step_s / seconds - 1 if seconds else 0.0
-        found.append(Card("measured", format_seconds(seconds), f"the prediction is off by {error:+.1%}"))
+        way = "too long" if error > 0 else "too short"
+        found.append(
+            Card("measured", format_seconds(seconds), f"the prediction is {format_percent(abs(error))} {way}")
+        )
     if placement.status == Status.OPTIMAL:
         found.append(Card("gap", "0 %: optimal", "proven", "good"))
     elif placement.gap is not None:
@@ -179,17 +184,25 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     if not review.memory:
         return []
     cluster, end_s = placement.problem.cluster, review.timeline.step_s
-    used = [device for device, curve in enumerate(review.memory) if curve.peak_bytes > 0]
+    usable = cluster.usable_bytes
+    most = [curve.peak_bytes / int(usable[device]) for device, curve in enumerate(review.memory)]
+    used = [device for device, share in enumerate(most) if share > 0 and share >= _LEAST_HELD * max(most)]
     charts_ = [
         charts.memory_chart(
             cluster.device_name[device], review.memory[device], int(cluster.usable_bytes[device]), end_s
         )
         for device in used
     ]
-    idle = [cluster.device_name[d] for d in range(cluster.num_devices) if d not in used]
+    idle = [cluster.device_name[device] for device, share in enumerate(most) if not share]
+    little = [
+        f"{cluster.device_name[device]} (at most {format_bytes(review.memory[device].peak_bytes)})"
+        for device, share in enumerate(most)
+        if share and device not in used
+    ]
     shown = {int(at) for curve in review.memory for at in np.flatnonzero(curve.held_bytes.any(axis=0))}
     key = [(f"k{at}", name) for at, name in enumerate(MEMORY_KINDS) if at in shown]
-    after = f"Nothing is ever held on {_list_few(idle)}." if idle else ""
+    after = f"Nothing is ever held on {_list_few(idle)}. " if idle else ""
+    after += f"Next to nothing is held on {_list_few(little)}." if little else ""
     lead = (
         "What stands on each device during the step, its limit (dashed), and the moment at which it"
         " holds most."
@@ -206,7 +219,7 @@ def _stage_section(placement: Placement) -> list[Section]:
     table = Rows(columns, rows, columns[2:-1])
     lead = "What each stage of the pipeline runs and holds; times are of one micro-batch."
     return [
-        Section("stages", "Stages", lead, [table], after=" ".join(f"{w}." for w in pipelines.why(placement)))
+        Section("stages", "Stages", lead, [table], after=" ".join(f"{w[:1].upper()}{w[1:]}." for w in pipelines.why(placement)))
     ]
 
 
@@ -280,35 +293,45 @@ def _wait_table(placement: Placement, review: Review, title: str) -> Rows:
     for device, name in enumerate(names):
         if device in idle:
             continue
-        waits = [wait for wait in review.waits if wait.device == device]
-        shown = [wait for wait in waits[:_MOST_WAITS] if wait.seconds >= _LEAST_SHARE * step]
-        rows += [_wait_row(name, wait, names, step) for wait in shown]
-        rest = waits[len(shown) :]
+        reasons = _add_up([wait for wait in review.waits if wait.device == device])
+        shown = [each for each in reasons[:_MOST_WAITS] if _sum_up(each) >= _LEAST_SHARE * step]
+        rows += [_wait_row(name, each, names, step) for each in shown]
+        rest = [wait for each in reasons[len(shown) :] for wait in each]
         if rest:
-            seconds = sum(wait.seconds for wait in rest)
-            rows.append(
-                (
-                    name,
-                    f"{len(rest)} shorter waits",
-                    "",
-                    format_seconds(seconds),
-                    format_percent(seconds / step),
-                )
-            )
+            seconds = _sum_up(rest)
+            text = f"{len(rest)} shorter wait{'s' * (len(rest) > 1)}"
+            rows.append((name, text, "", format_seconds(seconds), format_percent(seconds / step)))
     if not rows:
         rows.append(("-", "no device is ever idle", "", "", ""))
     return Rows(
-        ("device", "waits for", "needed", "time", "of the step"), rows, ("time", "of the step"), title
+        ("device", "waits for", "most of it for", "time", "of the step"), rows, ("time", "of the step"), title
     )
 
 
-def _wait_row(name: str, wait: Wait, names: Sequence[str], step: float) -> tuple[str, ...]:
-    source = names[wait.source] if wait.source >= 0 else ""
-    cause = f"output of {wait.cause}" if wait.cause else ""
-    if wait.count > 1:
-        cause += f"{' ' if cause else ''}({wait.count} times)"
-    text = _WORDS[wait.kind].format(source=source)
-    return name, text, cause, format_seconds(wait.seconds), format_percent(wait.seconds / step)
+def _add_up(waits: Sequence[Wait]) -> list[list[Wait]]:
+    """Waits of a device by reason and by the device waited for, the longest first in each and of all."""
+    found: dict[tuple[str, int], list[Wait]] = {}
+    for wait in waits:
+        found.setdefault((wait.kind, wait.source), []).append(wait)
+    return sorted(found.values(), key=lambda each: -_sum_up(each))
+
+
+def _sum_up(waits: Sequence[Wait]) -> float:
+    return sum(wait.seconds for wait in waits)
+
+
+def _wait_row(name: str, waits: Sequence[Wait], names: Sequence[str], step: float) -> tuple[str, ...]:
+    """A reason, what made most of it, and how long it took in all."""
+    first = waits[0]
+    source = names[first.source] if first.source >= 0 else ""
+    cause = f"output of {first.cause}" if first.cause else ""
+    count = sum(wait.count for wait in waits)
+    if count > 1:
+        more = f"of {count} waits" if cause else f"{count} times"
+        cause += f"{' ' if cause else ''}({more})"
+    seconds = _sum_up(waits)
+    text = _WORDS[first.kind].format(source=source)
+    return name, text, cause, format_seconds(seconds), format_percent(seconds / step)
 
 
 def _path_section(parts: PlanPage) -> Section:
@@ -399,7 +422,7 @@ def _module_section(placement: Placement, review: Review) -> list[Section]:
     while len(rows) > _MOST_MODULES:
         depth = max(module.depth for module in rows) - 1
         rows = [module for module in rows if module.depth <= depth]
-    tree = _nest(rows, names, review.timeline.step_s, len(rows) < 60)
+    tree = _nest(rows, names, review.timeline.step_s, _depth_to_open(rows))
     used = [device for device in range(len(names)) if any(module.ops_on[device] for module in rows[:1])]
     hidden = len(review.modules) - len(rows)
     return [
@@ -415,13 +438,21 @@ def _module_section(placement: Placement, review: Review) -> list[Section]:
     ]
 
 
-def _nest(rows: Sequence[ModuleUse], names: Sequence[str], step_s: float, few: bool) -> Mapping[str, Any]:
+def _depth_to_open(rows: Sequence[ModuleUse]) -> int:
+    """How deep the tree is open at first: as deep as about a screen has room for."""
+    depth = 0
+    while depth < 8 and sum(module.depth <= depth + 1 for module in rows) <= _OPEN_MODULES:
+        depth += 1
+    return max(depth, 1)
+
+
+def _nest(rows: Sequence[ModuleUse], names: Sequence[str], step_s: float, depth: int) -> Mapping[str, Any]:
     """The tree of rows that stand in the order of a walk."""
     stack: list[dict[str, Any]] = []
     root: dict[str, Any] = {}
     for module in rows:
         node = _module_line(module, names, step_s)
-        node["open"] = module.depth == 0 or (few and module.depth < 2)
+        node["open"] = module.depth < depth
         node["below"] = []
         del stack[module.depth :]
         if stack:
@@ -469,8 +500,10 @@ def _comparison_section(parts: PlanPage) -> list[Section]:
     if len(rows) < 2:
         return []
     rows.sort(key=lambda row: (row[1] is None, row[1] or 0.0))
-    chart = charts.comparison_chart(
-        [(name, took, seconds) for name, seconds, took, _ in rows if seconds is not None], placement.bound_s
+    chart = curves.comparison_chart(
+        [(name, took, seconds) for name, seconds, took, _ in rows if seconds is not None],
+        placement.bound_s,
+        upright=tables.time_word(placement.problem.objective),
     )
     bound = placement.bound_s
     table = Rows(
@@ -505,7 +538,7 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
     figures = []
     if outcomes.sweep:
         points = [(row.value or row.name, row.time_s, f"{row.name}: {row.note}") for row in outcomes.rows]
-        figures.append(charts.curve_chart(points, title=f"Time over {outcomes.sweep}", across=outcomes.sweep))
+        figures.append(curves.curve_chart(points, title=f"Time over {outcomes.sweep}", across=outcomes.sweep))
     numbers = ("time", "against now", "a sample")
     table = Rows(("change", *numbers, "why"), rows, numbers)
     title = f"Sweep of {outcomes.sweep}" if outcomes.sweep else "What if"
@@ -520,7 +553,7 @@ def _about_section(placement: Placement) -> Section:
     problem = placement.problem
     rows = [
         ("graph", problem.graph.name),
-        ("made", problem.graph.capture),
+        ("made", problem.graph.capture or "-"),
         ("cluster", problem.cluster.name),
         ("objective", problem.objective.value),
         ("links", problem.links.value),
@@ -531,4 +564,5 @@ def _about_section(placement: Placement) -> Section:
         ("time to plan", format_seconds(placement.wall_s)),
         ("digest", placement.digest[:16]),
     ]
-    return Section("about", "About this plan", tables=[Rows(("", " "), rows)])
+    told = [row for row in rows if row[1] != "-"]
+    return Section("about", "About this plan", tables=[Rows(("", " "), told)])

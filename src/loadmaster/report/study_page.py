@@ -3,10 +3,11 @@ study."""
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import isfinite
 
 from loadmaster.core.answers.study_log import StudyLog
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.report import charts
+from loadmaster.report import curves
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 
 _MOST_POINTS = 400
@@ -17,14 +18,15 @@ def render_study_page(log: StudyLog) -> bytes:
     """The HTML file."""
     done = sum(trial.status == "done" for trial in log.trials)
     failed = [trial for trial in log.trials if trial.status == "failed"]
-    best = min((t for t in log.trials if t.losses), key=lambda t: t.losses[-1][1], default=None)
+    ended = [trial for trial in log.trials if trial.losses and isfinite(trial.losses[-1][1])]
+    best = min(ended, key=lambda trial: trial.losses[-1][1], default=None)
     total = sum(trial.seconds for trial in log.trials)
     cards = [
         Card("trials done", f"{done} of {len(log.trials)}", f"{len(failed)} failed", "bad" if failed else ""),
         Card("training", format_seconds(log.wall_s), f"{format_seconds(total)} of steps"),
     ]
     if best is not None:
-        cards.append(Card("lowest loss", f"{best.losses[-1][1]:.5g}", best.name))
+        cards.append(Card("lowest loss at the end", f"{best.losses[-1][1]:.5g}", best.name))
     page = Page(
         title=f"Study {log.name}",
         subtitle=f"{len(log.trials)} trials, {sum(trial.step for trial in log.trials):,} steps",
@@ -65,7 +67,7 @@ def _loss_section(log: StudyLog) -> list[Section]:
     lines = [(name, points) for name, points in lines if points]
     if not lines:
         return []
-    chart = charts.line_chart(lines, title="Loss of every trial", across="step")
+    chart = curves.line_chart(lines, title="Loss of every trial", across="step")
     key = [(f"d{at % 8}", name) for at, (name, _) in enumerate(lines[:40])]
     return [Section("losses", "Losses", "The loss at the end of every turn.", figures=[chart], key=key)]
 
@@ -80,7 +82,7 @@ def _when_section(log: StudyLog) -> list[Section]:
         return []
     colour = {trial.name: at % 8 for at, trial in enumerate(log.trials)}
     bars = _merge_turns(log, colour)
-    chart = charts.bar_lanes(bars, title="Which trial ran on which device")
+    chart = curves.bar_lanes(bars, title="Which trial ran on which device")
     key = [(f"d{at}", name) for name, at in list(colour.items())[:40]]
     return [
         Section(

@@ -11,6 +11,7 @@ from loadmaster import api
 from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve
 from loadmaster.core.placement import Placement
 from loadmaster.report.charts import cluster_picture, memory_chart
+from loadmaster.report.curves import comparison_chart, line_chart
 from loadmaster.review.look import review_plan
 from tests.builders import chain, plan_on, problem_of, star_cluster
 
@@ -60,7 +61,39 @@ def test_the_limit_is_drawn_while_there_is_something_to_see_beside_it() -> None:
     assert 'class="limit"' in memory_chart("gpu0", curve_of(10 << 20), 100 << 20, 1.0)
     far = memory_chart("gpu0", curve_of(10 << 20), 1000 << 20, 1.0)
     assert 'class="limit"' not in far
-    assert "1000.0 MiB, far above" in far
+    assert "peak 10.0 MiB of 1000.0 MiB" in far
+
+
+def test_a_long_name_of_a_device_ends_before_what_stands_beside_it() -> None:
+    svg = memory_chart("a very long name of a device of some cluster", curve_of(30 << 20), 10 << 20, 1.0)
+    name, said = [text for text in ElementTree.fromstring(svg).iter("text") if text.get("y") == "14"]
+    wide = 8.0 * len(name.text or "")  # bold, 12.5 px
+    assert float(name.get("x") or 0) + wide < float(said.get("x") or 0) - 6.0 * len(said.text or "")
+    assert (name.text or "").endswith("…")
+
+
+def test_labels_of_algorithms_cover_neither_each_other_nor_a_point() -> None:
+    near = [("chain_balance", 0.2, 1.11), ("cpsat_latency", 0.6, 1.11), ("segments", 2.0, 0.824)]
+    near += [("refine(segments)", 1.75, 0.824), ("m_etf", 0.125, 2.76), ("m_sct", 0.09, 2.76)]
+    root = ElementTree.fromstring(comparison_chart(near, 0.5))
+    boxes, dots = [], []
+    for group in root.iter("g"):
+        (text,), (dot,) = group.findall("text"), group.findall("circle")
+        x, y, wide = float(text.get("x") or 0), float(text.get("y") or 0), 6.0 * len(text.text or "")
+        left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[text.get("text-anchor") or ""]
+        boxes.append((left, y - 9, left + wide, y + 2))
+        dots.append((float(dot.get("cx") or 0), float(dot.get("cy") or 0)))
+    assert len(boxes) == len(near)
+    for at, (left, top, right, bottom) in enumerate(boxes):
+        assert not any(left < x < right and top < y < bottom for x, y in dots)
+        for a, b, c, d in boxes[:at]:
+            assert not (left < c and a < right and top < d and b < bottom)
+
+
+def test_the_axis_of_losses_has_round_numbers_that_hold_every_loss() -> None:
+    root = ElementTree.fromstring(line_chart([("a", [(1, 7.626), (9, 4.517)])], title="", across="step"))
+    shown = [float(text.text or "") for text in root.iter("text") if text.get("text-anchor") == "end"]
+    assert shown == [4.0, 5.0, 6.0, 7.0, 8.0]
 
 
 def test_the_page_of_a_plan_that_does_not_fit_says_memory_and_not_what_limits_its_time(

@@ -54,6 +54,15 @@ def test_the_page_shows_schedule_stages_and_every_pass(answer: Placement, tmp_pa
     assert ">F3</text>" in svg
 
 
+def test_waits_of_a_device_for_one_reason_are_one_row(answer: Placement, tmp_path: Path) -> None:
+    api.write_report(answer, tmp_path / "page.html")
+    table = (tmp_path / "page.html").read_text().partition('id="waiting"')[2].partition("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    reasons = [(device, why) for device, why, *_ in rows if "shorter" not in why]
+    assert len(reasons) >= 2
+    assert len(reasons) == len(set(reasons))
+
+
 def test_a_module_moves_with_what_lies_between_and_costs_what_doing_it_costs(answer: Placement) -> None:
     graph, plan = answer.problem.graph, answer.plan
     assert plan is not None

@@ -26,6 +26,7 @@
   document.documentElement.classList.add("js");
   const AXIS = 24, GAP = 4;
   let titleWidth = 150, width = 0, height = 0, ratio = 1, colours = {}, rowTop = [], rowHeight = [], laneTop = [], laneHeight = [];
+  const shownLanes = [];
   let from = 0, to = 1, chosen = -1, onlyPath = false, found = null, queued = false, lastDraw = 0;
 
   const readColours = () => {
@@ -35,7 +36,7 @@
   };
   const layOut = () => {
     width = box.clientWidth;
-    titleWidth = width < 560 ? 84 : 172;
+    titleWidth = (width < 560 ? 84 : 172) + (many ? 40 : 0);
     ratio = window.devicePixelRatio || 1;
     let y = AXIS, row = 0;
     laneTop = []; laneHeight = []; rowTop = []; rowHeight = [];
@@ -103,12 +104,28 @@
       if (wide > (data.short ? 18 : 46) && tall > 11) {
         ctx.globalAlpha = alpha = dim ? 0.4 : 1;
         ctx.fillStyle = colours.ink; pen = -1;
-        const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0] : name, room = Math.floor((wide - (data.short ? 4 : 8)) / 6.1);
-        ctx.fillText(text.length > room ? text.slice(0, room - 1) + "…" : text, titleWidth + left + 4, y + tall / 2 + 4);
+        const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0] : name, room = wide - (data.short ? 4 : 8);
+        ctx.fillText(fit(text, room), titleWidth + left + 4, y + tall / 2 + 4);
       }
       i = next;
     }
     ctx.globalAlpha = 1;
+  };
+  // As much of a text as a width has room for, in the font that is set.
+  const fit = (text, room) => {
+    if (ctx.measureText(text).width <= room) return text;
+    let lo = 0, hi = text.length;
+    while (lo < hi) { const mid = (lo + hi + 1) >> 1; if (ctx.measureText(text.slice(0, mid) + "…").width <= room) lo = mid; else hi = mid - 1; }
+    return text.slice(0, lo) + "…";
+  };
+  // The name of a lane: both ends of a link and the word of its timeline stay readable, however long names are.
+  const laneText = (title, series, room) => {
+    const end = many ? " · " + (width < 560 ? series.slice(0, 4) + "." : series) : "";
+    if (ctx.measureText(title + end).width <= room) return title + end;
+    const left = room - ctx.measureText(end).width, [from, to] = title.split(" → ");
+    if (to === undefined) return fit(title, left) + end;
+    const half = (left - ctx.measureText(" → ").width) / 2, shortFrom = fit(from, Math.max(half, 2 * half - ctx.measureText(to).width));
+    return shortFrom + " → " + fit(to, 2 * half - ctx.measureText(shortFrom).width) + end;
   };
   const drawAxis = (inner) => {
     const span = (to - from) * data.end_s;
@@ -143,11 +160,10 @@
     ctx.restore();
     ctx.textAlign = "right";
     for (let l = 0; l < data.lanes.length; l++) {
-      const [title, series, link] = data.lanes[l], text = many ? title + " · " + series : title;
+      const [title, series, link] = data.lanes[l];
       ctx.fillStyle = link ? colours.dim : colours.fg;
       ctx.font = (link ? "" : "600 ") + (width < 560 ? "10px" : "12px") + " system-ui, sans-serif";
-      const room = Math.floor(titleWidth / (link ? 6.8 : 7.4));
-      ctx.fillText(text.length > room ? text.slice(0, room - 1) + "…" : text, titleWidth - 8, laneTop[l] + laneHeight[l] / 2 + 4);
+      ctx.fillText(shownLanes[l] = laneText(title, series, titleWidth - 14), titleWidth - 8, laneTop[l] + laneHeight[l] / 2 + 4);
     }
     ctx.textAlign = "left";
     lastDraw = performance.now() - t;
@@ -286,7 +302,7 @@
   window.addEventListener("resize", refresh);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
   refresh();
-  window.loadmasterGantt = { look, zoom, pan, spanAt, describe, draw, choose, view: () => [from, to], frame: () => lastDraw, numSpans,
+  window.loadmasterGantt = { lanes: () => shownLanes, look, zoom, pan, spanAt, describe, draw, choose, view: () => [from, to], frame: () => lastDraw, numSpans,
     first: performance.now(), took: performance.now() - began,
     centre: (i) => { const r = rowOf(i); return [titleWidth + ((start[i] + length[i] / 2) / WHOLE - from) / (to - from) * (width - titleWidth - 8), rowTop[r] + rowHeight[r] / 2]; } };
 })();
