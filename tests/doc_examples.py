@@ -64,12 +64,18 @@ def read_blocks(text: str) -> list[Block]:
     ]
 
 
-def run_page(text: str, folder: Path) -> str:
-    """The page with the outputs that its examples print when they run in the folder."""
+def run_page(text: str, folder: Path, *, python: str = "") -> str:
+    """The page with the outputs that its examples print when they run in the folder.
+
+    `python` is the interpreter of another environment, which then sees nothing of this one.
+    """
     found = read_blocks(text)
     environment = {**os.environ, "COLUMNS": _WIDTH, "PYTHONWARNINGS": "ignore", "LOADMASTER_MEASURE": "0"}
+    if python:
+        environment["PYTHONPATH"] = ""
+    python = python or sys.executable
     driver = subprocess.Popen(
-        [sys.executable, "-c", _DRIVER],
+        [python, "-c", _DRIVER],
         cwd=folder,
         env=environment,
         stdin=subprocess.PIPE,
@@ -87,7 +93,7 @@ def run_page(text: str, folder: Path) -> str:
         elif block.language == "python":
             printed = _run_python(driver, block.body)
         elif block.language == "console":
-            edits.append((block, _run_commands(block.body, folder, environment)))
+            edits.append((block, _run_commands(block.body, folder, environment, python)))
         elif block.language == "text" and printed is not None:
             edits.append((block, printed))
             printed = None
@@ -114,7 +120,7 @@ def _end(driver: "subprocess.Popen[str]") -> None:
     assert driver.returncode == 0, "the examples did not end well"
 
 
-def _run_commands(body: str, folder: Path, environment: dict[str, str]) -> str:
+def _run_commands(body: str, folder: Path, environment: dict[str, str], python: str) -> str:
     parts = []
     lines = iter(body.splitlines())
     for line in lines:
@@ -125,8 +131,8 @@ def _run_commands(body: str, folder: Path, environment: dict[str, str]) -> str:
             shown += "\n" + next(lines)
         asked, _, most = shown[2:].replace("\\\n", " ").partition(" | head -")
         words = shlex.split(asked)
-        program = [sys.executable, "-m", "loadmaster"] if words[0] == "loadmaster" else None
-        program = [sys.executable] if words[0] == "python" else program
+        program = [python, "-m", "loadmaster"] if words[0] == "loadmaster" else None
+        program = [python] if words[0] == "python" else program
         assert program is not None, f"only loadmaster and python are run here: {shown}"
         result = subprocess.run(
             [*program, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True
