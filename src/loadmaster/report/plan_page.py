@@ -218,9 +218,8 @@ def _stage_section(placement: Placement) -> list[Section]:
     columns, rows = pipelines.stage_cells(placement)
     table = Rows(columns, rows, columns[2:-1])
     lead = "What each stage of the pipeline runs and holds; times are of one micro-batch."
-    return [
-        Section("stages", "Stages", lead, [table], after=" ".join(f"{w[:1].upper()}{w[1:]}." for w in pipelines.why(placement)))
-    ]
+    reasons = " ".join(f"{each[:1].upper()}{each[1:]}." for each in pipelines.why(placement))
+    return [Section("stages", "Stages", lead, [table], after=reasons)]
 
 
 def _device_section(parts: PlanPage) -> Section:
