@@ -50,6 +50,12 @@ def rebuild_call(
     return call
 
 
+def build_arguments(signature: Signature, device: torch.device) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The op of a signature with new data for its arguments; none wants a gradient."""
+    op = _find_op(signature)
+    return op, *_make_arguments(signature, _ArgumentMaker(signature, op, device, grad=False))
+
+
 def autocast_context(signature: Signature, device: torch.device) -> AbstractContextManager[Any]:
     """Mixed precision, if the op ran in it; a weight is cast once in a step, so nothing is remembered."""
     if not signature.autocast:
