@@ -9,8 +9,11 @@ hand or as it is. 8 x 1024 tokens, bf16 autocast, fused AdamW.
 
 import argparse
 import copy
+import cProfile
 import gc
+import io
 import json
+import pstats
 import statistics
 import time
 from typing import Any
@@ -104,15 +107,27 @@ def make_trial(kind: str, layers: int, template: nn.Module | None) -> Any:
     )
 
 
-def measure(kind: str, cap_gib: float, layers: int, steps: int, template: nn.Module | None) -> dict[str, Any]:
-    """Build, plan, train, and what it took."""
+def list_slowest(profile: cProfile.Profile, most: int = 40) -> list[str]:
+    """The functions that took longest, with what they called."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(most)
+    return [line for line in text.getvalue().splitlines() if line.strip()]
+
+
+def measure(
+    kind: str, cap_gib: float, layers: int, steps: int, template: nn.Module | None, *, profiled: bool
+) -> dict[str, Any]:
+    """Build, plan, train, and what it took; `profiled`: also where the time up to the first step went."""
     from loadmaster.shards.device.cuda_device import CudaDevice
     from loadmaster.train.execute.runner import open_runner
 
     row: dict[str, Any] = {"kind": kind, "cap_gib": cap_gib}
     device = CudaDevice(cap_bytes=int(cap_gib * 2**30), trace=False)
     torch.cuda.reset_peak_memory_stats()
+    profile = cProfile.Profile()
     try:
+        if profiled:
+            profile.enable()
         began = time.perf_counter()
         runner = open_runner(make_trial(kind, layers, template), device=device)
         row["build_and_plan_s"] = time.perf_counter() - began
@@ -128,16 +143,20 @@ def measure(kind: str, cap_gib: float, layers: int, steps: int, template: nn.Mod
         for done in runner.steps(device, steps):
             times.append(time.perf_counter() - began)
             losses.append(done.loss)
+            profile.disable()
             began = time.perf_counter()
         executor = runner._executor
         waited.append(executor.ledger.waited_s if executor else 0)
         row |= {
-            "first_s": times[0], "step_s": statistics.median(times[4:]), "least_s": min(times),
+            "first_s": times[0], "build_to_first_s": row["build_and_plan_s"] + times[0],
+            "step_s": statistics.median(times[4:]), "least_s": min(times),
             "losses": losses[:4],
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30, "waited_s": waited,
             "notes": runner.notes,
             "retries": device.num_retries(), "times": [round(each, 3) for each in times],
         }  # fmt: skip
+        if profiled:
+            row["slowest"] = list_slowest(profile)
         runner.close()
     except Exception as problem:
         import traceback
@@ -158,6 +177,7 @@ def main() -> None:
     parser.add_argument("--hf-cap", type=float, default=14.0)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--profile", action="store_true", help="what the first step waits for")
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     template, rows = None, []
@@ -167,7 +187,8 @@ def main() -> None:
             template = make_hf(given.layers)
             print("template built in", time.perf_counter() - began, flush=True)
         cap = given.hf_cap if kind.endswith("hf") else given.cap
-        rows.append(measure(kind, cap, given.layers, given.steps, template if kind.endswith("hf") else None))
+        near = template if kind.endswith("hf") else None
+        rows.append(measure(kind, cap, given.layers, given.steps, near, profiled=given.profile))
         print(json.dumps(rows[-1]), flush=True)
         if given.json:
             with open(given.json, "w") as out:

@@ -6,6 +6,7 @@
     weights       16-bit weights and moments: small updates may be lost to rounding
     optimizer     one that keeps less: it learns differently
     host          host memory as a device: the same numbers, but the bus is slow
+    shards        shard by shard (`lt.train`): the same numbers, weights wait in host memory
     devices       more devices like those
     device        the smallest one that holds it alone
 
@@ -26,6 +27,7 @@ from loadmaster.capacity.clusters import (
 )
 from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.host_kernels import judge_mixed_cluster
+from loadmaster.capacity.shard_training import forecast_shards
 from loadmaster.capacity.step_setting import StepSetting, is_training
 from loadmaster.capacity.verdict import Verdict, judge_cluster, judge_single_device, needed_bytes
 from loadmaster.cluster.presets import KINDS, KindPreset
@@ -72,6 +74,10 @@ def propose_changes(
         change = _check_idea(search, idea)
         found |= bool(change.fits)
         yield change
+    if search.is_model and is_training(verdict.problem.graph):
+        change = _try_shards(search, setting, verdict.problem.cluster)
+        found |= bool(change.fits)
+        yield change
     several = bool(_smaller_batches(setting)) and search.is_model and is_training(verdict.problem.graph)
     if several and not found:
         yield _check_idea(search, _combine_ideas(setting, cluster))
@@ -86,6 +92,27 @@ def _check_idea(search: FitSearch, idea: _Idea) -> Change:
     except LoadmasterError as problem:  # such a step cannot be captured
         return Change(idea.name, idea.text, idea.price, False, str(problem), None)
     return _make_change(idea.name, idea.text, idea.price, found, passes=idea.setting.passes)
+
+
+def _try_shards(search: FitSearch, setting: StepSetting, cluster: Cluster) -> Change:
+    """The trainer's own forecast, on the accelerator with most memory."""
+    text, price = "train shard by shard (lt.train)", "same numbers; weights wait in host memory"
+    search.say(f"trying: {text}", 0.0)
+    asked = replace(
+        search.question,
+        batch=setting.batch,
+        seq=setting.seq,
+        optimizer=setting.optimizer,
+        precision=setting.precision,
+    )
+    try:
+        found = forecast_shards(asked, cluster)
+    except LoadmasterError as problem:
+        return Change("shards", text, price, False, str(problem), None)
+    text = f"{text} on {found.device}: {format_bytes(found.peak_bytes)}"
+    price = f"same numbers; {format_bytes(found.host_bytes)} of host memory"
+    reason = f"{found.num_shards} shards, bound by {found.bound_by}: {found.command}"
+    return Change("shards", text, price, True, reason, found.step_s)
 
 
 def _make_change(name: str, text: str, price: str, found: Verdict, *, passes: int = 1) -> Change:

@@ -150,13 +150,13 @@ class ShardEngine:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
         from loadmaster.shards.model.built_model import build_trial
         from loadmaster.shards.plan.partition import make_plan
+        from loadmaster.shards.plan.rates import default_rates
         from loadmaster.shards.plan.sizes import measure_sizes
         from loadmaster.train.backbone.group_forecast import sketch_trial
-        from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")
-        cap_bytes, rates = self._cap_bytes(name), self.rates or default_rates(where)
+        cap_bytes, rates = self._cap_bytes(name), self.rates or default_rates(where, trial.precision)
         built = build_trial(trial, device=where)
         self._owners.claim(trial.name, built.chain)
         plan = make_plan(
@@ -216,8 +216,8 @@ class ShardEngine:
 
     def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
         """The plans of all trials, those on one frozen backbone as they will run: as a group."""
+        from loadmaster.shards.plan.rates import default_rates
         from loadmaster.train.backbone.group_forecast import plan_together
-        from loadmaster.train.execute.runner import default_rates
 
         name = min(device_names, key=self._cap_bytes)
         where = torch.device("cuda" if name.startswith("cuda") else "cpu")

@@ -15,7 +15,7 @@ from loadmaster.shards.device.cpu_device import CpuDevice
 from loadmaster.shards.model import built_model
 from loadmaster.shards.model.blocks import build_chain
 from loadmaster.shards.plan.partition import make_plan
-from loadmaster.train.execute.runner import default_rates
+from loadmaster.shards.plan.rates import default_rates
 
 _LAYERS, _WIDTH, _LENGTH = 3, 16, 6
 _CAUSAL = nn.Transformer.generate_square_subsequent_mask(_LENGTH)

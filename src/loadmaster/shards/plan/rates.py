@@ -1,6 +1,6 @@
 """What a machine achieves: bus, host memory, optimizer and compute, measured together as a step uses them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -70,6 +70,42 @@ TYPICAL_GPU = Rates(  # until calibrate() has been asked
         "up down": OverlapRates(3.4e10, 4.8e10, 2.6e9),
     },
 )
+
+_TYPICAL_PEAK = 9.895e14  # of the GPU of those rates, bf16
+_TYPICAL_BUS = 6.3e10
+_FP32_SHARE = 0.7  # of the peak that products of fp32 reach; nothing else of a step is far behind them
+_TYPICAL_FP32_PEAK = 6.7e13
+
+
+def typical_rates(
+    precision: str = "bf16", *, peak_flops_per_s: float | None = None, bus_bytes_per_s: float | None = None
+) -> Rates:
+    """Rates of a GPU that nobody has measured; with other peaks than those of the typical one, in proportion.
+
+    The host is a typical one, too: 16 cores, and memory for them.
+    """
+    narrow = precision != "fp32"
+    whole = _TYPICAL_PEAK if narrow else _TYPICAL_FP32_PEAK
+    share = TYPICAL_GPU.flops_per_s / _TYPICAL_PEAK if narrow else _FP32_SHARE
+    bus = 1.0 if bus_bytes_per_s is None else bus_bytes_per_s / _TYPICAL_BUS
+    beside = {
+        ways: replace(
+            each, up_bytes_per_s=bus * each.up_bytes_per_s, down_bytes_per_s=bus * each.down_bytes_per_s
+        )
+        for ways, each in (TYPICAL_GPU.beside or {}).items()
+    }
+    return replace(
+        TYPICAL_GPU,
+        flops_per_s=share * (whole if peak_flops_per_s is None else peak_flops_per_s),
+        up_bytes_per_s=bus * TYPICAL_GPU.up_bytes_per_s,
+        down_bytes_per_s=bus * TYPICAL_GPU.down_bytes_per_s,
+        beside=beside,
+    )
+
+
+def default_rates(device: torch.device, precision: str = "bf16") -> Rates:
+    """Rates until a machine has been measured."""
+    return typical_rates(precision) if device.type == "cuda" else SIMULATED
 
 
 def calibrate(device: str = "cuda:0", *, num_threads: int, num_params: int = 16_000_000) -> Rates:

@@ -19,7 +19,7 @@ from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model.built_model import BuiltModel, build_trial
 from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.plan.partition import make_plan
-from loadmaster.shards.plan.rates import SIMULATED, TYPICAL_GPU, Rates
+from loadmaster.shards.plan.rates import Rates, default_rates
 from loadmaster.shards.plan.shard_plan import ShardPlan
 from loadmaster.shards.spec.engine import make_nan_error
 from loadmaster.shards.spec.trial import Trial, compute_metrics
@@ -338,7 +338,7 @@ def open_built_runner(
     threads = num_threads or default_threads()
     given: dict[str, Any] = {
         "cap_bytes": device.arena.cap_bytes,
-        "rates": rates or default_rates(device.torch_device),
+        "rates": rates or default_rates(device.torch_device, built.trial.precision),
         "optimizer_placement": optimizer_placement,
         "num_slots": num_slots,
         "share": share,
@@ -405,11 +405,6 @@ def default_threads() -> int:
     """
     count = os.cpu_count() or 1
     return max(1, count - max(2, count // 4))
-
-
-def default_rates(device: torch.device) -> Rates:
-    """Rates until a machine has been measured."""
-    return TYPICAL_GPU if device.type == "cuda" else SIMULATED
 
 
 def make_execution_config(
