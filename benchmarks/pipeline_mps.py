@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from loadmaster.core.pipeline_order import ONE_F_ONE_B
 
 import loadmaster as lm
 from benchmarks import pipeline_gpt
 from benchmarks.pipeline_gpt import FULL, TINY, Gpt, Size, inputs, sgd
 from loadmaster.cluster.parse import parse_cluster
-from loadmaster.core.pipeline_order import ONE_F_ONE_B
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.runtime.distributed.launch import LaunchOptions, PipelineRun, launch
@@ -320,6 +320,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPU processes")
+    parser.add_argument(
+        "--random", type=int, default=RANDOM, help="random pipelines for the rank correlation"
+    )
     parser.add_argument("--out", default="pipeline-mps.json")
     asked, begun = parser.parse_args(), time.monotonic()
     where, size = ("cpu", TINY) if asked.tiny else ("cuda", FULL)
@@ -351,7 +354,7 @@ def main() -> None:
     plans |= {name: lm.plan(problem, algorithm=name) for name in ("pipeline_equal", "pipeline_by_speed")}
     plans["best slice alone"] = cut_by_layers(problem, [0], [])
     rng = np.random.default_rng(0)
-    plans |= {f"random {at}": random_cut(problem, size, rng) for at in range(RANDOM)}
+    plans |= {f"random {at}": random_cut(problem, size, rng) for at in range(asked.random)}
     keep(plans={name: [describe(each), each.score_s] for name, each in plans.items()})
     with ThreadPoolExecutor(1) as pool:
         names = list(plans)
