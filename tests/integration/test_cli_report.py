@@ -16,6 +16,12 @@ RENEW = "if this is meant: LOADMASTER_RENEW=1 pytest tests/integration/test_cli_
 
 
 @pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes no time; budgets that count plans do not look at it."""
+    monkeypatch.setattr("time.perf_counter", lambda: 100.0)
+
+
+@pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A plan, the same ops elsewhere, a measured timeline."""
     from tests.builders import plan_on
@@ -52,6 +58,43 @@ def test_tables_are_as_they_were(say: Say, files: Path, name: str, words: list[s
     code, out, _ = say(*words, columns=columns)
     assert code == 0
     assert max(len(line) for line in out.splitlines() if "  " in line) <= columns
+    expect(f"{name}-{columns}.txt", out)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("plan", ["plan", "gen:transformer:60", "--devices", "V100-4GB, T4-5GB", "-a", "heft", "-b", "20x"]),
+        (
+            "plan_pipeline",
+            [
+                "plan",
+                "gen:transformer:60",
+                "--devices",
+                "V100, T4",
+                "--pipeline",
+                "1f1b:4",
+                "-a",
+                "linear_dp",
+            ],
+        ),
+        ("plan_nothing_fits", ["plan", "gen:transformer:60", "--devices", "T4-2GB, T4-2GB", "-a", "m_etf"]),
+        ("compare", ["compare", "gen:transformer:60", "--devices", "V100, T4", "-a", "heft,m_etf,m_topo"]),
+        ("fit", ["fit", "gen:transformer:60", "--devices", "V100-4GB, T4-8GB"]),
+        ("simulate", ["simulate", "a.json"]),
+        ("show", ["show", "gen:transformer:60", "--devices", "V100, T4 ; intra=pcie4"]),
+        ("show_plan", ["show", "a.json"]),
+        ("policies", ["advise", "policies"]),
+    ],
+)
+def test_tables_of_plans_and_questions_are_as_they_were(
+    stopped_clock: None, say: Say, files: Path, name: str, words: list[str], columns: int
+) -> None:
+    budget = ["-b", "20x"] if words[0] in ("plan", "compare", "fit") and "-b" not in words else []
+    code, out, err = say(*words, *budget, columns=columns)
+    assert code == (1 if "nothing" in name else 0), err
+    assert max(len(line.rstrip()) for line in out.splitlines() if "  " in line) <= columns
     expect(f"{name}-{columns}.txt", out)
 
 

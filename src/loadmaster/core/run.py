@@ -111,7 +111,7 @@ class Run:
     bound: Bound
     progress: Callable[[str, float], None] = ignore_progress
     repair: bool = True  # whether a constructor may spend time on plans that do not fit
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())  # looked up at the call
 
     def out_of_budget(self, scored: int) -> bool:
         """Whether `scored` plans, or the time since the start, use up the budget."""

@@ -45,11 +45,11 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """First line of its file's docstring, read without importing it."""
+        """First paragraph of its file's docstring, read without importing it."""
         if self.family not in FAMILIES:
             return self.module
         text = (_HERE / self.family / f"{self.name}.py").read_text(encoding="utf-8")
-        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
 
     @property
     def traits(self) -> Traits:

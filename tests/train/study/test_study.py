@@ -333,7 +333,9 @@ def test_one_iterator_for_ever_is_refused_before_the_start(tmp_path: Path) -> No
 def test_result_table_json_and_trace(tmp_path: Path) -> None:
     result = study(tmp_path, [trial("a"), trial("b", lr=0.3)], engine=Plain(2)).fit()
     assert result.best.name == min(result.trials, key=lambda each: each.metrics["loss"]).name
-    assert result.table().splitlines()[0].split()[:4] == ["trial", "status", "step", "loss"]
+    heads, first, *_ = result.table().splitlines()
+    assert heads.split() == ["trial", "status", "step", "loss", "eval", "loss", "tokens/s", "time", "checked"]
+    assert first.split()[-2] in ("s", "ms", "us"), "a time has its unit, and no error has no column"
     assert json.loads(json.dumps(result.to_json()))["trials"][0]["step"] == 20
     result.trace(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]

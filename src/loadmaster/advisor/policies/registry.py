@@ -35,7 +35,7 @@ class Policy(Protocol):
 
 
 def list_policies() -> dict[str, str]:
-    """Every policy and the first line of its file, without importing any."""
+    """Every policy and the first paragraph of its file, without importing any."""
     return {name: _summary(name) for name in policy_names()}
 
 
@@ -47,7 +47,7 @@ def policy_names() -> list[str]:
 
 def _summary(name: str) -> str:
     text = (_HERE / f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def policy(name: str, **parameters: Any) -> Policy:

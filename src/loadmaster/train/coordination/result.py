@@ -18,6 +18,8 @@ from loadmaster.train.coordination.searchers import metric_value
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.journal import make_write_error
 
+_HEADS = {"tokens_per_s": "tokens/s", "seconds": "time"}  # of the table, where they differ from the rows'
+
 
 class TrialStatus(StrEnum):
     """How a trial stands."""
@@ -180,7 +182,9 @@ class Result:
         )  # a trial that failed has no metrics, and its error goes last
         columns = list(dict.fromkeys([*longest, *(name for row in rows for name in row)]))
         columns.sort(key=lambda name: name == "error")
-        cells = [columns, *([_format_cell(row.get(name)) for name in columns] for row in rows)]
+        columns = [name for name in columns if name != "error" or any(row["error"] for row in rows)]
+        heads = [_HEADS.get(name, name) for name in columns]
+        cells = [heads, *([_format_cell(name, row.get(name)) for name in columns] for row in rows)]
         widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
         lines = (
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells
@@ -224,7 +228,11 @@ def _format_check(trial: TrialResult) -> str:
     return {"": "-", "not": "no"}.get(trial.verified.partition(" ")[0], "yes")
 
 
-def _format_cell(value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
+    if name == "seconds":
+        return format_seconds(value)
+    if name == "tokens_per_s":
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
