@@ -12,7 +12,7 @@ DEVICES = "RTX4090, RTX3090, T4"
 
 def main() -> None:
     """Plan, and draw what was planned."""
-    placement = lm.plan("hf:gpt2-xl", DEVICES, batch=16, pipeline="auto", budget="100x")
+    placement = lm.plan(lm.problem("hf:gpt2-xl", DEVICES, batch=16), pipeline="auto", budget="100x")
     placement.plot().save(Path(__file__).parents[1] / "docs" / "images" / "plan.svg")
 
 

@@ -6,6 +6,7 @@ place where a noun reaches up: by name, when it is asked, and only to be looked 
 
 import os
 from dataclasses import dataclass
+from html import escape
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +30,18 @@ class Picture:
 def html_of(noun: Any) -> str:
     """What a notebook shows of a noun."""
     return str(import_module("loadmaster.report.notebook").render_html(noun))
+
+
+class PrintedAnswer:
+    """An answer that prints itself as the command line prints it; a notebook shows the same text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return str(import_module("loadmaster.report.answer_text").render_text(self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def picture_of(*nouns: Any) -> Picture:

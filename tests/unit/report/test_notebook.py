@@ -34,6 +34,25 @@ def test_names_in_a_notebook_are_text(noun: str) -> None:
     assert "<b onclick" not in html
 
 
+def test_answers_print_what_the_command_line_prints() -> None:
+    placement = two_devices()
+    answer = api.explain(placement, "net.part1", budget="5x")
+    assert str(answer).splitlines()[0] == answer.reasons[0]
+    assert "device" in str(answer)
+    outcomes, _ = api.whatif(placement, set=["ref0-ref1.rate=2x"], budget="5x")
+    assert str(outcomes).splitlines()[0].split() == ["change", "time", "against", "now", "why"]
+    assert "moved" in str(api.diff(placement, placement))
+    assert "needs" in str(api.fit("gen:chain:20", "cpu-1GB", quick=True))
+
+
+def test_names_in_printed_answers_are_text() -> None:
+    answer = api.explain(hostile(), HOSTILE[0], budget="5x")
+    html = answer._repr_html_()
+    ElementTree.fromstring(html)
+    assert "<img" not in html
+    assert "\x1b" not in str(api.explain(hostile(), HOSTILE[3], budget="5x"))
+
+
 def test_a_picture_is_saved_as_svg(tmp_path: Path) -> None:
     answer = two_devices()
     answer.plot().save(tmp_path / "plan.svg")

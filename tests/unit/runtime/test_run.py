@@ -193,6 +193,12 @@ def test_a_plan_of_no_known_model_asks_for_it() -> None:
         lm.run(placement, steps=0)
 
 
+def test_a_module_in_place_of_a_source_is_told_about_lm_place() -> None:
+    placement = lm.plan(lm.problem("gen:chain:20", "cpu"), algorithm="single_device")
+    with pytest.raises(InputError, match="model is a Linear; give its source .* use lm.place"):
+        lm.run(placement, model=torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_a_loss_that_is_no_number_ends_the_run_at_its_step(tmp_path: Path) -> None:
     text = MODEL.replace("torch.manual_seed(5)", "torch.manual_seed(5); lr = 1e38")
     text += "\n\ndef wild():\n    model, args = build()\n"

@@ -25,8 +25,7 @@ def command(
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import parse_size
     from loadmaster.cli.verbs.report import read_placement
-    from loadmaster.report import question_tables
-    from loadmaster.report.plain_text import escape_control_characters
+    from loadmaster.report.answer_text import print_answer
 
     limit = parse_size("--max-bytes", max_bytes)
     one, other = read_placement(before, limit), read_placement(after, limit)
@@ -35,12 +34,4 @@ def command(
     if json:
         print_json(msgspec.to_builtins(found))
         return
-    console = stdout()
-    console.print(question_tables.difference_summary(found))
-    console.print()
-    console.print(question_tables.difference_devices(found))
-    if found.modules:
-        console.print()
-        console.print(question_tables.difference_modules(found))
-    for note in found.notes:
-        console.print(escape_control_characters(f"note: {note}"), style="dim", soft_wrap=True)
+    print_answer(found, stdout())

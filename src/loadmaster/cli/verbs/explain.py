@@ -36,8 +36,7 @@ def command(
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import parse_size
     from loadmaster.cli.verbs.report import read_placement
-    from loadmaster.report import question_tables
-    from loadmaster.report.plain_text import escape_control_characters
+    from loadmaster.report.answer_text import print_answer
 
     placement = read_placement(plan, parse_size("--max-bytes", max_bytes))
     with progress(f"explaining {plan}") as say:
@@ -45,14 +44,4 @@ def command(
     if json:
         print_json({"plan": plan, **msgspec.to_builtins(found)})
         return
-    console = stdout()
-    for reason in found.reasons:
-        console.print(escape_control_characters(reason), soft_wrap=True)
-    if found.elsewhere:
-        console.print()
-        console.print(question_tables.elsewhere(found))
-    if found.changes:
-        before = placement.score_s
-        console.print()
-        console.print("single changes, the best first:")
-        console.print(question_tables.outcomes(found.changes, before))
+    print_answer(found, stdout())

@@ -46,9 +46,10 @@ def command(
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.capacity.fit import answer_fit
-    from loadmaster.cli.console import print_json, progress
+    from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import build_question
     from loadmaster.core.run import parse_budget
+    from loadmaster.report.answer_text import print_answer
 
     question, count = build_question(options), parse_budget(budget)
     with progress(f"fitting {source}") as say:
@@ -58,29 +59,4 @@ def command(
 
         print_json(msgspec.to_builtins(answer))
         return
-    _show(answer)
-
-
-def _show(answer: "Fit") -> None:
-    from loadmaster.cli.console import stdout
-    from loadmaster.report import fit_tables
-    from loadmaster.report.plain_text import escape_control_characters
-
-    console = stdout()
-    console.print(fit_tables.summary(answer))
-    for line in fit_tables.findings(answer):
-        console.print(escape_control_characters(line), style="yellow", soft_wrap=True)
-    shown = [
-        ("each device alone:", fit_tables.devices(answer)),
-        ("all devices, by a plan:", fit_tables.cluster(answer)),
-        ("every preset alone:", fit_tables.presets(answer)),
-        ("at the peak, on one device that holds everything:", fit_tables.modules(answer)),
-        ("what would make it fit, the cheapest first:", fit_tables.changes(answer)),
-    ]
-    for title, table in shown:
-        if table is not None:
-            console.print()
-            console.print(title)
-            console.print(table)
-    for line in fit_tables.notes(answer):
-        console.print(escape_control_characters(line), style="dim", soft_wrap=True)
+    print_answer(answer, stdout())

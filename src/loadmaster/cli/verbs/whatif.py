@@ -70,7 +70,7 @@ def command(
     from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.cli.verbs.report import read_placement
     from loadmaster.core.errors import InputError
-    from loadmaster.report import question_tables
+    from loadmaster.report.answer_text import print_answer
     from loadmaster.report.plain_text import escape_control_characters
 
     if sweep is not None and out is not None:
@@ -104,7 +104,7 @@ def command(
         print_json({"plan": plan, **msgspec.to_builtins(found), "written": written})
     else:
         console = stdout()
-        console.print(question_tables.outcomes_of(found))
+        print_answer(found, console)
         for what, path in written.items():
             console.print(escape_control_characters(f"{what} written to {path}"), soft_wrap=True)
     if sweep is None and (last is None or not last.fits):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from loadmaster.core.findings import Assumption, Finding
+from loadmaster.core.notebook import PrintedAnswer
 
 SCHEMA_VERSION = 1
 
@@ -93,7 +94,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(PrintedAnswer):
     """Whether a model fits, on what, why, and what would make it fit."""
 
     loadmaster: str  # always 'fit'

@@ -7,6 +7,8 @@ prints them.
 
 from dataclasses import dataclass
 
+from loadmaster.core.notebook import PrintedAnswer
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -23,7 +25,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class Outcomes(PrintedAnswer):
     """Changes side by side."""
 
     before_s: float | None  # the plan as it is
@@ -48,7 +50,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(PrintedAnswer):
     """Why a plan, or a part of it, is as it is."""
 
     target: str  # '' = the whole plan
@@ -86,7 +88,7 @@ class DeviceDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(PrintedAnswer):
     """Two plans of one model."""
 
     names: tuple[str, str]
