@@ -38,6 +38,7 @@ class PrintedAnswer:
     __slots__ = ()
 
     def __str__(self) -> str:
+        """The text, a hundred columns wide."""
         return str(import_module("loadmaster.report.answer_text").render_text(self))
 
     def _repr_html_(self) -> str:

@@ -195,7 +195,7 @@ def test_a_plan_of_no_known_model_asks_for_it() -> None:
 
 def test_a_module_in_place_of_a_source_is_told_about_lm_place() -> None:
     placement = lm.plan(lm.problem("gen:chain:20", "cpu"), algorithm="single_device")
-    with pytest.raises(InputError, match="model is a Linear; give its source .* use lm.place"):
+    with pytest.raises(InputError, match=r"model is a Linear; give its source .* use lm.place"):
         lm.run(placement, model=torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 

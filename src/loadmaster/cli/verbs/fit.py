@@ -7,7 +7,7 @@ import typer
 from loadmaster.cli import options as o
 
 if TYPE_CHECKING:
-    from loadmaster.core.answers.fit_answer import Fit
+    pass
 
 SUMMARY = "Say whether a model fits, and what would make it fit."
 Quick = Annotated[bool, typer.Option("--quick", help="Only whether it fits: no largest batch, no changes.")]

@@ -172,8 +172,8 @@ def _find_source(placement: Placement, model: str | None) -> tuple[str, CaptureO
     """The model's source, and what was asked of it when it was captured."""
     if model is not None and not isinstance(model, str):
         raise InputError(
-            f"model is a {type(model).__name__}; give its source (hf:NAME, zoo:NAME or file.py:function). For a"
-            " model that you have at hand, use lm.place and your own loop"
+            f"model is a {type(model).__name__}; give its source (hf:NAME, zoo:NAME or"
+            " file.py:function). For a model that you have at hand, use lm.place and your own loop"
         )
     graph = placement.problem.graph
     found = origin_of(graph)
