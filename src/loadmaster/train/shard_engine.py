@@ -22,6 +22,7 @@ from loadmaster.shards.model.loaders import blame_loader
 from loadmaster.shards.model.shared_storage import ParameterOwners
 from loadmaster.shards.plan.rates import Rates
 from loadmaster.shards.plan.shard_plan import PlannedTrial, ShardPlan
+from loadmaster.shards.plan.sizes import Sizes, measure_sizes
 from loadmaster.shards.plan.unit_order import count_forwards
 from loadmaster.shards.spec.engine import Runner, TrialPlan
 from loadmaster.shards.spec.trial import Trial
@@ -151,7 +152,6 @@ class ShardEngine:
         from loadmaster.shards.model.built_model import build_trial
         from loadmaster.shards.plan.partition import make_plan
         from loadmaster.shards.plan.rates import default_rates
-        from loadmaster.shards.plan.sizes import measure_sizes
         from loadmaster.train.backbone.group_forecast import sketch_trial
 
         name = min(device_names, key=self._cap_bytes)
@@ -180,11 +180,11 @@ class ShardEngine:
         # of several trials is built again when it is its turn.
         self._built.pop(trial.name, None)
         if kept:
-            self._built[trial.name] = planned, built
+            self._built[trial.name] = planned, replace(built, batch=None, optimizer=None)
         return TrialPlan(
             trial=trial.name,
             num_steps=count,
-            step_s=self._predict_step_s(trial, built, plan, where),
+            step_s=self._predict_step_s(built, plan, sizes, where),
             is_measured=self.rates is not None or where.type == "cpu",
             host_bytes=state_bytes + sum(sizes.copy_bytes) + sum(sizes.grad_bytes) - shared_bytes,
             state_bytes=state_bytes + buffer_bytes - shared_bytes,
@@ -200,14 +200,19 @@ class ShardEngine:
             detail=planned,
         )
 
-    def _predict_step_s(self, trial: Trial, built: BuiltModel, plan: ShardPlan, where: torch.device) -> float:
+    def _predict_step_s(self, built: BuiltModel, plan: ShardPlan, sizes: Sizes, where: torch.device) -> float:
         """The time of a step at this machine's own pace, if known; the plan does not depend on it."""
         if self.rates is not None or where.type != "cpu":
             return plan.step_s
         from loadmaster.train.execute.machine_pace import measure_machine_pace
+        from loadmaster.train.execute.timed_step import predict_step_s, time_plain_step
 
+        trial, pace, plain = built.trial, measure_machine_pace(), time_plain_step(built)
+        if plain is not None:
+            self._step_s[trial.name] = predict_step_s(built, plan, sizes, plain, pace)
+            return self._step_s[trial.name]
         num_passes = 2 if plan.layout.num_shards > 1 else 1  # each shard but the last runs forward twice
-        self._step_s[trial.name] = measure_machine_pace().predict_step_s(
+        self._step_s[trial.name] = pace.predict_step_s(
             num_ops=trial.accumulate * (sum(built.facts.num_ops) * (1 + num_passes) / 2),
             num_shards=plan.layout.num_shards,
             flops=plan.work.flops,

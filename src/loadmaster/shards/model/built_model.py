@@ -60,6 +60,8 @@ class BuiltModel:
     generators: randomness.Generators
     device: torch.device
     record: BuildRecord
+    batch: Any = None  # that it was profiled on; None: known from another build
+    optimizer: Any = None  # that was looked at
 
     @property
     def facts(self) -> Profile:
@@ -102,28 +104,28 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
         check_extra_state(trial, model)
         model.train()
         if known is None:
-            chain, facts, num_batches, note = _profile_batch(trial, chain, device)
+            chain, facts, num_batches, note, batch = _profile_batch(trial, chain, device)
         else:
-            facts, num_batches, note = known.facts, known.num_batches, known.note
+            facts, num_batches, note, batch = known.facts, known.num_batches, known.note, None
         if empty is not None:
             free_weights(model)
             chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
-        probe = probe_optimizer(trial, chain) if known is None else known.probe
+        probe, optimizer = (known.probe, None) if known is not None else probe_optimizer(trial, chain)
     record = BuildRecord(facts, probe, num_batches, empty is not None, note)
-    return BuiltModel(trial, chain, generators, device, record)
+    return BuiltModel(trial, chain, generators, device, record, batch, optimizer)
 
 
 def _profile_batch(
     trial: Trial, chain: Chain, device: torch.device
-) -> tuple[Chain, Profile, int | None, str]:
+) -> tuple[Chain, Profile, int | None, str, Any]:
     with blame_loader(trial.name):
         batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
     if chain.by_call:
         with blame_loader(trial.name):
             batch, note = _find_longest_batch(trial, batch)
-        return *profile_calls(trial, chain, batch, device=device), num_batches, note
+        return *profile_calls(trial, chain, batch, device=device), num_batches, note, batch
     with refuse_value_reads(trial):
-        return chain, profile(trial, chain, batch, device=device), num_batches, ""
+        return chain, profile(trial, chain, batch, device=device), num_batches, "", batch
 
 
 def _find_longest_batch(trial: Trial, first: Any) -> tuple[Any, str]:

@@ -127,7 +127,7 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
         castable: tuple[bool, ...] = (False,) * len(parameters)
         if dtype is not None:  # which weights are only ever cast: then a copy in that dtype stands in
             first = _Look(chain, parameters, dtype)
-            with _bind_everywhere(chain, parameters, buffers):
+            with bind_everywhere(chain, parameters, buffers):
                 first.run_forward(trial, given, wanted, device)
             castable = first.castable(dtype)
             parameters = [
@@ -137,7 +137,7 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
                 for p, narrow in zip(parameters, castable, strict=True)
             ]
         look = _Look(chain, parameters, dtype)
-        with _bind_everywhere(chain, parameters, buffers):
+        with bind_everywhere(chain, parameters, buffers):
             look.run(trial, given, wanted, device)
         look.narrow = castable
         return look
@@ -152,7 +152,7 @@ def _look_real(trial: Trial, chain: Chain, batch: Any) -> "_Look":
     with (
         randomness.preserve_generators(where),
         python_state.preserve_state(list(chain.model.modules())),
-        _bind_everywhere(chain, list(chain.parameters), buffers),
+        bind_everywhere(chain, list(chain.parameters), buffers),
     ):
         given, wanted = (tree_map(_copy_tensor, each) for each in batch)
         look.run(trial, given, wanted, where)
@@ -162,7 +162,7 @@ def _look_real(trial: Trial, chain: Chain, batch: Any) -> "_Look":
 
 
 @contextmanager
-def _bind_everywhere(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
+def bind_everywhere(chain: Chain, parameters: list[Any], buffers: list[Any]) -> Iterator[None]:
     """Every place in the model where a parameter or buffer is looked up sees these tensors."""
     whole = build_slots(chain)
     with bind_tensors(

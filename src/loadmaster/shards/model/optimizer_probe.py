@@ -31,13 +31,13 @@ class OptimizerProbe:
     options: Mapping[str, Any]  # of the optimizer and its schedule; they may not change later
 
 
-def probe_optimizer(trial: Trial, chain: Chain) -> OptimizerProbe:
+def probe_optimizer(trial: Trial, chain: Chain) -> tuple[OptimizerProbe, torch.optim.Optimizer]:
     """Make the optimizer and its schedule once and look at them; refuses what cannot be used."""
     optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
     check_optimizer(optimizer, name=trial.name)
     states, group_of = _find_state_layouts(optimizer, chain)
     options = describe_options(trial, optimizer)
-    return OptimizerProbe(tuple(states), tuple(group_of), starts_at_zero(optimizer), options)
+    return OptimizerProbe(tuple(states), tuple(group_of), starts_at_zero(optimizer), options), optimizer
 
 
 def _find_state_layouts(
