@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from loadmaster.core.arrays import Ints, content_digest, require_range, set_column
+from loadmaster.core.arrays import Ints, content_digest, set_column
 from loadmaster.core.errors import PlanError
 
 
@@ -244,6 +244,7 @@ def _whole_numbers(values: Sequence[int], label: str) -> tuple[int, ...]:
     given = tuple(values)
     if any(isinstance(v, bool) or not isinstance(v, int | np.integer) for v in given):
         raise PlanError(f"{label} is {list(given)}; needs whole numbers")
-    numbers = np.array([int(v) for v in given], dtype=np.int64)
-    require_range(numbers, -1, 2**31 - 1, label, PlanError)
+    beyond = next((v for v in given if not -1 <= v < 2**31 - 1), None)
+    if beyond is not None:  # judged before it is put into an array: a file may hold any number
+        raise PlanError(f"{label}: {beyond} at position {given.index(beyond)}; needs -1..{2**31 - 2}")
     return tuple(int(v) for v in given)
