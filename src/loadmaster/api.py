@@ -572,9 +572,9 @@ def diff(
 def whatif(
     placement: Placement,
     *,
-    set: Sequence[str] = (),
-    add: Sequence[str] = (),
-    remove: Sequence[str] = (),
+    set: str | Sequence[str] = (),
+    add: str | Sequence[str] = (),
+    remove: str | Sequence[str] = (),
     batch: int | None = None,
     seq: int | None = None,
     optimizer: str | None = None,
@@ -588,9 +588,9 @@ def whatif(
 ) -> "tuple[Outcomes, Placement | None]":
     """The outcomes of planning again with something changed, and the plan with all changes.
 
-    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1', and what a captured model can be captured
-    with again; `sweep` 'batch=1..64' instead takes one of them through several values. Without `together`
-    each of several changes has a row of its own before the row of all.
+    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1' (one or a list of each), and what
+    a captured model can be captured with again; `sweep` 'batch=1..64' instead takes one of them through
+    several values. Without `together` each of several changes has a row of its own before the row of all.
     """
     from loadmaster.review import whatif as trials
     from loadmaster.review.replanning import Replanner
@@ -598,12 +598,13 @@ def whatif(
 
     replanner = Replanner(parse_budget(budget), order, seed, progress)
     words: dict[str, Any] = {"batch": batch, "seq": seq, "optimizer": optimizer, "precision": precision}
-    asked = Settings(tuple(set), tuple(add), tuple(remove), batch, seq, optimizer, precision)
+    sets, adds, removals = ((each,) if isinstance(each, str) else tuple(each) for each in (set, add, remove))
+    asked = Settings(sets, adds, removals, batch, seq, optimizer, precision)
     if sweep is not None:
         found, answers = trials.sweep(placement, sweep, asked, replanner)
         return found, answers[-1]
-    single = [Settings(sets=(each,)) for each in set]
-    single += [Settings(add=(each,)) for each in add] + [Settings(remove=(each,)) for each in remove]
+    single = [Settings(sets=(each,)) for each in sets]
+    single += [Settings(add=(each,)) for each in adds] + [Settings(remove=(each,)) for each in removals]
     single += [Settings(**{name: value}) for name, value in words.items() if value is not None]
     if not single:
         raise InputError("nothing is changed; name --set, --add, --remove, --batch or --sweep")

@@ -13,11 +13,15 @@ from typing import Any
 from loadmaster.core.files import write_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Picture:
     """An SVG: a notebook shows it, `save` writes it."""
 
     svg: str
+
+    def __repr__(self) -> str:
+        """Not the whole drawing."""
+        return f"<Picture: {len(self.svg):,} characters of SVG>"
 
     def _repr_svg_(self) -> str:
         return self.svg

@@ -263,7 +263,7 @@ def render_svg(
     if memory:
         axis += f'<text class="g-title" x="{_TITLE_PX + inner + 10}" y="{_AXIS_PX - 9}">peak of memory</text>'
     style = f"<style>{_STYLE}</style>" if standalone else ""
-    legend = _legend(top + 14) if standalone else ""
+    legend = _legend(gantt, top + 14) if standalone else ""
     height = top + (34 if standalone else 6)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gantt" viewBox="0 0 {width} {height}" role="img"'
@@ -313,7 +313,7 @@ def _pass_labels(gantt: Gantt, row: int, baseline: float, inner: int) -> list[st
     scale = inner / gantt.end_s if gantt.end_s > 0 else 0.0
     found = []
     for span in range(lo, hi):
-        text = gantt.op_name[int(gantt.span_op[span])].partition(" of ")[0]
+        text = gantt.op_name[int(gantt.span_op[span])].partition(" of ")[0].rpartition(": ")[2]
         left, right = gantt.span_start_s[span] * scale, gantt.span_end_s[span] * scale
         if right - left > 7 * len(text) + 4:
             found.append(
@@ -329,9 +329,10 @@ def _axis(end_s: float, inner: int, bottom: int) -> str:
     ticks = []
     for at in axis_ticks(end_s, 8):
         x = _TITLE_PX + at / end_s * inner
+        anchor = "end" if x > _TITLE_PX + inner - 20 else "middle"
         ticks.append(
             f'<path class="g-tick" d="M{x:.1f} {_AXIS_PX - 4}V{bottom}"/>'
-            f'<text class="g-title" x="{x:.1f}" y="{_AXIS_PX - 9}" text-anchor="middle">'
+            f'<text class="g-title" x="{x:.1f}" y="{_AXIS_PX - 9}" text-anchor="{anchor}">'
             f"{format_seconds(at)}</text>"
         )
     return "".join(ticks)
@@ -347,11 +348,13 @@ def axis_ticks(end: float, most: int) -> list[float]:
     return [step * at for at in range(int(end / step + 1e-9) + 1)]
 
 
-def _legend(y: int) -> str:
+def _legend(gantt: Gantt, y: int) -> str:
+    """The colours that the picture has."""
+    there = np.unique(gantt.span_class).tolist()
     return "".join(
-        f'<rect class="g{at}" x="{_TITLE_PX + 100 * at}" y="{y - 9}" width="10" height="10"/>'
-        f'<text class="g-title" x="{_TITLE_PX + 100 * at + 15}" y="{y}">{name}</text>'
-        for at, name in enumerate(CLASSES)
+        f'<rect class="g{kind}" x="{_TITLE_PX + 100 * at}" y="{y - 9}" width="10" height="10"/>'
+        f'<text class="g-title" x="{_TITLE_PX + 100 * at + 15}" y="{y}">{CLASSES[kind]}</text>'
+        for at, kind in enumerate(there)
     )
 
 

@@ -63,6 +63,13 @@ def test_a_picture_is_saved_as_svg(tmp_path: Path) -> None:
     assert "gpu" in (tmp_path / "plan.svg").read_text() or "ref0" in (tmp_path / "plan.svg").read_text()
 
 
+def test_the_legend_of_a_picture_has_the_colours_that_are_there() -> None:
+    svg = two_devices().plot().svg
+    assert ">forward</text>" in svg
+    assert ">transfer</text>" in svg
+    assert ">update</text>" not in svg
+
+
 def test_every_span_of_a_small_plan_is_in_the_picture() -> None:
     svg = two_devices().plot().svg
     assert svg.count('class="g0"') == 2 + 1  # one path a device, and the legend

@@ -133,6 +133,14 @@ def test_sweeps_double_or_take_equal_steps() -> None:
             parse_sweep(wrong)
 
 
+def test_one_change_may_be_a_string_instead_of_a_list(answer: Placement) -> None:
+    name = answer.problem.cluster.device_name[0]
+    alone, _ = api.whatif(answer, set=f"{name}.speed=2x", budget="5x")
+    listed, _ = api.whatif(answer, set=[f"{name}.speed=2x"], budget="5x")
+    assert alone == listed
+    assert not alone.rows[-1].note.startswith("cannot be asked")
+
+
 def test_a_sweep_of_memory_has_a_row_for_each_value(answer: Placement) -> None:
     found, _ = api.whatif(answer, sweep="gpu0.memory=1MB..24GB:3", budget="5x")
     assert [row.value for row in found.rows] == ["0.001GB", "12.0005GB", "24GB"]

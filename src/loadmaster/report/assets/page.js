@@ -104,7 +104,7 @@
       if (wide > (data.short ? 18 : 46) && tall > 11) {
         ctx.globalAlpha = alpha = dim ? 0.4 : 1;
         ctx.fillStyle = colours.ink; pen = -1;
-        const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0] : name, room = wide - (data.short ? 4 : 8);
+        const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0].split(": ").pop() : name, room = wide - (data.short ? 4 : 8);
         ctx.fillText(fit(text, room), titleWidth + left + 4, y + tall / 2 + 4);
       }
       i = next;
