@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from loadmaster.cluster.probe import local_devices
-from loadmaster.core.errors import InputError, PlanError, UnknownNameError
+from loadmaster.core.errors import GraphError, InputError, PlanError, UnknownNameError
 from loadmaster.core.findings import describe_findings
 from loadmaster.core.graph import Graph
 from loadmaster.core.io import load
@@ -197,20 +197,33 @@ def _choose_backend(asked: Any) -> str:
 
 
 def capture_step(model: nn.Module, given: Any, wishes: PlaceOptions, *, target: str) -> Graph:
-    """The graph of a model on example inputs: a training step, or inference in eval mode."""
+    """The graph of a model on example inputs: a training step, or inference in eval mode.
+
+    Where hooks are asked for, the model's own Python runs it: what its variables hold is in the graph.
+    """
     args, kwargs = parse_batch(given)
     kwargs |= dict(wishes.get("kwargs") or {})
-    graph = capture(
-        model,
-        args,
-        kwargs,
-        optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
-        loss=wishes.get("loss"),
-        train=model.training,
-        accumulation=wishes.get("accumulate", 1),
-        target=target,
-        assume=wishes.get("assume", 1.0),
-    )
+
+    def capture_by(path: str | None) -> Graph:
+        return capture(
+            model,
+            args,
+            kwargs,
+            optimizer=wishes.get("optimizer", DEFAULT_OPTIMIZER) if model.training else None,
+            loss=wishes.get("loss"),
+            train=model.training,
+            accumulation=wishes.get("accumulate", 1),
+            target=target,
+            assume=wishes.get("assume", 1.0),
+            path=path,
+        )
+
+    try:
+        graph = capture_by("traced" if wishes.get("engine") == HOOKS else None)
+    except GraphError:
+        if wishes.get("engine") != HOOKS:
+            raise
+        graph = capture_by(None)
     if graph.assumptions or graph.warnings:
         told = describe_findings(graph.assumptions, graph.warnings, graph.notes)
         warnings.warn("\n".join(told), RuntimeWarning, stacklevel=3)

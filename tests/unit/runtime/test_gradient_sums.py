@@ -39,6 +39,25 @@ def test_the_measured_peak_of_a_tied_weight_is_the_predicted_one() -> None:
     assert measured == pytest.approx(predicted, rel=0.1)
 
 
+class Averaged(nn.Module):
+    """A tied table whose rows are averaged: the gradient of the rows is as large as that of the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.table(x).mean(1), self.table.weight)
+
+
+def test_what_a_node_was_given_is_gone_when_what_it_made_is_added_up() -> None:
+    given = torch.arange(ROWS).reshape(1, ROWS)
+    placed = lm.place(Averaged(), given, devices="cpu#0-64MB", optimizer="sgd", budget="20x", loss=torch.sum)
+    placed(given).sum().backward()
+    (measured,), (predicted,) = placed.peak_bytes.values(), placed.placement.peak_bytes.tolist()
+    assert 4 * WEIGHT_BYTES <= measured <= predicted < 4.5 * WEIGHT_BYTES
+
+
 def test_counting_sums_holds_no_graph_alive() -> None:
     placed = place_tied()
     out = placed(torch.arange(4).reshape(1, 4))

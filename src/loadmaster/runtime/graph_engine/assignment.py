@@ -36,7 +36,7 @@ class PlanIndex:
     kind: dict[str, str]
     priority: dict[str, int]
     forward: list[tuple[str, str]]  # ops of the forward pass and their modules, in order
-    by_module: dict[str, int]  # the device of most ops of a module; views count only where there is no other
+    by_module: dict[str, int]  # the device of most ops of a module; views and inputs count last
     views: frozenset[str]  # ops that only look at memory: they are where it is
     trains: bool  # the graph has a backward pass
     inputs: frozenset[str] = frozenset()
@@ -53,14 +53,14 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
     kind = dict(zip(graph.op_name, graph.op_kind, strict=True))
     views = frozenset(graph.op_name[op] for op in find_viewed_ops(graph))
     votes: dict[str, Counter[int]] = {}
-    votes_of_views: dict[str, Counter[int]] = {}
+    lesser_votes: dict[str, Counter[int]] = {}
     forward = []
     device = dict(zip(graph.op_name, plan.device.tolist(), strict=True))
     for name, module, phase in zip(graph.op_name, graph.module, graph.phase.tolist(), strict=True):
         if kind[name] in (LOAD, RESTORE, LANDED):
             continue
         if phase in (Phase.FORWARD, Phase.PARAM):
-            counted = votes_of_views if name in views else votes
+            counted = lesser_votes if name in views or kind[name] == "input" else votes
             counted.setdefault(module, Counter())[device[name]] += 1
         if phase == Phase.FORWARD and kind[name] != "input" and module != LOSS:
             forward.append((name, module))
@@ -70,7 +70,7 @@ def index_plan(graph: Graph, plan: Plan) -> PlanIndex:
         kind=kind,
         priority=dict(zip(graph.op_name, plan.priority.tolist(), strict=True)),
         forward=forward,
-        by_module={module: count.most_common(1)[0][0] for module, count in (votes_of_views | votes).items()},
+        by_module={module: count.most_common(1)[0][0] for module, count in (lesser_votes | votes).items()},
         views=views,
         trains=bool((graph.phase == Phase.BACKWARD).any()),
         inputs=frozenset(name for name in graph.op_name if kind[name] == "input"),

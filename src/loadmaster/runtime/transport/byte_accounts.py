@@ -7,7 +7,8 @@ around each op; in the backward pass hooks put it around each of autograd's node
 Between its nodes autograd adds up the gradients of a tensor that several ops read (a tied weight, a
 residual). While it does, both terms and mostly a new sum stand there; the terms are gone when the next hook
 sees the sum. So the hook after a node that brings a second gradient notes what stands there, and whoever
-finds a sum in new memory counts it on top of that.
+finds a sum in new memory counts it on top of that. What the node itself was given is gone before the sum is
+made, but for a gradient that is the first term: what of it dies before the next hook did not stand there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,16 @@ _FEW = 3
 
 
 _SUMS = "loadmaster_sums"
-_Sums = dict[int, list[int]]  # input of a node that has a gradient -> what stood on each device at a second
+
+
+class _Waiting(NamedTuple):
+    """A gradient that waits for others: where it came from, and what stood on each device at a second one."""
+
+    term: Any  # what is known of the first term's storage
+    stood: list[int]  # empty until there is a second one
+
+
+_Sums = dict[int, _Waiting]  # input of a node that has a gradient
 
 
 class _Stored(NamedTuple):
@@ -51,6 +61,7 @@ class Accounts:
         self._storages = LiveStorages[_Stored](self._subtract)
         self._counters = [_Counter(self, at) for at in range(len(devices))]
         self._weight_sums: _Sums = {}  # by the id of a weight
+        self._leaving: list[tuple[_Stored, list[int]]] = []  # what a node was given, and what stood
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The device that a tensor's storage is counted on, or NO_DEVICE."""
@@ -108,15 +119,17 @@ class Accounts:
         def before(grads: Any) -> None:
             for at, grad in enumerate(grads):
                 self._add_sum(grad, sums.pop(at, None), device, what)
+            self._leaving = []
             counter.what = what
             _push_mode(counter)  # if the node raises, autograd restores the modes of its thread
 
         def after(made: Any, given: Any) -> None:
             _pop_mode()
             self.add(made, device, what)
+            self._leaving = []
             for (later, target, at), place in zip(behind, places, strict=True):
                 if made[place] is not None:
-                    self._note_gradient(later, target, at)
+                    self._note_gradient(later, target, at, made[place], given)
 
         node.register_prehook(before)
         node.register_hook(after)
@@ -125,21 +138,30 @@ class Accounts:
         """The gradient of a weight, which may be a sum."""
         self._add_sum(weight.grad, self._weight_sums.pop(id(weight), None), device, what)
 
-    def _add_sum(self, grad: Any, stood: list[int] | None, device: int, what: str) -> None:
-        """A gradient that arrives; in new memory it is a sum, made while what `stood` there still did."""
+    def _add_sum(self, grad: Any, waiting: _Waiting | None, device: int, what: str) -> None:
+        """A gradient that arrives; in new memory it is a sum, made while what was noted still stood there."""
         if not isinstance(grad, torch.Tensor):
             return
         is_new = grad.layout == torch.strided and grad.untyped_storage() not in self._storages
         self.add(grad, device, what)
-        if stood and is_new and self.owner(grad) == device:
-            most = stood[device] + grad.untyped_storage().nbytes()
+        if waiting is not None and waiting.stood and is_new and self.owner(grad) == device:
+            most = waiting.stood[device] + grad.untyped_storage().nbytes()
             self.peak_bytes[device] = max(self.peak_bytes[device], most)
 
-    def _note_gradient(self, sums: _Sums, target: Any, at: int) -> None:
+    def _note_gradient(self, sums: _Sums, target: Any, at: int, made: torch.Tensor, given: Any) -> None:
         """An input of a later node has a gradient; what stands there now, where it is not the first."""
         if hasattr(target, "variable"):  # a weight: its gradient is counted when it has it
             sums, at = self._weight_sums, id(target.variable)
-        sums[at] = list(self.live_bytes) if at in sums else []
+        if at not in sums:
+            sums[at] = _Waiting(self._storages.get(made.untyped_storage()), [])
+            return
+        stood = list(self.live_bytes)
+        stays = (sums[at].term, self._storages.get(made.untyped_storage()))
+        for grad in _list_tensors(given):
+            stored = self._storages.get(grad.untyped_storage())
+            if stored is not None and not any(stored is one for one in stays):
+                self._leaving.append((stored, stood))
+        sums[at] = _Waiting(sums[at].term, stood)
 
     def _add(self, tensor: torch.Tensor, device: int, what: str) -> None:
         if tensor.layout != torch.strided or tensor.device.type != self.devices[device].where.type:
@@ -156,6 +178,9 @@ class Accounts:
 
     def _subtract(self, stored: _Stored) -> None:
         self.live_bytes[stored.device] -= stored.num_bytes
+        for leaving, stood in self._leaving:
+            if leaving is stored:
+                stood[stored.device] -= stored.num_bytes
 
     def _memory_error(self, device: int, size: int, what: str) -> DeviceMemoryError:
         at, live = self.devices[device], self.live_bytes[device]

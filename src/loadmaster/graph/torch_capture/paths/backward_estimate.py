@@ -81,6 +81,7 @@ class Estimate:
         mirror = self._mirror(root)
         start = Op(f"{self._name(mirror)}.backward", "ones_like", "loss", Phase.BACKWARD, mirror=mirror)
         made = self.recorder.ledger.add(start, [], [loss.numel() * loss.itemsize])
+        self.recorder.ledger.keep_tensor(made[0])  # `backward` holds it to its end
         self._give((root, loss.output_nr), made[0], mirror)
         heap = [(-_sequence_number(root), 0, root)]
         while heap:

@@ -195,6 +195,8 @@ class CaptureRequest:
             step.keep_outputs()
             if self.train:
                 step.update(ops, step.collect_estimated(moved) if path == "estimated" else None)
+        if path == "traced":
+            step.keep_caches()
         graph = recorder.ledger.graph(self.name, self._describe_capture(path, recorder))
         return replace(
             graph,

@@ -82,10 +82,20 @@ class Step:
         for storage in self._outputs:
             self.recorder.ledger.keep(storage)
 
+    def keep_caches(self) -> None:
+        """What the model holds beyond its outputs, its step being over."""
+        self._held = None
+        self.recorder.keep_caches()
+
     def backward(self, loss: torch.Tensor) -> None:
         """The gradients of the loss, by autograd."""
         self.recorder.begin_backward(loss)
-        loss.backward()
+        if loss.numel() == 1:
+            start = torch.ones_like(loss, memory_format=torch.preserve_format)
+            self.recorder.keep(start)  # `backward` holds it to its end
+            loss.backward(start)
+        else:
+            loss.backward()  # which says what is wrong
         for _, given in self.fake.inputs():
             if given.grad is not None:
                 self.recorder.keep(given.grad)

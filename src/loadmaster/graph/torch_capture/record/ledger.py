@@ -212,6 +212,15 @@ class Ledger:
         if storage in self._storages:
             self._storages[storage].keep = True
 
+    def keep_for_next_step(self, storage: int) -> None:
+        """A storage that the model still holds when its step is over: it stands there in the next one."""
+        record = self._storages.get(storage)
+        if record is None or record.freed or record.keep:
+            return
+        maker = self.ops[record.op]
+        if maker.phase == Phase.FORWARD:
+            maker.resident_bytes += record.num_bytes
+
     def tensor(self, key: Key) -> int:
         """The tensor that is what `key` looks at."""
         return self._seen(self._looks[key])

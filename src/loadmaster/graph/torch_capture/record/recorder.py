@@ -170,6 +170,11 @@ class Recorder(TorchDispatchMode):
         """A tensor that its owner holds to the end of the step."""
         self.ledger.keep(self._number(tensor))
 
+    def keep_caches(self) -> None:
+        """Storages that are alive although the step and its outputs are gone are caches of the model."""
+        for storage in self._refs:
+            self.ledger.keep_for_next_step(storage)
+
     def _number(self, tensor: torch.Tensor) -> int:
         """The storage's number; an unknown one gets the next."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
