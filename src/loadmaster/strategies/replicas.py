@@ -98,7 +98,14 @@ class ReplicaMaker:
 
     def _keys(self, op: Ints, shard: Ints) -> Floats:
         keys = pipeline_keys(self.graph, self.strategy, self.layouts, self.layout_of_op)
-        return op.astype(np.float64) if keys is None else keys(op, shard)
+        if keys is not None:
+            return keys(op, shard)
+        # Gradients from factors are made last, so that nothing waits while the factors are gathered.
+        back = np.flatnonzero(self.graph.phase == Phase.BACKWARD)
+        late = float(back[-1]) + 0.3 if len(back) else 0.0
+        own: Floats = op.astype(np.float64)
+        found: Floats = np.where(self.factors[op], late + own / (2 * self.graph.num_ops), own)
+        return found
 
     def _resident(self, op: Ints, device: Ints) -> Longs:
         """Weight and state; replicas that do not update hold the weight alone."""

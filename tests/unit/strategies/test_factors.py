@@ -1,0 +1,124 @@
+"""Factors: the minimum cut against every choice there is and against a mixed integer programme."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from loadmaster.core.errors import InputError
+from loadmaster.strategies.factors import (
+    CutProblem,
+    as_problem,
+    break_even_rows,
+    choose,
+    cost_of,
+    faster_below_rows,
+)
+
+
+def random_cut(rng: np.random.Generator, ops: int, tensors: int) -> CutProblem:
+    """Whole numbers, so that rounding cannot hide a mistake; readers come after producers."""
+    reads, producer = [], []
+    for tensor in range(tensors):
+        made = int(rng.integers(-1, ops - 1))
+        later = np.arange(made + 1, ops)
+        readers = rng.choice(later, size=min(int(rng.integers(1, 4)), len(later)), replace=False)
+        reads += [(tensor, int(op)) for op in readers]
+        producer.append(made)
+    forced = [op for op in range(ops) if rng.random() < 0.15]
+    extra = rng.integers(-12, 13, ops).astype(float).tolist()
+    return as_problem(extra, rng.integers(0, 9, tensors).astype(float).tolist(), producer, reads, forced)
+
+
+def best_by_trying(problem: CutProblem) -> float:
+    free = np.flatnonzero(~problem.forced).tolist()
+    best = 0.0
+    for picks in itertools.product((False, True), repeat=len(free)):
+        chosen = np.zeros(len(problem.extra_s), dtype=np.bool_)
+        chosen[free] = picks
+        best = min(best, cost_of(problem, chosen))
+    return best
+
+
+def best_by_programme(problem: CutProblem) -> float:
+    ops, tensors = len(problem.extra_s), len(problem.gather_s)
+    rows = []
+    for tensor, op in zip(problem.read_tensor.tolist(), problem.read_op.tolist(), strict=True):
+        row = np.zeros(ops + tensors)
+        row[op], row[ops + tensor] = 1.0, -1.0  # x_j - x_producer <= b_u
+        if problem.producer[tensor] >= 0:
+            row[problem.producer[tensor]] -= 1.0
+        rows.append(row)
+    upper = np.concatenate([np.where(problem.forced, 0.0, 1.0), np.ones(tensors)])
+    solved = milp(
+        np.concatenate([problem.extra_s, problem.gather_s]),
+        constraints=LinearConstraint(np.array(rows), ub=0.0),
+        integrality=np.concatenate([np.ones(ops), np.zeros(tensors)]),
+        bounds=Bounds(0.0, upper),
+    )
+    return float(solved.fun)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_cut_is_the_best_of_all_choices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_cut(rng, int(rng.integers(2, 9)), int(rng.integers(1, 8)))
+    assert cost_of(problem, choose(problem)) == pytest.approx(best_by_trying(problem), abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cut_is_the_optimum_of_the_integer_programme(seed: int) -> None:
+    rng = np.random.default_rng(1000 + seed)
+    problem = random_cut(rng, int(rng.integers(20, 60)), int(rng.integers(20, 60)))
+    found = choose(problem)
+    assert not (found & problem.forced).any()
+    assert cost_of(problem, found) == pytest.approx(best_by_programme(problem), abs=1e-4)
+
+
+def test_a_tensor_is_paid_for_once_however_many_read_it() -> None:
+    # Each alone would not pay for the gather of 5; together they do.
+    together = as_problem([-3.0, -3.0], [5.0], [-1], [(0, 0), (0, 1)])
+    assert choose(together).tolist() == [True, True]
+    apart = as_problem([-3.0, -3.0], [5.0, 5.0], [-1, -1], [(0, 0), (1, 1)])
+    assert choose(apart).tolist() == [False, False]
+
+
+def test_what_is_made_by_a_chosen_op_need_not_be_gathered() -> None:
+    chain = as_problem([1.0, -4.0], [0.5, 9.0], [-1, 0], [(0, 0), (1, 1)])
+    assert choose(chain).tolist() == [True, True]
+    assert choose(as_problem([1.0, -4.0], [0.5, 9.0], [-1, 0], [(0, 0), (1, 1)], forced=[0])).tolist() == [
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e6])
+def test_the_choice_does_not_depend_on_the_unit_of_time(scale: float) -> None:
+    rng = np.random.default_rng(3)
+    problem = random_cut(rng, 30, 30)
+    scaled = CutProblem(
+        problem.extra_s * scale,
+        problem.forced,
+        problem.gather_s * scale,
+        problem.producer,
+        problem.read_tensor,
+        problem.read_op,
+    )
+    assert cost_of(problem, choose(scaled)) == pytest.approx(cost_of(problem, choose(problem)))
+
+
+def test_negative_times_are_refused() -> None:
+    with pytest.raises(InputError, match="must be >= 0"):
+        choose(as_problem([-1.0], [-1.0], [-1], [(0, 0)]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "even", "faster"),
+    # HM = 2 H1 H2 / (H1 + H2); faster below it at 22.5 Gbit/s, 4 bytes and 10 TFLOP/s
+    [(25088, 4096, 7042, 4711), (4096, 4096, 4096, 3181), (2048, 1000, 1344, 1228), (768, 30522, 1498, 1356)],
+)
+def test_break_even_is_the_harmonic_mean(inputs: int, outputs: int, even: int, faster: int) -> None:
+    assert break_even_rows(inputs, outputs) == pytest.approx(even, abs=1)
+    found = faster_below_rows(inputs, outputs, bytes_per_s=22.5e9 / 8, flops_per_s=10e12)
+    assert found == pytest.approx(faster, rel=0.01)
