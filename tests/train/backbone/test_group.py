@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import loadmaster.train as lt
 from loadmaster.core.errors import DeviceMemoryError, InputError
@@ -328,3 +329,40 @@ def test_trials_of_two_precisions_are_not_planned_as_one_group(tmp_path: Any) ->
     backbone_bytes = sum(p.nbytes for p in trials[0].build().parameters() if not p.requires_grad)
     assert narrow > backbone_bytes
     assert wide - third == backbone_bytes
+
+
+class _Plain(nn.Module):
+    """Frozen and trained layers that nothing but their own resets fill, so they could be built on `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.low = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.base(x) + self.low(x))
+
+
+@pytest.mark.parametrize(("seeds", "joins"), [((0, 0), True), ((0, 1), False)])
+def test_frozen_layers_that_reset_themselves_are_shared_where_their_numbers_are_equal(
+    seeds: tuple[int, int], joins: bool
+) -> None:
+    x = torch.ones(2, 16)
+    trials = [
+        lt.Trial(
+            name=f"t{number}",
+            build=lambda: nn.Sequential(*(_Plain() for _ in range(3))),
+            loss=nn.functional.mse_loss,
+            data=lambda: [(x, x)] * 2,
+            optim=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1),
+            seed=seed,
+        )
+        for number, seed in enumerate(seeds)
+    ]
+    device = CpuDevice(cap_bytes=1 << 22)
+    if not joins:
+        with pytest.raises(InputError, match="cannot join"):
+            open_group(trials, device=device)
+        return
+    group = open_group(trials, device=device)
+    assert [state.trial.name for state in group.states] == ["t0", "t1"]

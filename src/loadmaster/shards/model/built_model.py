@@ -88,6 +88,8 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
     with randomness.preserve_generators(device):
         randomness.seed_all(trial.seed, device)
         empty = build_on_meta(trial.build) if known is None or known.empty else None
+        if empty is not None and not all(parameter.requires_grad for parameter in empty.parameters()):
+            empty = None  # frozen numbers are compared with those of other trials, so they must be there
         if empty is None:
             randomness.seed_all(trial.seed, device)
         model = trial.build() if empty is None else empty
