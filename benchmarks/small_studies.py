@@ -1,4 +1,4 @@
-"""What a study of small models takes beside plain loops: three tiny models of transformers, one after another.
+"""What a study of small models takes beside plain loops: three tiny models of transformers in turn.
 
     OMP_NUM_THREADS=1 python -m benchmarks.small_studies --out benchmarks/results/small-studies.json
 
