@@ -209,6 +209,7 @@ def test_replay_whatif_and_pages(say, tmp_path: Path) -> None:  # type: ignore[n
 
 
 @needs_graphs
+@pytest.mark.slow
 def test_bench_and_policies_list(say) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = say("advise", "bench", "own", "--graphs", str(GRAPHS), "--seeds", "2", "--json")
     assert code == 0

@@ -95,6 +95,7 @@ def test_a_rollout_beats_its_base_on_the_same_streams() -> None:
 
 
 @needs_graphs
+@pytest.mark.slow
 def test_a_short_training_beats_random_and_repeats(tmp_path) -> None:  # type: ignore[no-untyped-def]
     from loadmaster.advisor.learned.networks import load_network
     from loadmaster.advisor.learned.training import TrainSettings, evaluate, train_policy

@@ -145,6 +145,7 @@ def test_an_algorithm_for_one_objective_is_asked_for_that_and_it_is_said(say: Sa
     assert "above the best of any chain" in out
 
 
+@pytest.mark.slow
 def test_a_proof_of_chains_speaks_of_chains_and_names_the_free_split(say: Say) -> None:
     """Each of three ops holds 9 GB; two devices of 16 GB take one each."""
     write_graph(Path("g.json"), *({"id": name, "time_ms": 1, "memory": 9e9} for name in "abc"))

@@ -26,6 +26,7 @@ def test_the_example_runs(example: Path, tmp_path: Path) -> None:
     assert result.stdout
 
 
+@pytest.mark.slow
 def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert normalise(run_page(text, tmp_path)) == normalise(text), (

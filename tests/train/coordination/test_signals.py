@@ -148,6 +148,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_step_that_outlasts_the_grace_ends_with_143_and_valid_checkpoints(tmp_path: Path) -> None:
     file = tmp_path / "mine_grace.py"
     file.write_text(ENDLESS)

@@ -192,6 +192,7 @@ def test_a_stopped_trial_killed_before_its_checkpoint_counts_ends_with_the_same_
     assert describe(search(folder)) == describe(whole)
 
 
+@pytest.mark.slow
 def test_ten_kills_of_groups_under_a_search_resume_to_the_same_weights(tmp_path: Path) -> None:
     """Groups on a frozen backbone, with evaluation and successive halving."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

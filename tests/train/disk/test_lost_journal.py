@@ -116,6 +116,7 @@ def test_checkpoints_are_not_adopted_under_a_searcher_whose_reports_are_lost(tmp
         study(tmp_path, searcher=SuccessiveHalving()).fit(adopt_checkpoints=True)
 
 
+@pytest.mark.slow
 def test_the_command_line_adopts_checkpoints(tmp_path: Path) -> None:
     interrupted(tmp_path / "run")
     (tmp_path / "run/journal").unlink()

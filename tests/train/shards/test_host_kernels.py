@@ -138,6 +138,7 @@ print(len(step_table.signatures))
     assert run_apart(text) == ["False", "True", "1"]
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_the_compiled_kernel_and_gives_the_same_bits(tmp_path: Path) -> None:
     text = """
 import torch

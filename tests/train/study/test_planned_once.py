@@ -112,6 +112,7 @@ def test_models_with_weights_of_several_trials_do_not_wait_in_memory(tmp_path: P
     assert calls == {"build": 2 * (2 + 1), "optim": 2 * 2, "schedule": 2 * 2, "data": 2 * (1 + EPOCHS)}
 
 
+@pytest.mark.slow
 def test_a_worker_in_another_process_builds_once_and_does_not_plan(tmp_path: Path) -> None:
     for build, tried in ((plain, 0), (scaled, 1)):
         path = tmp_path / build.__name__

@@ -52,6 +52,7 @@ def same(one: lt.Trial, found: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_r2_shards_are_an_exact_partition_under_every_cap() -> None:
     def build() -> nn.Module:
         sizes = [8, 64, 8, 96, 16, 16, 128, 8, 8, 4]

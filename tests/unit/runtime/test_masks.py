@@ -89,6 +89,7 @@ def test_sequences_that_are_packed_into_one_do_not_see_each_other(way: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["positions", "mask"])
+@pytest.mark.slow
 def test_positions_and_masks_that_are_given_are_kept(kind: str) -> None:
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     plain = {"position_ids": torch.arange(16).expand(2, -1), "attention_mask": torch.ones(2, 16).long()}
@@ -103,6 +104,7 @@ def test_positions_and_masks_that_are_given_are_kept(kind: str) -> None:
     assert all(torch.allclose(wanted[1][name], found[1][name], atol=1e-7) for name in wanted[1])
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_its_cache_has_graphs_for_any_size_and_for_full_masks_of_their_own() -> None:
     wanted, model = (llama(num_hidden_layers=1, use_cache=True) for _ in range(2))
     full = {name: torch.ones(2, 16).long() for name in ("input_ids", "labels", "attention_mask")}
@@ -124,6 +126,7 @@ def test_a_model_that_gives_its_cache_has_graphs_for_any_size_and_for_full_masks
     )
 
 
+@pytest.mark.slow
 def test_a_forward_whose_arguments_have_changed_places_still_has_graphs_for_full_masks(
     monkeypatch: Any,
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_copy_has_the_values_and_where_it_can_the_strides(look: Any) -> None:
     assert not few_gaps or made.stride() == x.stride()
 
 
+@pytest.mark.slow
 def test_thirty_steps_of_changing_batches_leave_nothing_behind() -> None:
     built = mlp()
     model = placed(built, random_plan(captured(built), 2, 1))
@@ -246,6 +247,7 @@ def over_cap(name: str, num_plans: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_random_plans_run_under_a_cap_just_above_their_predicted_peak() -> None:
     assert over_cap("lstm", 3) == []
 

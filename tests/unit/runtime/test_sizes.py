@@ -60,6 +60,7 @@ def same(plain: Any, model: Any, given: dict[str, Any]) -> bool:
     return torch.equal(*outs) and all(map(torch.equal, *grads))
 
 
+@pytest.mark.slow
 def test_many_sequence_lengths_under_kwargs_share_one_graph_to_the_bit() -> None:
     plain, model = both(Tokens, 2, 4)
     for batch, seq in [(2, 4), (3, 4), (4, 4), (2, 6), (3, 9), *((2 + seq % 3, seq) for seq in range(5, 30))]:

@@ -66,6 +66,7 @@ def test_numbers_of_every_family_are_those_of_plain_training(name: str, every: i
 
 
 @pytest.mark.parametrize("name", ["gpt2", "lstm"])
+@pytest.mark.slow
 def test_the_generated_code_of_whole_devices_gives_the_same_numbers(name: str) -> None:
     plain, again = example(name), example(name)
     model = spilled_model(again, all_of, window_bytes=1 << 14)
@@ -115,6 +116,7 @@ def test_no_more_copies_than_the_window_are_ever_there(window: int) -> None:
     assert most[0] == window * WEIGHT
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_is_not_exceeded() -> None:
     for window in (1, 2, 4):
         built = deep()
@@ -246,6 +248,7 @@ def test_a_placed_model_that_spills_is_verified_and_says_so() -> None:
     assert f"{DEEP} weights are loaded" in model.explain()
 
 
+@pytest.mark.slow
 def test_steps_of_changing_batches_leave_nothing_behind() -> None:
     built = deep()
     model = spilled_model(built, all_of, window_bytes=2 * WEIGHT)

@@ -61,6 +61,7 @@ def test_numbers_of_every_family_are_those_of_plain_training(name: str, every: i
     assert first_difference(trained(plain.model, plain), trained(model, again)) == ""
 
 
+@pytest.mark.slow
 def test_the_device_holds_less_and_no_more_than_predicted() -> None:
     whole = lm.problem(captured(wide()), "cpu#0-64MB, cpu#1-64MB")
     peaks = {}

@@ -193,7 +193,8 @@ def halves(built: Example) -> Any:
     return plan_of((2 * unit >= num_units).astype(np.int32), np.arange(graph.num_ops, dtype=np.int32))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.slow
 def test_compiled_parts_train_as_the_model_does(name: str) -> None:
     built, plain = without_chance(name), without_chance(name)
     model = placed(built, halves(built), compile="aot_eager")
