@@ -27,6 +27,7 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Load, Objective, Problem, Split
 from loadmaster.core.question import MEASURE_S, Devices, Question, Source
 from loadmaster.core.run import Bound, Budget, ignore_news, ignore_progress, parse_budget
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import parse_bytes
 from loadmaster.graph.framework import is_tensorflow_model
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from loadmaster.core.answers.outcomes import Difference, Explanation, Outcomes
     from loadmaster.core.answers.run_report import Outcome
     from loadmaster.core.check import Violation
-    from loadmaster.runtime.distributed.launch import PipelineRun
-    from loadmaster.runtime.distributed.trial_run import PipelineOutcome
+    from loadmaster.runtime.distributed.pipeline_run import PipelineRun
+    from loadmaster.runtime.distributed.strategy_run import StrategyRun
+    from loadmaster.runtime.distributed.trial_run import PipelineOutcome, StrategyOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.tensorflow.verify_step import StepVerification
@@ -379,7 +381,7 @@ def _run_tensorflow(
 
 
 def launch(
-    plan: "Placement | str | os.PathLike[str]",
+    plan: Placement | StrategyAnswer | str | os.PathLike[str],
     model: Any = None,
     *,
     loss: Callable[..., Any] | None = None,
@@ -392,28 +394,32 @@ def launch(
     threads: int | None = None,
     emulate: bool = False,
     source: str | None = None,
-) -> "PipelineRun":
-    """The processes of a pipeline, started here or, under torchrun, joined (docs/pipelines.md).
+    **strategy: Any,
+) -> "PipelineRun | StrategyRun":
+    """The processes of a pipeline or a strategy, started here or, under torchrun, joined.
 
     `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
     `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
     seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
+    What else a strategy takes is in `StrategyOptions` (docs/strategies.md): `weight`, `compare_every`,
+    `bucket_bytes`, `verify`.
     """
-    from loadmaster.runtime.distributed.launch import LaunchOptions
+    from loadmaster.runtime.distributed.launch import LaunchOptions, load_launchable, strategy_options
     from loadmaster.runtime.distributed.launch import launch as start
     from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
-    from loadmaster.runtime.place_request import load_placement, require_model
+    from loadmaster.runtime.place_request import require_model
 
     if model is not None:
         require_model(model)
+    answer = load_launchable(plan)
     train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
-    return start(
-        load_placement(plan), model, LaunchOptions(train, float(timeout), threads, source, emulate=emulate)
-    )
+    extras = strategy_options(answer, strategy)
+    options = LaunchOptions(train, float(timeout), threads, source, strategy=extras, emulate=emulate)
+    return start(answer, model, options)
 
 
-def run_pipeline(
-    plan: "Placement | str | os.PathLike[str]",
+def run_processes(
+    plan: Placement | StrategyAnswer | str | os.PathLike[str],
     *,
     model: str | None = None,
     steps: int = 20,
@@ -424,23 +430,23 @@ def run_pipeline(
     threads: int | None = None,
     emulate: bool = False,
     tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
-) -> "PipelineOutcome":
-    """Train a captured model on a pipeline for some steps of synthetic data: predicted beside measured.
+) -> "PipelineOutcome | StrategyOutcome":
+    """Train a captured model on a pipeline or a strategy for some steps: predicted beside measured.
 
     With `checkpoint` the run goes on from the newest checkpoint in that folder, and leaves one at its end and
     every so many steps.
     """
     from loadmaster.graph.origin import origin_of
+    from loadmaster.runtime.distributed.launch import load_launchable
     from loadmaster.runtime.distributed.trial_run import run_steps
-    from loadmaster.runtime.place_request import load_placement
     from loadmaster.runtime.run.launch import require_steps
 
     require_steps(steps)
-    placement = load_placement(plan)
-    found = origin_of(placement.problem.graph)
+    answer = load_launchable(plan)
+    found = origin_of(answer.problem.graph)
     source = model or (found[0] if found is not None else "")
     with launch(
-        placement, source=model, seed=seed, timeout=timeout, threads=threads, emulate=emulate
+        answer, source=model, seed=seed, timeout=timeout, threads=threads, emulate=emulate
     ) as running:
         return run_steps(
             running,

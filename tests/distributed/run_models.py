@@ -119,3 +119,41 @@ class Counting(Tangled):
         if self.training:
             self.count += 1
         return super().forward(x * (1.0 if self.count.item() < 5 else 0.5))
+
+
+class Rows(nn.Module):
+    """Every row by itself: linear layers, a norm of layers, weights without rows, one weight read twice."""
+
+    def __init__(self, width: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.where = nn.Parameter(torch.randn(5, width) * 0.1)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.where * 2.0  # has no rows, and crosses to other groups
+        x = x[:, None, :] + shift
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = (x + shift).flatten(0, 1)  # five rows for each row of the batch
+        return self.head(self.norm(x)).reshape(-1, 5, 3)
+
+
+class Pictures(nn.Module):
+    """Convolutions without batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.head = nn.Linear(8 * 16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.head(x.flatten(1))
+
+
+def build_rows(batch: int = 4) -> dict[str, Any]:
+    """For the command line."""
+    return {"model": Rows(), "args": (torch.randn(batch, 16),), "loss": square, "optimizer": adamw}

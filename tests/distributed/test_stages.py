@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from loadmaster.modules.loss import compute_loss
 from loadmaster.runtime.distributed.pipeline.stage_cut import cut_stages
-from loadmaster.runtime.distributed.pipeline.stages import Stage, build_stage
+from loadmaster.runtime.distributed.pipeline.stages import Stage, build_stage, find_deferrable
 from loadmaster.runtime.graph_engine.op_facts import collect_facts
 from loadmaster.runtime.graph_engine.program import Program, export_program
 from loadmaster.zoo.example import Example
@@ -30,7 +30,14 @@ def _cut(built: Example, stages: int, *, deferrable: bool = False) -> tuple[Prog
     cut = cut_stages(program, facts, placement.problem.graph, placement.plan, needed)
     made = [
         build_stage(
-            program, facts, cut, index, built.model, where=CPU, outputs=outputs, deferrable=deferrable
+            program,
+            facts,
+            cut,
+            index,
+            built.model,
+            where=CPU,
+            outputs=outputs,
+            instead=find_deferrable if deferrable else None,
         )
         for index in range(stages)
     ]

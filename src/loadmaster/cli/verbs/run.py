@@ -49,13 +49,15 @@ def command(
         typer.Option(
             "--launch",
             metavar="WHERE",
-            help="Of a pipeline: 'local' starts its processes here. Under torchrun each process joins.",
+            help="Of a pipeline or strategy: 'local' starts its processes here; under torchrun each joins.",
         ),
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            "--checkpoint", metavar="DIR", help="Of a pipeline: resume from here, and save at the end."
+            "--checkpoint",
+            metavar="DIR",
+            help="Of a pipeline or strategy: resume from here, and save at the end.",
         ),
     ] = None,
     every: Annotated[
@@ -75,7 +77,7 @@ def command(
 ) -> None:
     """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
 
-    A plan with a pipeline is run by processes: `loadmaster run plan.json --launch local`, or
+    A pipeline or a strategy is run by processes: `loadmaster run plan.json --launch local`, or
     `torchrun --nproc-per-node 2 -m loadmaster run plan.json` on each host.
 
     Exit code 1 means that the file holds no plan that fits, or that the loss was not a number at some step;
@@ -85,6 +87,7 @@ def command(
     from loadmaster.cli.console import print_json, stderr
     from loadmaster.cli.question import check_outputs
     from loadmaster.core.errors import InputError
+    from loadmaster.core.strategy_answer import StrategyAnswer
     from loadmaster.report.plain_text import escape_control_characters
 
     if database is not None and not calibrate:
@@ -93,10 +96,14 @@ def command(
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
     placement = _read_runnable(plan)
-    if getattr(getattr(placement, "plan", None), "pipeline", None) is not None or launch is not None:
-        from loadmaster.cli.verbs._pipeline_run import PipelineRequest, run_pipeline
+    over_processes = (
+        isinstance(placement, StrategyAnswer)
+        or getattr(getattr(placement, "plan", None), "pipeline", None) is not None
+    )
+    if over_processes or launch is not None:
+        from loadmaster.cli.verbs._processes_run import ProcessesRequest, run_processes
 
-        request = PipelineRequest(
+        request = ProcessesRequest(
             plan,
             placement,
             launch,
@@ -112,7 +119,7 @@ def command(
             trace,
             json,
         )
-        run_pipeline(request, lambda: _show_progress_bar(plan, steps))
+        run_processes(request, lambda: _show_progress_bar(plan, steps))
         return
     for name, given in {"--checkpoint": checkpoint, "--every": every, "--emulate": emulate}.items():
         if given:
@@ -154,9 +161,12 @@ def _read_runnable(path: str) -> Any:
     from loadmaster.cli.console import stderr
     from loadmaster.core.placement import Placement
     from loadmaster.core.reasons import why_none_fits
+    from loadmaster.core.strategy_answer import StrategyAnswer
     from loadmaster.report.plain_text import escape_control_characters
 
     found = api.load(path)
+    if isinstance(found, StrategyAnswer):
+        return found
     if not isinstance(found, Placement):
         return path  # refused with its name
     if found.fits:

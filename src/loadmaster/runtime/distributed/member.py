@@ -1,11 +1,11 @@
-"""Member: one process of a launched pipeline, started here or by torchrun; it answers commands.
+"""Member: one process of a launched plan, started here or by torchrun; it answers commands.
 
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, LoadmasterError
+from loadmaster.core.graph import Graph
 from loadmaster.core.io import decode
 from loadmaster.core.placement import Placement
+from loadmaster.core.strategy_answer import StrategyAnswer
+from loadmaster.graph.export import find_size
 from loadmaster.graph.models import CaptureOptions, load_model_parts
 from loadmaster.graph.origin import origin_of
 from loadmaster.runtime.distributed import checkpoints
@@ -28,8 +32,10 @@ from loadmaster.runtime.distributed.peers import (
     open_transport,
     require_agreement,
 )
-from loadmaster.runtime.distributed.pipeline.layout import layout_of
+from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOptions
+from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layout_of_strategy
+from loadmaster.runtime.distributed.strategy.rank import StrategyOptions, StrategyRank
 from loadmaster.runtime.distributed.synthetic import SyntheticBatches
 from loadmaster.runtime.distributed.transports import Waits
 from loadmaster.runtime.transport.devices import locate_device
@@ -40,50 +46,58 @@ from loadmaster.zoo.hf import restore_attention
 class MemberSpec:
     """What a process needs to know to take part."""
 
-    placement: bytes  # as a file has it
+    answer: bytes  # a Placement or a StrategyAnswer, as a file has it
     meeting: Meeting
     options: TrainOptions
     model: nn.Module | None = None  # None: made again from the source that the plan names
     source: str | None = None  # instead of the plan's own
     threads: int | None = None
+    strategy: StrategyOptions = field(default_factory=StrategyOptions)
 
 
 class Member:
     """A process that takes part in a run."""
 
-    def __init__(self, spec: MemberSpec, placement: Placement | None = None) -> None:
+    def __init__(self, spec: MemberSpec, answer: Placement | StrategyAnswer | None = None) -> None:
         """Join the others and agree with them; nothing has been computed yet."""
         self.spec = spec
-        self.placement = decode(spec.placement) if placement is None else placement
-        assert isinstance(self.placement, Placement), "checked before it was sent"
+        found = decode(spec.answer) if answer is None else answer
+        assert isinstance(found, Placement | StrategyAnswer), "checked before it was sent"
+        self.answer = found
+        cluster = found.problem.cluster
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         self.waits = Waits(spec.meeting.rank, spec.meeting.timeout_s)
-        layout = layout_of(self.placement)
+        layout = layout_of(found) if isinstance(found, Placement) else layout_of_strategy(found)
         rank = spec.meeting.rank
         self.where, problem = torch.device("cpu"), ""
         if rank < layout.world:
             try:
-                self.where = _find_device(self.placement, layout.device_of(rank))
+                self.where = locate_device(cluster, layout.device_of(rank))
             except LoadmasterError as failure:
                 problem = str(failure)
         if self.where.type == "cuda" and not problem:
-            _cap_memory(self.placement, layout.device_of(rank), self.where)
+            _cap_memory(cluster, layout.device_of(rank), self.where)
         meet(spec.meeting)
-        versions = {"loadmaster": version("loadmaster"), "plan": self.placement.digest}
+        versions = {"loadmaster": version("loadmaster"), "plan": found.digest}
         facts = describe_process(rank, str(self.where), versions, problem)
         everyone = require_agreement(facts, layout.world, ("loadmaster", "plan", "torch"))
-        transport = open_transport(self.where, everyone, self.waits)
         model, options = spec.model, spec.options
         self.batches: SyntheticBatches | None = None
         if model is None:
-            parts = _build_parts(self.placement, spec.source, options.seed)
+            parts = _build_parts(found.problem.graph, spec.source, options.seed)
             model = parts["model"]
-            self.batches = SyntheticBatches.of(parts, sum(layout.micro_batches), options.seed)
+            copies = _copies_of_example(layout, parts)
+            self.batches = SyntheticBatches.of(parts, copies, options.seed)
             options = self.batches.complete(options)
         else:
             restore_attention(model)
-        self.rank = PipelineRank(self.placement, model, options, rank, self.where, transport, self.waits)
+        self.rank: PipelineRank | StrategyRank
+        if isinstance(found, Placement):
+            transport = open_transport(self.where, everyone, self.waits)
+            self.rank = PipelineRank(found, model, options, rank, self.where, transport, self.waits)
+        else:
+            self.rank = StrategyRank(found, model, options, spec.strategy, rank, self.where, self.waits)
         self.offset_s = clock_offset_s(self.waits) if layout.world > 1 else 0.0
 
     def __call__(self, command: str, given: Any) -> Any:
@@ -115,7 +129,7 @@ class Member:
             case "state":
                 return checkpoints.own_state(rank)
             case "clocked":
-                rank.executor.synchronize = bool(given)
+                rank.clocked(bool(given))
                 return None
             case "report":
                 return self._report()
@@ -125,14 +139,8 @@ class Member:
         """What the last step took, on the common clock, and what this process holds."""
         rank = self.rank
         spans = [
-            (
-                one.action.work.value,
-                one.action.stage,
-                one.action.microbatch,
-                one.start_s + self.offset_s,
-                one.end_s + self.offset_s,
-            )
-            for one in rank.executor.spans
+            (work, part, batch, start + self.offset_s, end + self.offset_s)
+            for work, part, batch, start, end in rank.spans()
         ]
         weights = sum(one.numel() * one.element_size() for one in rank.own_parameters().values())
         peak = torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else 0
@@ -142,7 +150,8 @@ class Member:
             "peak_bytes": peak,
             "notes": list(rank.notes),
             "where": str(self.where),
-            "sent": list(rank.executor.sizes),
+            "sent": rank.sent_sizes(),
+            "drift": rank.drift.report if isinstance(rank, StrategyRank) else None,
         }
 
     def close(self) -> None:
@@ -150,20 +159,22 @@ class Member:
         leave()
 
 
+def _copies_of_example(layout: PipelineLayout | StrategyLayout, parts: Mapping[str, Any]) -> int:
+    """How often the example that was captured makes a whole batch: it is one micro-batch of a pipeline."""
+    if isinstance(layout, StrategyLayout):
+        return 1
+    rows = find_size((parts.get("args", ()), parts.get("kwargs") or {}), "batch")
+    return 1 if layout.rows and sum(layout.rows) == rows else sum(layout.micro_batches)
+
+
 def enter(spec: MemberSpec) -> Member:
     """The entry of a worker process."""
     return Member(spec)
 
 
-def _find_device(placement: Placement, device: int) -> torch.device:
-    cluster = placement.problem.cluster
-    return locate_device(cluster, device)
-
-
-def _cap_memory(placement: Placement, device: int, where: torch.device) -> None:
+def _cap_memory(cluster: Cluster, device: int, where: torch.device) -> None:
     """A process that has a part of a GPU takes no more than that part."""
     torch.cuda.set_device(where)
-    cluster = placement.problem.cluster
     if "#" in cluster.device_name[device]:
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(
@@ -171,9 +182,8 @@ def _cap_memory(placement: Placement, device: int, where: torch.device) -> None:
         )
 
 
-def _build_parts(placement: Placement, source: str | None, seed: int) -> dict[str, Any]:
+def _build_parts(graph: Graph, source: str | None, seed: int) -> dict[str, Any]:
     """The model again, with weights that a seed gives; every rank makes the same."""
-    graph = placement.problem.graph
     found = origin_of(graph)
     if found is None and source is None:
         raise InputError(

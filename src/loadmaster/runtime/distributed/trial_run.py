@@ -1,7 +1,8 @@
-"""Trial run: some steps of a launched pipeline on synthetic data, predicted beside measured."""
+"""Trial run: some steps of a launched plan on synthetic data, predicted beside measured."""
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,53 @@ from statistics import median
 import numpy as np
 
 from loadmaster.core.answers.run_report import SCHEMA_VERSION, Pair, PipelineRan, StageRan
+from loadmaster.core.answers.strategy_report import SCHEMA_VERSION as STRATEGY_SCHEMA
+from loadmaster.core.answers.strategy_report import RankRan, StrategyRan
+from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
+from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.timeline import Timeline
 from loadmaster.runtime.distributed import checkpoints
-from loadmaster.runtime.distributed.launch import PipelineRun
+from loadmaster.runtime.distributed.pipeline_run import PipelineRun
+from loadmaster.runtime.distributed.strategy_run import StrategyRun
 
 Tell = Callable[[int, float, float, dict[str, int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What some steps gave."""
+
+    asked: int
+    seconds: list[float]
+    losses: list[float]
+    ended: str
+    saved: str | None
+
+    @property
+    def shown_losses(self) -> tuple[float | None, ...]:
+        """Losses as JSON can hold them."""
+        return tuple(loss if math.isfinite(loss) else None for loss in self.losses)
+
+    @property
+    def step_s(self) -> float | None:
+        """The median of all steps but the first, where there are others."""
+        return median(self.seconds[1:] or self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategyOutcome:
+    """What came of a strategy."""
+
+    ran: StrategyRan
+    answer: StrategyAnswer
+    measured: Timeline
+
+    @property
+    def graph(self) -> Graph:
+        """What was trained."""
+        return self.answer.problem.graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +69,14 @@ class PipelineOutcome:
     predicted: Timeline | None
     measured: Timeline
 
+    @property
+    def graph(self) -> Graph:
+        """What was trained."""
+        return self.placement.problem.graph
+
 
 def run_steps(
-    run: PipelineRun,
+    run: PipelineRun | StrategyRun,
     steps: int,
     tell: Tell,
     *,
@@ -38,7 +84,7 @@ def run_steps(
     predicted: Timeline | None = None,
     checkpoint: str | None = None,
     every: int = 0,
-) -> PipelineOutcome:
+) -> PipelineOutcome | StrategyOutcome:
     """Train; with a folder go on from its newest checkpoint, and write more there."""
     saved: str | None = None
     if checkpoint is not None:
@@ -60,18 +106,14 @@ def run_steps(
             break
         if checkpoint is not None and (number == steps or (every and number % every == 0)):
             saved = run.save(checkpoint)
-    return _report(run, steps, seconds, losses, ended, source, predicted, saved)
+    trained = _Trained(steps, seconds, losses, ended, saved)
+    if isinstance(run, StrategyRun):
+        return _report_strategy(run, trained, source)
+    return _report_pipeline(run, trained, source, predicted)
 
 
-def _report(
-    run: PipelineRun,
-    steps: int,
-    seconds: list[float],
-    losses: list[float],
-    ended: str,
-    source: str,
-    predicted: Timeline | None,
-    saved: str | None,
+def _report_pipeline(
+    run: PipelineRun, trained: _Trained, source: str, predicted: Timeline | None
 ) -> PipelineOutcome:
     placement, layout = run.placement, run.layout
     assert placement.plan is not None, "it ran"
@@ -110,19 +152,69 @@ def _report(
         replicas=layout.num_replicas,
         schedule=layout.schedule,
         num_microbatches=sum(layout.micro_batches),
-        steps_asked=steps,
+        steps_asked=trained.asked,
         steps_done=run.steps_done,
-        ended=ended,
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
-        step_times_s=tuple(seconds),
-        step_s=Pair(whole, median(seconds[1:] or seconds) if seconds else None),
+        ended=trained.ended,
+        losses=trained.shown_losses,
+        step_times_s=tuple(trained.seconds),
+        step_s=Pair(whole, trained.step_s),
         bubble_share=Pair(expected, sum(bubbles.values()) / len(bubbles) if bubbles else None),
         stages=rows,
         sent_bytes=sum(size for report in reports for _, _, size in report["sent"]),
-        checkpoint=saved,
+        checkpoint=trained.saved,
         notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
     )
     return PipelineOutcome(ran, placement, predicted, measured)
+
+
+def _report_strategy(run: StrategyRun, trained: _Trained, source: str) -> StrategyOutcome:
+    answer, layout, reports = run.answer, run.layout, run.reports()
+    names, drift = answer.problem.cluster.device_name, run.drift()
+    ranks = []
+    for rank, report in enumerate(reports):
+        took: Counter[str] = Counter()
+        for work, _, _, begin, end in report["spans"]:
+            took[work] += end - begin
+        own = [one for one in layout.shares if rank in one.ranks]
+        ranks.append(
+            RankRan(
+                rank=rank,
+                device=names[layout.device_of(rank)],
+                where=report["where"],
+                rows=tuple(one.rows[one.ranks.index(rank)] for one in own),
+                forward_s=took["F"],
+                backward_s=took["B"],
+                waited_s=took["WAIT"],
+                meeting_s=took["REDUCE"],
+                update_s=took["UPDATE"],
+                weight_bytes=report["weight_bytes"],
+                sent_bytes=sum(size for _, _, size in report["sent"]),
+            )
+        )
+    ran = StrategyRan(
+        loadmaster="strategy run",
+        schema=STRATEGY_SCHEMA,
+        source=source,
+        graph=answer.problem.graph.name,
+        answer_digest=answer.digest,
+        strategy=answer.strategy.name,
+        processes=layout.world,
+        groups=len(answer.strategy.groups),
+        steps_asked=trained.asked,
+        steps_done=run.steps_done,
+        ended=trained.ended,
+        losses=trained.shown_losses,
+        step_times_s=tuple(trained.seconds),
+        step_s=Pair(answer.score_s, trained.step_s),
+        ranks=tuple(ranks),
+        sent_bytes=dict(sorted(run.sent_bytes().items())),
+        comparisons=drift.checks,
+        largest_drift=drift.largest,
+        drifted_weight=drift.weight,
+        checkpoint=trained.saved,
+        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+    )
+    return StrategyOutcome(ran, answer, run.timeline())
 
 
 def _predicted_step_s(placement: Placement) -> float:

@@ -28,6 +28,9 @@ class Facts:
     storages: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of a node's value
     written: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # by a node, in place
     trained: set[fx.Node] = field(default_factory=set)  # nodes whose value has a gradient
+    forms: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = field(
+        default_factory=dict
+    )  # shape and type of a node's value, where it is one tensor
 
     @property
     def changing(self) -> set[int]:
@@ -102,6 +105,8 @@ class _FactsInterpreter(fx.Interpreter):
         leaves = tree_leaves(out)
         facts = self.facts
         facts.storages[n] = self._watch.numbers(leaves)
+        if isinstance(out, torch.Tensor):
+            facts.forms[n] = tuple(out.shape), out.dtype
         written = self._watch.written & self._seen  # what an op makes and writes by itself is its own
         if written:
             facts.written[n] = tuple(sorted(written))

@@ -59,7 +59,8 @@ class DeferredWeights:
             way()
 
 
-def _add_to(weight: torch.Tensor, grad: torch.Tensor) -> None:
+def add_to(weight: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add to the gradient of a weight."""
     grad = grad.to(weight.dtype)
     if weight.grad is None:
         weight.grad = grad.detach().clone(memory_format=torch.preserve_format)
@@ -90,9 +91,9 @@ class _Layer(torch.autograd.Function):
         def add_weights() -> None:
             with torch.no_grad():
                 if needs[3]:
-                    _add_to(own, rule.to_weight(grad, x, weight, args))
+                    add_to(own, rule.to_weight(grad, x, weight, args))
                 if needs[4]:
-                    _add_to(bias, rule.to_bias(grad))
+                    add_to(bias, rule.to_bias(grad))
 
         if held:
             ctx.deferred.hold(add_weights)
@@ -122,6 +123,10 @@ class _Linear:
     def to_bias(grad: Any) -> Any:
         return grad.reshape(-1, grad.shape[-1]).sum(0)
 
+    @staticmethod
+    def as_rows(one: Any) -> Any:
+        return one.reshape(-1, one.shape[-1])
+
 
 class _Addmm:
     """y = x W + b."""
@@ -142,6 +147,10 @@ class _Addmm:
     def to_bias(grad: Any) -> Any:
         return grad.sum(0)
 
+    @staticmethod
+    def as_rows(one: Any) -> Any:
+        return one
+
 
 class _Conv2d:
     """A convolution of images."""
@@ -161,6 +170,10 @@ class _Conv2d:
     @staticmethod
     def to_bias(grad: Any) -> Any:
         return grad.sum((0, 2, 3))
+
+    @staticmethod
+    def as_rows(one: Any) -> Any:
+        return one
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -193,3 +206,4 @@ DEFERRABLE: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {  # instead
     torch.ops.aten.addmm.default: (addmm, (0, 2)),
     torch.ops.aten.conv2d.default: (conv2d, (1, 2)),
 }
+LINEAR, ADDMM, CONV2D = _Linear, _Addmm, _Conv2d  # how each layer runs, and its gradients

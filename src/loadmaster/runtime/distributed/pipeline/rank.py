@@ -30,7 +30,7 @@ from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layou
 from loadmaster.runtime.distributed.pipeline.module_cut import ModuleCut, cut_modules
 from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage
 from loadmaster.runtime.distributed.pipeline.stage_cut import StageCut, cut_stages, describe_moves
-from loadmaster.runtime.distributed.pipeline.stages import Stage, build_stage
+from loadmaster.runtime.distributed.pipeline.stages import Stage, build_stage, find_deferrable
 from loadmaster.runtime.distributed.transports import Transport, Waits
 from loadmaster.runtime.graph_engine.free_batch import make_input_pattern
 from loadmaster.runtime.graph_engine.gpu_autocast import autocast_for_export
@@ -231,13 +231,13 @@ class PipelineRank:
             if chosen is not None:
                 found = given[chosen]
             else:
-                if loss is None and not torch.is_grad_enabled() and not _has_own_loss(out):
+                if loss is None and not torch.is_grad_enabled() and not has_own_loss(out):
                     raise InputError(
                         "the model gives no loss of its own, so there is nothing to evaluate; pass loss= to"
                         " lm.launch"
                     )
                 out = out if program is None else program.unflatten_outputs(given)
-                found = compute_loss(out, _with_target(loss, target, where))
+                found = compute_loss(out, with_target(loss, target, where))
             if found.numel() != 1:
                 raise GraphError(f"the model's loss has shape {tuple(found.shape)}; it must be one number")
             return found.reshape(()) * share
@@ -266,7 +266,7 @@ class PipelineRank:
             return self._build_of_modules(args, kwargs, problem)
         facts = collect_facts(program)
         flat = list(next(node for node in program.graph.nodes if node.op == "output").args[0])
-        chosen = None if outputs or self.options.loss is not None else _find_own_loss(program, len(flat))
+        chosen = None if outputs or self.options.loss is not None else find_own_loss(program, len(flat))
         if chosen is not None:
             flat = [one if at == chosen else None for at, one in enumerate(flat)]
         plan = self.placement.plan
@@ -288,7 +288,7 @@ class PipelineRank:
                 self.model,
                 where=self.where,
                 outputs=flat,
-                deferrable=training and self.layout.schedule.startswith("zb"),
+                instead=find_deferrable if training and self.layout.schedule.startswith("zb") else None,
             )
             for index in self.own_stages
         }
@@ -353,7 +353,7 @@ class PipelineRank:
                 name: tensor for name, tensor in self._all_tensors().items() if name not in readers
             }
         elsewhere = {name for name in readers if name not in own}
-        _release(self.model, elsewhere)
+        release_weights(self.model, elsewhere)
         self._equalise(own)
         if self.options.optimizer is not None:
             weights = [one for one in self.own_parameters().values() if one.requires_grad]
@@ -388,6 +388,21 @@ class PipelineRank:
         """Weights and buffers that this rank has."""
         found = {name for name in self._readers if self.place in self.places_of(name)}
         return found | set(self._leftovers)
+
+    def clocked(self, on: bool) -> None:
+        """Whether GPUs are waited for after every action."""
+        self.executor.synchronize = on
+
+    def spans(self) -> list[tuple[str, int, int, float, float]]:
+        """Work, stage, micro-batch, begin and end of each action of the last step."""
+        return [
+            (one.action.work.value, one.action.stage, one.action.microbatch, one.start_s, one.end_s)
+            for one in self.executor.spans
+        ]
+
+    def sent_sizes(self) -> list[tuple[str, int, int]]:
+        """Work, stage and bytes of what was sent in the last step."""
+        return list(self.executor.sizes)
 
     def plan_digest(self) -> str:
         """Of the plan that is run."""
@@ -484,7 +499,8 @@ class PipelineRank:
                 one.grad.mul_(factor)
 
 
-def _with_target(loss: Any, target: Any, where: torch.device) -> Any:
+def with_target(loss: Any, target: Any, where: torch.device) -> Any:
+    """The loss as a function of what the model gives alone."""
     if target is None:
         return loss
     if loss is None:
@@ -493,7 +509,7 @@ def _with_target(loss: Any, target: Any, where: torch.device) -> Any:
     return lambda out: loss(out, moved)
 
 
-def _find_own_loss(program: Program, num_outputs: int) -> int | None:
+def find_own_loss(program: Program, num_outputs: int) -> int | None:
     """Which output is the model's own loss; None where it has none."""
     marks = [torch.empty(0) for _ in range(num_outputs)]
     try:
@@ -504,7 +520,8 @@ def _find_own_loss(program: Program, num_outputs: int) -> int | None:
     return next((at for at, mark in enumerate(marks) if mark is own), None)
 
 
-def _has_own_loss(out: Any) -> bool:
+def has_own_loss(out: Any) -> bool:
+    """Whether what a model gives has a loss in it."""
     own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     return isinstance(own, torch.Tensor) and own.numel() == 1
 
@@ -523,7 +540,7 @@ def _find_readers(program: Program, cut: StageCut, outputs: Sequence[fx.Node]) -
     return found
 
 
-def _release(model: nn.Module, names: set[str]) -> None:
+def release_weights(model: nn.Module, names: set[str]) -> None:
     """Tensors of other ranks keep their shape and lose their memory; tied names stay tied."""
     gone: dict[int, torch.Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

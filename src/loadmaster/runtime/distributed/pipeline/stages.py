@@ -8,7 +8,7 @@ A stage is called with what the stage before gave, and with the inputs of the mo
 stages read stands in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,13 +54,13 @@ def build_stage(
     *,
     where: torch.device,
     outputs: Sequence[Any],
-    deferrable: bool = False,
+    instead: Callable[[fx.Node], Any] | None = None,
 ) -> Stage:
     """One stage of a cut; `outputs` are what the graph gives, None where nobody asks for it.
 
-    `deferrable`: gradients of weights may be computed after those of inputs.
+    `instead` gives the function that runs instead of an op without named arguments, or None.
     """
-    writer = _StageWriter(program, facts, cut, index, where, deferrable=deferrable)
+    writer = _StageWriter(program, facts, cut, index, where, instead)
     module, used = writer.write(outputs)
     reads = frozenset(node.meta["slot"].place for node in used if node.meta["slot"].kind == "input")
     stage = Stage(index, module, len(writer.received), reads)
@@ -70,6 +70,16 @@ def build_stage(
     part = _PartOfProgram(used)
     stage.__dict__["fills"] = make_fills(stage, part, dict.fromkeys(used, 0), [where])  # type: ignore[arg-type]
     return stage
+
+
+def find_deferrable(node: fx.Node) -> Any:
+    """What runs instead of a layer whose weights are the model's own, so that their gradients may wait."""
+    instead, weights = DEFERRABLE.get(node.target, (None, ()))
+    for at in weights:
+        one = node.args[at] if at < len(node.args) else None
+        if one is not None and (not isinstance(one, fx.Node) or one.op != "placeholder"):
+            return None
+    return instead
 
 
 class _PartOfProgram:
@@ -104,11 +114,10 @@ class _StageWriter:
         cut: StageCut,
         index: int,
         where: torch.device,
-        *,
-        deferrable: bool,
+        instead: Callable[[fx.Node], Any] | None,
     ) -> None:
         self._program, self._facts, self._cut, self._index = program, facts, cut, index
-        self._where, self._deferrable = where, deferrable
+        self._where, self._instead = where, instead
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._region: Any = ()
@@ -148,19 +157,10 @@ class _StageWriter:
         self._enter(node.meta["region"])
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._new.__getitem__)
         args, kwargs = self._set_devices(node, args, kwargs)
-        target = self._deferred(node) if self._deferrable and not kwargs else None
+        target = self._instead(node) if self._instead is not None and not kwargs else None
         made = self._graph.call_function(target or node.target, args, kwargs)
         made.meta = {"op": node.meta["op"]}
         self._new[node] = made
-
-    def _deferred(self, node: fx.Node) -> Any:
-        """What runs instead of a layer whose weights are the model's own."""
-        instead, weights = DEFERRABLE.get(node.target, (None, ()))
-        for at in weights:
-            one = node.args[at] if at < len(node.args) else None
-            if one is not None and (not isinstance(one, fx.Node) or one.op != "placeholder"):
-                return None
-        return instead
 
     def _enter(self, region: Any) -> None:
         if region != self._region:
