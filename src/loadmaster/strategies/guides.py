@@ -1,0 +1,47 @@
+"""Guides: what a tree search asks: how likely each action of the next group is, what a state may come to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from loadmaster.core.arrays import Floats
+from loadmaster.core.errors import InputError
+from loadmaster.strategies.evaluator import Evaluator
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guess:
+    """None where the guide does not say."""
+
+    prior: Floats | None  # [A]
+    value: float | None
+
+
+class Guide(Protocol):
+    """A prior and a value for states that are prefixes of choices."""
+
+    def prepare(self, evaluator: Evaluator) -> Any:
+        """What it keeps of a problem."""
+        ...
+
+    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Sequence[int]) -> list[Guess]:
+        """A guess for each state; `best` fills what is undecided."""
+        ...
+
+
+class UniformGuide:
+    """All actions alike, and no value."""
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Nothing."""
+
+    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Sequence[int]) -> list[Guess]:
+        """The same for all."""
+        return [Guess(None, None)] * len(states)
+
+
+def load_guide(name: str) -> Guide:
+    """The network of the weights that are shipped, or of a file."""
+    if name != "shipped":
+        raise InputError(f"weights {name!r} cannot be read yet; use 'shipped' or 'none'")
+    return UniformGuide()

@@ -1,0 +1,79 @@
+"""Ask: what is answered, and what is refused in words that say what to do."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from loadmaster.core.errors import PlanError, ProblemError, UnknownNameError
+from loadmaster.core.problem import Links, Objective
+from loadmaster.core.run import Budget
+from loadmaster.core.strategy import Mode
+from loadmaster.strategies.ask import StrategyRequest, find_strategy
+from tests.unit.strategies.models import mixed_step
+from tests.unit.strategies.strategies import BATCH, problem_for, wide_problem
+
+SHORT = Budget(count=120)
+
+
+def test_an_exact_answer_leaves_batch_norm_whole() -> None:
+    problem = problem_for(mixed_step(6), "2xV100-16GB")
+    norm = problem.graph.op_name.index("norm.weight")
+    exact = find_strategy(problem, StrategyRequest(6, "uniform", SHORT, exact=True))
+    group = exact.strategy.groups[exact.strategy.group_of[norm]]
+    assert group.mode in (Mode.PLACE, Mode.DUPLICATE)
+    assert exact.strategy.semantics == ()
+
+
+def test_deviations_are_said() -> None:
+    problem = problem_for(mixed_step(6), "2xV100-16GB")
+    answer = find_strategy(problem, StrategyRequest(6, "data_parallel", SHORT))
+    assert any("batch norm" in text for text in answer.strategy.semantics)
+
+
+def test_what_fits_nowhere_is_no_answer() -> None:
+    problem = wide_problem(width=512)
+    tiny = dataclasses.replace(problem.cluster, memory_bytes=np.full(4, 10**5))
+    with pytest.raises(
+        PlanError, match=r"no strategy was found that fits: the nearest one lacks .*smaller batch"
+    ):
+        find_strategy(dataclasses.replace(problem, cluster=tiny), StrategyRequest(BATCH, "greedy", SHORT))
+
+
+def test_a_tight_memory_is_kept() -> None:
+    problem = wide_problem(width=512, devices="2xV100-16GB")
+    whole = find_strategy(problem, StrategyRequest(BATCH, "uniform", SHORT))
+    room = int(whole.peak_bytes.max()) // 2 + 4_000_000
+    small = dataclasses.replace(problem.cluster, memory_bytes=np.full(2, room))
+    answer = find_strategy(
+        dataclasses.replace(problem, cluster=small), StrategyRequest(BATCH, "greedy", SHORT)
+    )
+    assert (answer.peak_bytes <= room).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"objective": Objective.THROUGHPUT}, "time of a step"),
+        ({"links": Links.HALF_DUPLEX}, "'shared' or 'parallel', not 'half-duplex'"),
+    ],
+)
+def test_other_problems_are_refused(change: dict, words: str) -> None:  # type: ignore[type-arg]
+    problem = dataclasses.replace(wide_problem(), **change)
+    with pytest.raises(ProblemError, match=words):
+        find_strategy(problem, StrategyRequest(BATCH, "uniform", SHORT))
+
+
+def test_pins_are_refused() -> None:
+    problem = wide_problem()
+    pinned = np.full(problem.graph.num_ops, -1)
+    pinned[3] = 1
+    with pytest.raises(ProblemError, match="leave the pins out"):
+        find_strategy(dataclasses.replace(problem, pinned=pinned), StrategyRequest(BATCH, "uniform", SHORT))
+
+
+def test_an_unknown_search_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="greedy"):
+        find_strategy(wide_problem(), StrategyRequest(BATCH, "gredy", SHORT))
