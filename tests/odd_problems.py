@@ -22,6 +22,7 @@ from loadmaster.core.run import parse_budget
 from loadmaster.placers.bounds import quick_bound
 from loadmaster.placers.registry import own_algorithms, why_not
 from loadmaster.simulator.bounds.favourite_children import find_favourites
+from loadmaster.simulator.bounds.layer_search import bound_by_layers
 from loadmaster.simulator.bounds.lower_bounds import lower_bound
 from loadmaster.simulator.bounds.skeleton import build_skeleton
 from loadmaster.simulator.bounds.step_programme import solve_relaxed_step
@@ -162,6 +163,7 @@ def _find_false_proofs(problem: Problem, best: float | None) -> list[str]:
             "step programme": solve_relaxed_step(problem).bound_s,
             "step programme, branched": solve_relaxed_step(problem, most_solved=40).bound_s,
             "small communication": favourites.bound_s,
+            "layers": bound_by_layers(problem, 1.5 * best + _ABOVE_S, most_branches=12, width=8),
             "small communication as published": find_favourites(problem, clipped=False).bound_s,
         }
     return said + [f"{name} {s} above {best}" for name, s in bounds.items() if _is_above(s, best)]

@@ -52,7 +52,9 @@ def _is_alike(tiny: Problem, problem: Problem) -> bool:
     """Whether a tiny problem reaches the kernels that another one does; few need repair."""
     same = tiny.objective == problem.objective and tiny.split == problem.split
     roomy = bool((tiny.cluster.memory_bytes >= _tiny_problem().cluster.memory_bytes).all())
-    return same and roomy and bool(tiny.pipeline) == bool(problem.pipeline)
+    trains = bool((problem.graph.mirror >= 0).any())  # only then are layers searched
+    known = trains or not (tiny.graph.mirror >= 0).any() or bool(tiny.pipeline)
+    return same and roomy and known and bool(tiny.pipeline) == bool(problem.pipeline)
 
 
 def _answer(
@@ -89,11 +91,29 @@ def _tiny_problems() -> tuple[Problem, ...]:
     tight = replace(problem, cluster=replace(cluster, memory_bytes=less))
     pipelined = replace(problem, objective=Objective.THROUGHPUT, links=Links.HALF_DUPLEX)
     chained = replace(pipelined, split=Split.CHAIN)
-    return problem, tight, pipelined, chained, _tiny_pipeline_problem()
+    return problem, tight, _tiny_training_problem(), pipelined, chained, _tiny_pipeline_problem()
 
 
 def _tiny_problem() -> Problem:
     return _make_problem(with_benchmark_cluster(fork_join(_OPS)))
+
+
+def _tiny_training_problem() -> Problem:
+    """Three layers, walked both ways."""
+    builder = GraphBuilder("layers")
+    saved: list[int] = []
+    for at in range(3):
+        forward = builder.op(f"f{at}", group=at, flops=1e9)
+        if at:
+            builder.use(saved[-1], forward)
+        saved.append(builder.tensor(forward, 1))
+    gradient = saved[-1]
+    for at in (2, 1, 0):
+        backward = builder.op(f"b{at}", group=at, flops=1e9, phase=Phase.BACKWARD, mirror=at)
+        builder.use(saved[at], backward)
+        builder.use(gradient, backward)
+        gradient = builder.tensor(backward, 1)
+    return _make_problem(with_benchmark_cluster(builder.build()))
 
 
 def _tiny_pipeline_problem() -> Problem:

@@ -39,6 +39,7 @@ _PIPELINED = ("linear_dp", "ideal_dp", "local_search", "cpsat_throughput")  # fo
 _NOT_CONSTRUCTORS = (
     "auto",
     "refine",
+    "layers",
     "segments",
     "branch_and_bound",
     "brute_force",
@@ -51,6 +52,7 @@ _NOT_CONSTRUCTORS = (
 )
 _QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
 _FOR_SEGMENTS = 0.4  # of the budget, for training steps
+_FOR_LAYERS = 0.25  # likewise, for the bound and for starts
 _FOR_TREE = 0.4  # of the budget, for every plan of a tiny problem
 _FOR_ROOM = 0.5  # of what is left, for each member that may find a plan where nothing fits yet
 _FOR_PROOF = 0.4  # of the budget, where local search still has much to do
@@ -104,8 +106,9 @@ class Auto:
             return
         small = portfolio.problem.graph.num_ops <= self.small_ops and _can_use_cpsat(portfolio.problem)
         if _has_backward(portfolio.problem):
+            portfolio.search("layers", share=_FOR_LAYERS, start=portfolio.plan)
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)
-            portfolio.search("segments", share=_FOR_SEGMENTS)
+            portfolio.search("segments", share=_FOR_SEGMENTS, start=portfolio.plan)
         else:
             _refine_list_plan(portfolio)
             _certify(portfolio, share=0.0 if small else _FOR_PROOF)

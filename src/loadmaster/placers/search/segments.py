@@ -17,7 +17,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.errors import InputError
 from loadmaster.core.placement import Placement
-from loadmaster.core.plan import plan_of
+from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Run, Score
 from loadmaster.placers.answer import Tally
@@ -37,9 +37,12 @@ _OTHERS = 4  # devices that are striped with the fastest
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """`patience`: plans tried in a row without a better one after which the next start is taken."""
+    """`patience`: plans tried in a row without a better one after which the next start is taken; `start`: a
+    plan whose segments are one more start.
+    """
 
     patience: int = 200
+    start: Plan | None = None
     objectives: ClassVar[tuple[Objective, ...]] = (Objective.STEP,)
     splits: ClassVar[tuple[Split, ...]] = (Split.FREE,)
 
@@ -52,7 +55,10 @@ class Segments:
         """Try the starts, then move the cuts of the best of them."""
         tally = Tally(problem, run)
         search = _Search(problem, tally)
-        starts = sorted((search.score_row(row), row) for row in _list_starts(problem, search.cargo))
+        rows = _list_starts(problem, search.cargo)
+        if self.start is not None:
+            rows.insert(0, _read_row(self.start, search.cargo))
+        starts = sorted((search.score_row(row), row) for row in dict.fromkeys(rows))
         for score, row in starts:
             if search.over:
                 break
@@ -120,6 +126,13 @@ def _list_starts(problem: Problem, cargo: Cargo) -> list[Row]:
     for other in fast[1:][:_OTHERS].tolist():
         rows += [_make_stripes(cargo.num_units, int(fast[0]), other, *stripe) for stripe in _STRIPES]
     return list(dict.fromkeys(rows))
+
+
+def _read_row(plan: Plan, cargo: Cargo) -> Row:
+    """The segments of a plan."""
+    device = np.zeros(cargo.num_units, dtype=np.int32)
+    device[cargo.of_op] = plan.device
+    return _normalize_segments([(at + 1, d) for at, d in enumerate(device.tolist())], cargo.num_units)
 
 
 def _make_stripes(num: int, first: int, other: int, stripes: int, share: float) -> Row:

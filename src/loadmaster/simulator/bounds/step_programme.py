@@ -24,6 +24,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.simulator.bounds.certified import Rows, solve_certified
 from loadmaster.simulator.bounds.milestones import Milestone, find_milestones
 from loadmaster.simulator.bounds.skeleton import Skeleton, build_skeleton
+from loadmaster.simulator.bounds.standing import StandingBytes
 
 MOST_COLUMNS = 60_000
 _COLUMNS_PER_S = 4_500  # on a slow processor: what cannot be solved in time is not begun
@@ -257,10 +258,16 @@ class _Programme:
                     self.most.add(self._load(ops, c), (self.step, -engines), limit=-engines * wait)
 
     def _add_memory_limits(self, marks: list[Milestone]) -> None:
+        graph, num_units = self.problem.graph, self.frame.num_units
         everything = np.ones(len(self.frame.unit), dtype=np.bool_)
-        moments = [(everything, ~everything), *(mark.around for mark in marks)]
-        for before, after in moments:
-            held = standing_bytes(self.problem.graph, self.frame.unit, self.frame.num_units, before, after)
+        at_end = standing_bytes(graph, self.frame.unit, num_units, everything, ~everything)
+        standing, wanted = (
+            StandingBytes(graph, self.frame.unit, num_units),
+            np.ones(num_units, dtype=np.bool_),
+        )
+        resident = np.bincount(self.frame.unit, graph.resident_bytes.astype(np.float64), num_units)
+        during = (standing.during(mark.op, mark.before, mark.after) for mark in marks)
+        for held in (at_end, *(resident + moment.charge(wanted, num_units) for moment in during)):
             for c in np.flatnonzero(self.frame.memory_bytes < held.sum()).tolist():
                 units = np.flatnonzero(held)
                 share = held[units] / self.frame.memory_bytes[c]

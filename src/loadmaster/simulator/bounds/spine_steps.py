@@ -1,0 +1,253 @@
+"""A training step as steps along its spine, each with all that it may cost: what the diagram searches.
+
+The last layer is m_K with B_K; a step goes from layer k to layer k - 1. Every unit is decided in one step
+only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadmaster.core.arrays import Bools, Floats, Ints, Longs
+from loadmaster.core.graph import units
+from loadmaster.core.problem import Problem, allowed_devices
+from loadmaster.simulator.bounds.favourite_children import pair_table
+from loadmaster.simulator.bounds.spine import Spine, find_spine
+from loadmaster.simulator.bounds.standing import Standing, StandingBytes
+from loadmaster.simulator.bounds.travel import compute_travel
+from loadmaster.simulator.bounds.window_options import (
+    FROM_END,
+    INFINITE,
+    Options,
+    Window,
+    list_options,
+)
+
+_TICKS = float(1 << 34)  # of the horizon
+_UNIMPORTANT = 1e-4  # of all time and bytes: a unit that is less is not decided
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpineSteps:
+    """K + 1 layers, K steps; times in ticks. Layers count from the input, steps[0] leaves the last layer."""
+
+    tick_s: float
+    engine: Ints  # [D]
+    room: Longs  # [D] bytes, at the moment that counts
+    rest_bytes: int  # held by units that no step decides
+    first: Longs  # [D] ticks of the last layer, INFINITE = not allowed
+    first_bytes: int
+    last: Longs  # [D] ticks before m_0 starts and after B_0 ends
+    steps: tuple[Options, ...]
+    layer_unit: Ints  # [K + 1] unit of each layer, from the last to the first
+    inner_units: tuple[Ints, ...]  # of each step
+    truncated: bool  # whether a window has units that are not decided for their number
+
+
+def build_spine_steps(problem: Problem, horizon_s: float, *, most_options: int) -> SpineSteps | None:
+    """The steps of a problem whose steps take about `horizon_s`; None where it has no spine."""
+    least_s = problem.device_compute_s.min(axis=1)
+    spine = find_spine(problem.graph, least_s)
+    return (
+        None if spine is None or horizon_s <= 0 else _Builder(problem, spine, horizon_s, most_options).build()
+    )
+
+
+class _Builder:
+    """Ticks, units and reachability, while steps are made."""
+
+    def __init__(self, problem: Problem, spine: Spine, horizon_s: float, most_options: int) -> None:
+        graph = problem.graph
+        self.problem, self.spine, self.graph = problem, spine, graph
+        self.tick_s, self.most_options = horizon_s / _TICKS, most_options
+        self.unit, self.num_units = units(graph)
+        self.allowed = allowed_devices(problem, self.unit, self.num_units)
+        self.ticks = self._to_ticks(problem.device_compute_s)
+        self.ticks[~self.allowed[self.unit]] = INFINITE
+        self.transfer = self._to_ticks(_transfer_s(problem))
+        self.engine: Ints = np.unique(problem.cluster.engine, return_inverse=True)[1].astype(np.int32)
+        self.inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_ops)]
+        for t, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
+            self.inputs[op].append((int(graph.tensor_op[t]), t))
+        self.ops_of: list[list[int]] = [[] for _ in range(self.num_units)]
+        for op, u in enumerate(self.unit.tolist()):
+            self.ops_of[u].append(op)
+        self.known: dict[bytes, Options] = {}
+        self.truncated = False
+
+    def _to_ticks(self, seconds: Floats) -> Longs:
+        whole = np.floor(np.minimum(seconds / self.tick_s, float(INFINITE)))
+        return whole.astype(np.int64)
+
+    def build(self) -> SpineSteps:
+        """Steps from the loss to the input."""
+        spine, num = self.spine, len(self.spine.forward)
+        moment = self._fullest_moment()
+        taken = {int(self.unit[op]) for op in spine.forward}
+        inner = [self._inner_units(k, moment, taken) for k in range(num - 1, 0, -1)]
+        decided = np.zeros(self.num_units, dtype=np.bool_)
+        decided[[int(self.unit[op]) for op in spine.forward]] = True
+        decided[[u for some in inner for u in some]] = True
+        held = moment.charge(decided, self.num_units)
+        resident = np.bincount(self.unit, self.graph.resident_bytes, self.num_units).astype(np.int64)
+        held = np.where(decided, held + resident, 0)
+        steps = [self._step(k, inner[num - 1 - k], held) for k in range(num - 1, 0, -1)]
+        first_unit = int(self.unit[spine.forward[-1]])
+        return SpineSteps(
+            tick_s=self.tick_s,
+            engine=self.engine,
+            room=self.problem.cluster.usable_bytes.astype(np.int64),
+            rest_bytes=int(resident[~decided].sum()),
+            first=self._first_layer(),
+            first_bytes=int(held[first_unit]),
+            last=self._last_layer(),
+            steps=tuple(steps),
+            layer_unit=self.unit[list(spine.forward[::-1])],
+            truncated=self.truncated,
+            inner_units=tuple(np.array(some, dtype=np.int32) for some in inner),
+        )
+
+    def _fullest_moment(self) -> Standing:
+        """The moment at an op of the spine when most stands that units of the spine are charged for."""
+        standing = StandingBytes(self.graph, self.unit, self.num_units)
+        wanted = np.ones(self.num_units, dtype=np.bool_)
+        best: tuple[int, Standing] | None = None
+        last = self.spine.forward[-1], self.spine.backward[-1]
+        for op in (*last, *self.spine.backward[-2::-8], *self.spine.forward[-2::-8]):
+            moment = standing.during(op, self._mask(self.spine.before[op]), self._mask(self.spine.after[op]))
+            total = int(moment.charge(wanted, self.num_units).sum())
+            if best is None or total > best[0]:
+                best = total, moment
+        assert best is not None
+        return best[1]
+
+    def _mask(self, bits: int) -> Bools:
+        num = self.graph.num_ops
+        raw = np.frombuffer(bits.to_bytes((num + 7) // 8, "little"), dtype=np.uint8)
+        return np.unpackbits(raw, bitorder="little")[:num].astype(np.bool_)
+
+    def _inner_units(self, k: int, moment: Standing, taken: set[int]) -> list[int]:
+        """The weightiest units with a forward op between m_k-1 and m_k, none that was taken before."""
+        ops = self.spine.between(self.spine.forward[k - 1], self.spine.forward[k])
+        candidates = sorted({int(self.unit[op]) for op in ops} - taken)
+        if not candidates:
+            return []
+        least = np.where(self.ticks < INFINITE, self.ticks, 0).max(axis=1).astype(np.float64)
+        time = np.bincount(self.unit, least, self.num_units)
+        size = np.bincount(moment.unit, moment.num_bytes, self.num_units)
+        weight = time / max(time.sum(), 1.0) + size / max(size.sum(), 1.0)
+        chosen: list[int] = []
+        total = int(self.allowed[self._unit_at(k)].sum() * self.allowed[self._unit_at(k - 1)].sum())
+        for u in sorted(candidates, key=lambda u: (-weight[u], u)):
+            total *= int(self.allowed[u].sum())
+            if weight[u] < _UNIMPORTANT:
+                break
+            if total > self.most_options:
+                self.truncated = True
+                break
+            chosen.append(u)
+        taken.update(chosen)
+        return chosen
+
+    def _unit_at(self, k: int) -> int:
+        return int(self.unit[self.spine.forward[k]])
+
+    def _step(self, k: int, inner: list[int], held: Longs) -> Options:
+        """From layer k to layer k - 1."""
+        spine = self.spine
+        slots = [self._unit_at(k - 1), self._unit_at(k), *inner]
+        slot_of = {u: s for s, u in reversed(list(enumerate(slots)))}
+        first, last = (spine.forward[k - 1], spine.forward[k]), (spine.backward[k], spine.backward[k - 1])
+        rows: dict[int, int] = {}
+        windows = tuple(self._window(*ends, slot_of, rows) for ends in (first, last))
+        transfer = self.transfer[list(rows)] if rows else np.zeros((1, *self.transfer.shape[1:]), np.int64)
+        near = spine.before[spine.forward[k]] | spine.after[spine.backward[k]]
+        work = np.zeros((len(slots), len(self.engine)), dtype=np.int64)
+        for s, u in enumerate(slots):
+            if s != FROM_END:
+                ops = [op for op in self.ops_of[u] if near >> op & 1]
+                work[s] = np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
+        allowed, num_bytes = self.allowed[slots], held[slots]
+        parts = (*windows[0].arrays, *windows[1].arrays, transfer, allowed, work, num_bytes)
+        key = b"|".join(np.ascontiguousarray(part).tobytes() for part in parts)
+        if key not in self.known:
+            work = np.where(work >= INFINITE, 0, work)
+            self.known[key] = list_options(
+                (windows[0], windows[1]), transfer, allowed, work, num_bytes, self.engine
+            )
+        return self.known[key]
+
+    def _window(self, first: int, last: int, slot_of: dict[int, int], rows: dict[int, int]) -> Window:
+        """Ops between two ops; `rows` collects the tensors that matter."""
+        ops = [first, *self.spine.between(first, last), last]
+        place = {op: at for at, op in enumerate(ops)}
+        edges: list[tuple[int, int, int, bool]] = []
+        for at, op in enumerate(ops[1:], 1):
+            for maker, t in self.inputs[op]:
+                if maker in place:
+                    tied = bool(self.unit[maker] == self.unit[op])
+                    edges.append((place[maker], at, rows.setdefault(t, len(rows)), tied))
+        source, target, tensor, both = zip(*edges, strict=True) if edges else ((), (), (), ())
+        return Window(
+            np.array([slot_of.get(int(self.unit[op]), -1) for op in ops], dtype=np.int32),
+            self.ticks[ops],
+            np.array(source, dtype=np.int32),
+            np.array(target, dtype=np.int32),
+            np.array(tensor, dtype=np.int32),
+            np.array(both, dtype=np.bool_),
+        )
+
+    def _first_layer(self) -> Longs:
+        """[D] from the start of m_K to the end of B_K, all of one unit on a device."""
+        forward, backward = self.spine.forward[-1], self.spine.backward[-1]
+        slot_of, rows = {self._unit_at(-1): 0}, dict[int, int]()
+        window = self._window(forward, backward, slot_of, rows)
+        transfer = self.transfer[list(rows)]
+        num = self.ticks.shape[1]
+        found = np.full(num, INFINITE, dtype=np.int64)
+        for d in np.flatnonzero(self.allowed[self._unit_at(-1)]).tolist():
+            found[d] = _turn_ticks(window, transfer, d)
+        return found
+
+    def _last_layer(self) -> Longs:
+        """[D] what comes before m_0 and after B_0 at least."""
+        travel = compute_travel(self.problem)
+        forward, backward = self.spine.forward[0], self.spine.backward[0]
+        return self._to_ticks(travel.head_s[forward]) + self._to_ticks(travel.tail_s[backward])
+
+
+def _turn_ticks(window: Window, transfer: Longs, device: int) -> int:
+    """From the start of a window's first op to the end of its last, both on one device."""
+    num = window.ticks.shape[1]
+    ends: list[list[int]] = []
+    edges: list[list[tuple[int, int, bool]]] = [[] for _ in window.slot]
+    for u, v, t, tied in zip(
+        window.source.tolist(),
+        window.target.tolist(),
+        window.tensor.tolist(),
+        window.tied.tolist(),
+        strict=True,
+    ):
+        edges[v].append((u, t, tied))
+    for op, slot in enumerate(window.slot.tolist()):
+        row = []
+        for d in range(num):
+            came = 0
+            for u, t, tied in edges[op]:
+                least = ends[u][d] if tied else min(ends[u][h] + int(transfer[t, h, d]) for h in range(num))
+                came = max(came, least)
+            away = slot >= 0 and d != device
+            row.append(INFINITE if away else min(came + int(window.ticks[op, d]), INFINITE))
+        ends.append(row)
+    return ends[-1][device]
+
+
+def _transfer_s(problem: Problem) -> Floats:
+    """[T, D, D] seconds of every tensor between two devices when nothing else is under way."""
+    table = pair_table(problem.cluster, problem.links)
+    given, size = problem.costs.transfer_s, problem.graph.tensor_bytes.astype(np.float64)
+    alone = table[None, :, :, 0] + size[:, None, None] * table[None, :, :, 1]
+    seconds: Floats = np.where(given[:, None, None] >= 0, given[:, None, None] * table[None, :, :, 2], alone)
+    for d in range(problem.cluster.num_devices):
+        seconds[:, d, d] = 0.0
+    return seconds

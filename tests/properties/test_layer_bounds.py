@@ -1,0 +1,119 @@
+"""The bound over the layers of training steps, against plans that just fit and against all plans."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loadmaster import api
+from loadmaster.core.graph import Phase
+from loadmaster.core.placement import Status
+from loadmaster.core.problem import Problem
+from loadmaster.graph.build import GraphBuilder
+from loadmaster.simulator.bounds.layer_search import bound_by_layers
+from loadmaster.simulator.bounds.spine import find_spine
+from tests.builders import cluster_of, problem_of
+from tests.odd_steps import draw_plan, fit_memory, odd_step
+
+SLACK = 1 + 1e-9
+
+
+def name_false_bound(seed: int) -> str:
+    """A plan that takes all the memory there is, and is faster than the bound, or ''."""
+    problem, rng = odd_step(seed), np.random.default_rng(seed + 1_000_000)
+    for _ in range(3):
+        tight, seconds = fit_memory(problem, draw_plan(problem, rng))
+        for upper, width in ((1.5 * seconds, 4), (1.02 * seconds, 32)):
+            found = bound_by_layers(tight, upper, most_branches=8, width=width) if seconds > 0 else 0.0
+            if found > seconds * SLACK:
+                return f"odd_step({seed}): {found} above {seconds}"
+    return ""
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))])
+def test_no_plan_that_takes_all_memory_beats_the_bound(block: int) -> None:
+    seeds = range(30 * block, 30 * block + (30 if block else 6))
+    assert not [said for seed in seeds if (said := name_false_bound(seed))]
+
+
+def two_layers(seed: int) -> Problem:
+    """Six ops that brute force can try: three layers, of which each leaves bytes for its backward op."""
+    rng = np.random.default_rng(seed)
+    build = GraphBuilder("three layers")
+    outputs: list[int] = []
+    for at in range(3):
+        op = build.op(f"f{at}", group=at)
+        if at:
+            build.use(outputs[-1], op)
+        outputs.append(build.tensor(op, int(rng.integers(1, 6))))
+    gradient = outputs[-1]
+    for at in (2, 1, 0):
+        op = build.op(f"b{at}", phase=Phase.BACKWARD, mirror=at, group=at)
+        build.use(gradient, op)
+        build.use(outputs[at], op)
+        gradient = build.tensor(op, int(rng.integers(1, 6)))
+    cluster = cluster_of(
+        {(0, 1): [0], (1, 0): [1]},
+        kind=[0, 1],
+        on_host=(False, False),
+        memory=[int(rng.integers(4, 14)), int(rng.integers(4, 30))],
+        rate=float(rng.choice([1.0, 4.0])),
+    )
+    return problem_of(build.build(), cluster, rng.integers(1, 7, (6, 2)) / 2.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_three_layers_it_is_never_above_the_best_of_all_plans(seed: int) -> None:
+    problem = two_layers(seed)
+    best = api.plan(problem, algorithm="brute_force", budget="1000000x")
+    if best.score_s is None:
+        return
+    assert best.status == Status.OPTIMAL
+    assert bound_by_layers(problem, 2 * best.score_s, most_branches=20) <= best.score_s * SLACK
+
+
+def test_it_sees_that_a_slow_device_must_take_whole_layers() -> None:
+    """Four layers of 10 bytes; the fast device holds three. In fractions a slow second is spread."""
+    build = GraphBuilder("four layers")
+    saved: list[int] = []
+    for at in range(4):
+        op = build.op(f"f{at}", group=at)
+        if at:
+            build.use(saved[-1], op)
+        saved.append(build.tensor(op, 10))
+    gradient = None
+    for at in (3, 2, 1, 0):
+        op = build.op(f"b{at}", phase=Phase.BACKWARD, mirror=at, group=at)
+        build.use(saved[at], op)
+        if gradient is not None:
+            build.use(gradient, op)
+        gradient = build.tensor(op, 0)
+    cluster = cluster_of(
+        {(0, 1): [0], (1, 0): [1]}, kind=[0, 1], on_host=(False, False), memory=[36, 100], rate=10.0
+    )
+    problem = problem_of(build.build(), cluster, [[1.0, 5.0]] * 8)
+    best = api.plan(problem, algorithm="branch_and_bound", budget="20000x")
+    assert best.score_s is not None
+    found = bound_by_layers(problem, 2 * best.score_s, most_branches=50)
+    assert best.score_s * 0.9 <= found <= best.score_s * SLACK
+
+
+def test_units_that_are_tied_across_layers_are_counted_once() -> None:
+    """A group of two layers' ops: its work and bytes belong to one device, and to one layer of the spine."""
+    problem = odd_step(109)
+    spine = find_spine(problem.graph, problem.device_compute_s.min(axis=1))
+    assert spine is not None
+    groups = [int(problem.graph.group[op]) for op in spine.forward]
+    assert len(set(groups)) == len(groups)
+
+
+def test_it_says_nothing_of_a_step_without_a_backward_pass() -> None:
+    problem = two_layers(0)
+    forward = replace(problem.graph, phase=np.zeros(6, dtype=np.int8), mirror=np.full(6, -1, dtype=np.int32))
+    assert bound_by_layers(replace(problem, graph=forward), 100.0, most_branches=5) == 0.0
+
+
+def test_a_time_that_every_plan_exceeds_is_all_that_is_proven() -> None:
+    problem = two_layers(3)
+    assert bound_by_layers(problem, 0.5, most_branches=5) == pytest.approx(0.5, rel=1e-9)
+    assert bound_by_layers(problem, 0.5, most_branches=5) <= 0.5
