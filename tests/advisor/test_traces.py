@@ -151,11 +151,11 @@ def test_edf_agrees_with_a_plain_simulator(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_trace_rule_keeps_devices_promises_and_the_bound(seed: int) -> None:
     from loadmaster.advisor.bounds.traces import most_met
-    from loadmaster.advisor.environments.trace_engine import replay_trace
-    from loadmaster.advisor.replay import TRACE_RULES
+    from loadmaster.advisor.environments.trace_engine import ELASTIC_ORDERS, replay_trace
+    from loadmaster.advisor.replay_traces import TRACE_RULES
 
     stream, hosts = _random_stream(seed), np.array([8, 4])
-    rigid, elastic = most_met(stream, 12), most_met(stream, 12, elastic=True)
+    rigid, elastic = most_met(stream, hosts), most_met(stream, hosts, elastic=True)
     assert rigid <= elastic + 1e-3
     for name, rule in TRACE_RULES.items():
         one, again = (replay_trace(stream, rule, hosts) for _ in range(2))
@@ -165,7 +165,7 @@ def test_every_trace_rule_keeps_devices_promises_and_the_bound(seed: int) -> Non
         assert (one.start_s[ran] >= stream.arrival_s[ran]).all()
         for t in one.start_s[ran]:
             assert one.devices[ran][(one.start_s[ran] <= t) & (one.end_s[ran] > t)].sum() <= 12, name
-        if name in ("elasticflow", "least-work"):
+        if rule.order in ELASTIC_ORDERS:
             resized = replay_trace(stream, rule, hosts, elastic=True)
             assert resized.num_met <= elastic + 1e-6
             assert resized.device_s <= 12 * (np.nanmax(resized.end_s) if resized.met.any() else 0) + 1e-6
@@ -193,7 +193,7 @@ def test_elastic_replays_serve_one_kind_and_resizing_costs() -> None:
 @pytest.mark.slow
 def test_unequal_kinds_and_all_deadlines_replay() -> None:
     from loadmaster.advisor.environments.trace_engine import replay_trace
-    from loadmaster.advisor.replay import TRACE_RULES
+    from loadmaster.advisor.replay_traces import TRACE_RULES
 
     rates = read_throughputs(GAVEL / "simulation_throughputs.json")
     trace = read_trace(GAVEL / "51b7ef.trace")
@@ -203,3 +203,71 @@ def test_unequal_kinds_and_all_deadlines_replay() -> None:
             outcome = replay_trace(stream, TRACE_RULES[name], np.array([2, 4]), host_kind=np.array([0, 1]))
             assert outcome.num_late == 0
             assert outcome.num_met > 0
+
+
+def _brute_force(stream: TraceStream, hosts: list[int]) -> int:
+    """Most jobs in time over every set, order and option, each started as early as it can be."""
+    from itertools import combinations, permutations, product
+
+    num = len(stream.due_s)
+    for size in range(num, 0, -1):
+        for jobs in combinations(range(num), size):
+            for order in permutations(jobs):
+                for levels in product(range(2), repeat=size):
+                    if _all_in_time(stream, hosts, order, levels):
+                        return size
+    return 0
+
+
+def _all_in_time(
+    stream: TraceStream, hosts: list[int], order: tuple[int, ...], levels: tuple[int, ...]
+) -> bool:
+    """Serial schedule generation: each job in turn at its earliest feasible start in one host."""
+    placed: list[tuple[float, float, int, int]] = []
+    for j, q in zip(order, levels, strict=True):
+        n, time = LEVELS[q], float(stream.duration_s[j, 0, 0, q])
+        starts = sorted({float(stream.arrival_s[j]), *(end for _, end, _, _ in placed)})
+        for start in (s for s in starts if s >= stream.arrival_s[j]):
+            if start + time > stream.due_s[j]:
+                return False
+            moments = [start, *(b for b, _, _, _ in placed if start < b < start + time)]
+            room = [
+                max(sum(m for b, e, g, m in placed if g == h and b <= t < e) for t in moments)
+                for h in range(len(hosts))
+            ]
+            at = [h for h in range(len(hosts)) if room[h] + n <= hosts[h]]
+            if at:
+                placed.append((start, start + time, at[0], n))
+                break
+        else:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_schedule_of_small_streams_exceeds_the_bound(seed: int) -> None:
+    from loadmaster.advisor.bounds.traces import most_met
+
+    rng = np.random.default_rng(seed)
+    num = 4
+    duration = np.full((num, 1, 2, len(LEVELS)), np.inf)
+    one = rng.uniform(2, 10, num)
+    duration[:, 0, 0, 0], duration[:, 0, 0, 1] = one, one / rng.uniform(1.2, 2.2, num)
+    arrival = np.sort(rng.uniform(0, 6, num))
+    due = arrival + one * rng.uniform(0.6, 1.6, num)
+    stream = TraceStream("s", ("g",), arrival, due, duration, np.zeros(num, np.int64), np.ones(num))
+    hosts = [2, 1] if seed % 2 else [2]
+    best = _brute_force(stream, hosts)
+    rigid, elastic = (most_met(stream, np.array(hosts), elastic=e) for e in (False, True))
+    assert best <= rigid + 1e-6
+    assert best <= elastic + 1e-6
+
+
+def test_counts_that_no_host_has_are_not_counted_on() -> None:
+    from loadmaster.advisor.bounds.traces import most_met
+
+    duration = np.full((1, 1, 2, len(LEVELS)), np.inf)
+    duration[0, 0, 0, 3] = 5.0  # eight devices in one host
+    stream = TraceStream("s", ("g",), np.zeros(1), np.full(1, 9.0), duration, np.full(1, 3), np.ones(1))
+    assert most_met(stream, np.array([8])) == pytest.approx(1.0, abs=1e-3)
+    assert most_met(stream, np.array([4, 4])) == 0

@@ -1,20 +1,29 @@
-"""A bound for traces: most deadlines that any schedule meets, even one that knows all arrivals and resizes
-at will.
+"""A bound for traces: most deadlines that any schedule meets, even one that knows all arrivals.
 
-A linear programme over slots of time: a job's work is spread over slots that overlap its window, at no
-less device time
-than its best count needs and no faster than its fastest count. Slots are only merged, never cut, so it
-stays a bound.
+A linear programme over slots of time. A job chooses options (a count, in one host or spread) in shares that
+add up to at most one, and spreads the work of each over the slots of its window.
+
+devices    in every slot, the device time that is used is there
+rate       in no slot a job does more than its option can in the time they have in common
+one place  a rigid job runs without a pause: wherever it starts, it has a least time in common with each slot
+hosts      options in one host of q devices and more share the pieces of q that the hosts have (rigid)
+
+Slots are only merged, never cut, so it stays a bound. Elastic jobs change options at will and need no host.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, vstack
 
 from loadmaster.advisor.environments.trace import LEVELS, TraceStream
 
-_MOST_SLOTS = 1000
+_MOST_SHARES = 40_000  # slots are merged until there are no more
+_SLACK = 1 + 1e-9
+Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 def possible(stream: TraceStream) -> NDArray[np.bool_]:
@@ -24,45 +33,150 @@ def possible(stream: TraceStream) -> NDArray[np.bool_]:
     return found
 
 
-def most_met(stream: TraceStream, num_devices: int, *, elastic: bool = False) -> float:
-    """Value of deadlines met that no schedule exceeds."""
-    chosen = np.flatnonzero(possible(stream))
-    if not len(chosen):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Options:
+    """Counts that jobs may run on; [O] each."""
+
+    job: Indices
+    level: Indices  # devices
+    in_host: NDArray[np.bool_]
+    time: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shares:
+    """Shares of an option's work in a slot; [Y] each."""
+
+    option: Indices
+    slot: Indices
+    most: Numbers  # time in common with the slot
+    least: Numbers  # which a rigid job cannot avoid
+
+
+def most_met(stream: TraceStream, hosts: NDArray[np.int64] | int, *, elastic: bool = False) -> float:
+    """Value of deadlines met that no schedule on these hosts (or on one of so many devices) exceeds."""
+    sizes = np.atleast_1d(np.asarray(hosts, np.int64))
+    options = _options(stream, sizes, elastic)
+    if not len(options.job):
         return 0.0
-    window = (stream.due_s - stream.arrival_s)[chosen]
-    time = stream.duration_s[chosen].min(axis=(1, 2))  # [J, LEVELS] best kind and form
-    time = np.where(np.array(LEVELS) <= num_devices, time, np.inf)
-    in_time = time <= window[:, None] * (1 + 1e-12)
-    usable = np.isfinite(time) if elastic else in_time
-    area = np.where(usable, time * np.array(LEVELS), np.inf).min(axis=1)
-    fits = in_time.any(axis=1)
-    chosen, time, area = chosen[fits], time[fits], area[fits]
-    arrival, due = stream.arrival_s[chosen], stream.due_s[chosen]
-    points = np.unique(np.concatenate([arrival, due]))
-    if len(points) > _MOST_SLOTS + 1:
-        points = np.unique(np.quantile(points, np.linspace(0, 1, _MOST_SLOTS + 1)))
+    jobs = np.unique(options.job)
+    points = np.unique(np.concatenate([stream.arrival_s[jobs], stream.due_s[jobs]]))
+    shares = _shares(stream, options, points, elastic)
+    while len(shares.option) > _MOST_SHARES and len(points) > 50:
+        fewer = max(50, int(len(points) * max(0.3, 0.95 * _MOST_SHARES / len(shares.option))))
+        points = np.unique(np.quantile(points, np.linspace(0, 1, fewer)))
+        shares = _shares(stream, options, points, elastic)
+    return _solve(stream, options, shares, points, sizes, elastic)
+
+
+def _options(stream: TraceStream, sizes: Indices, elastic: bool) -> _Options:
+    """Counts in one host and spread; elastic: also those too slow alone, if a faster one is in time."""
+    window = stream.due_s - stream.arrival_s
+    levels = np.array(LEVELS)
+    time = stream.duration_s.min(axis=1).transpose(0, 2, 1)  # [J, LEVELS, forms] best kind
+    allowed = np.stack([levels <= sizes.max(), levels <= sizes.sum()], axis=1)
+    time = np.where(allowed, time, np.inf)
+    in_time = time <= window[:, None, None] * _SLACK
+    some = np.asarray(in_time.any(axis=(1, 2)))
+    usable = np.isfinite(time) & some[:, None, None] if elastic else in_time
+    if elastic:  # hosts bind nobody: the faster form of each count
+        best = time.argmin(axis=2)
+        usable &= np.arange(2) == best[:, :, None]
+    job, q, form = np.nonzero(usable)
+    return _Options(job, levels[q], form == 0, time[job, q, form])
+
+
+def _shares(stream: TraceStream, options: _Options, points: Numbers, elastic: bool) -> _Shares:
+    arrival, due = stream.arrival_s[options.job], stream.due_s[options.job]
     begin = np.maximum(np.searchsorted(points, arrival, side="right") - 1, 0)
     finish = np.minimum(np.searchsorted(points, due, side="left"), len(points) - 1)
     lengths = np.maximum(finish - begin, 1)
-    job = np.repeat(np.arange(len(chosen)), lengths)
-    slot = np.arange(len(job)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + begin[job]
+    option = np.repeat(np.arange(len(options.job)), lengths)
+    slot = np.arange(len(option)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + begin[option]
+    low, high = np.maximum(points[slot], arrival[option]), np.minimum(points[slot + 1], due[option])
+    time = options.time[option]
+    most = np.minimum(np.maximum(high - low, 0.0), time)
+    # run as early as possible it ends at arrival + time, as late as possible it starts at due - time
+    common = np.minimum(arrival[option] + time, high) - np.maximum(due[option] - time, low)
+    least = np.clip(np.minimum(common, most), 0.0, None) * (1 - 1e-9)
+    return _Shares(option, slot, most, np.zeros(len(least)) if elastic else least)
+
+
+def _solve(
+    stream: TraceStream, options: _Options, shares: _Shares, points: Numbers, sizes: Indices, elastic: bool
+) -> float:
+    """Columns: the share of each option, then the time of each option in each slot beyond its least."""
+    o, y = len(options.job), len(shares.option)
     span = np.diff(points)
-    n, y = len(chosen), len(job)
-    done = csr_matrix(
-        (np.concatenate([np.ones(n), -np.ones(y)]), (np.concatenate([np.arange(n), job]), np.arange(n + y))),
-        shape=(n, n + y),
-    )
-    room = csr_matrix((area[job], (slot, n + np.arange(y))), shape=(len(span), n + y))
-    overlap = np.minimum(points[slot + 1], due[job]) - np.maximum(points[slot], arrival[job])
-    most = np.minimum(1.0, np.maximum(overlap, 0.0) / time.min(axis=1)[job] + 1e-12)
-    upper = np.concatenate([np.ones(n), most])
+    ones = np.ones(y)
+    kept = np.bincount(shares.option, shares.least, o)
+    if elastic:
+        groups = np.unique(options.job, return_inverse=True)[1]
+        weight, first = 1 / options.time[shares.option], groups[shares.option]
+        done = csr_matrix(
+            (np.concatenate([-np.ones(o), weight]), (np.concatenate([groups, first]), np.arange(o + y))),
+            shape=(int(groups.max()) + 1, o + y),
+        )
+    else:
+        done = csr_matrix(
+            (
+                np.concatenate([kept - options.time, ones]),
+                (np.concatenate([np.arange(o), shares.option]), np.arange(o + y)),
+            ),
+            shape=(o, o + y),
+        )
+    rows = [_room(options, shares, o, y, len(span), options.level.astype(np.float64))]
+    limits = [sizes.sum() * span]
+    if not elastic:
+        for q in np.unique(options.level[options.in_host]):
+            if (sizes % q == 0).all():
+                continue  # whole pieces are all there is
+            piece = np.where(options.in_host & (options.level >= q), options.level / q, 0.0)
+            rows.append(_room(options, shares, o, y, len(span), piece))
+            limits.append((sizes // q).sum() * span)
+    once = csr_matrix((np.ones(o), (options.job, np.arange(o))), shape=(len(stream.value), o + y))
+    rows.append(once)
+    limits.append(np.ones(len(stream.value)))
+    rate, within = _rate(options, shares, o, y, elastic)
+    rows.append(rate)
+    limits.append(np.zeros(within))
     answer = linprog(
-        np.concatenate([-stream.value[chosen], np.zeros(y)]),
-        A_ub=room,
-        b_ub=num_devices * span,
+        np.concatenate([-stream.value[options.job], np.zeros(y)]),
+        A_ub=vstack(rows).tocsr(),
+        b_ub=np.concatenate(limits) * _SLACK,
         A_eq=done,
-        b_eq=np.zeros(n),
-        bounds=np.stack([np.zeros(n + y), upper], axis=1),
+        b_eq=np.zeros(done.shape[0]),
+        bounds=np.stack([np.zeros(o + y), np.concatenate([np.ones(o), shares.most - shares.least])], axis=1),
         method="highs",
     )
-    return float(-answer.fun) + 1e-6 if answer.status == 0 else float(stream.value[chosen].sum())
+    best = float(stream.value[np.unique(options.job)].sum())
+    return min(best, float(-answer.fun) * _SLACK + 1e-6) if answer.status == 0 else best
+
+
+def _room(options: _Options, shares: _Shares, o: int, y: int, slots: int, weight: Numbers) -> csr_matrix:
+    """What each slot holds of all options."""
+    each = weight[shares.option]
+    return csr_matrix(
+        (
+            np.concatenate([each * shares.least, each]),
+            (np.tile(shares.slot, 2), np.concatenate([shares.option, o + np.arange(y)])),
+        ),
+        shape=(slots, o + y),
+    )
+
+
+def _rate(options: _Options, shares: _Shares, o: int, y: int, elastic: bool) -> tuple[csr_matrix, int]:
+    """Time in a slot is at most what they have in common times the share that is chosen."""
+    columns = o + np.arange(y)
+    if not elastic:
+        values = np.concatenate([np.ones(y), shares.least - shares.most])
+        place = (np.tile(np.arange(y), 2), np.concatenate([columns, shares.option]))
+        return csr_matrix((values, place), shape=(y, o + y)), y
+    pair = options.job[shares.option] * (int(shares.slot.max()) + 1) + shares.slot
+    known, row = np.unique(pair, return_inverse=True)
+    common = np.zeros(len(known))
+    np.maximum.at(common, row, shares.most)
+    # every option of the job holds its part of the slot
+    values = np.concatenate([np.ones(y), -common[row]])
+    place = (np.tile(row, 2), np.concatenate([columns, shares.option]))
+    return csr_matrix((values, place), shape=(len(known), o + y)), len(known)

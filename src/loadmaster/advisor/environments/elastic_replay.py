@@ -13,6 +13,8 @@ import numpy as np
 from loadmaster.advisor.environments.reservations import reserve
 from loadmaster.simulator.jit import kernel
 
+MOST_FAILURES = 16  # jobs that do not fit before the rest, which need more, is not asked
+
 
 @kernel
 def _level_within(amount, levels, duration):
@@ -88,6 +90,53 @@ def _plan_elastic(
 
 
 @kernel
+def _choose_set(
+    now,
+    active,
+    num_active,
+    waiting,
+    num_waiting,
+    now_level,
+    remaining,
+    due,
+    duration,
+    levels,
+    capacity,
+    times,
+    room,
+    first,
+    rule,
+):
+    """Least device time first, every job with which a plan by deadline still keeps all; the new counts."""
+    pool = np.empty(num_active + num_waiting, np.int64)
+    size = 0
+    for i in range(num_active + num_waiting):
+        j = active[i] if i < num_active else waiting[i - num_active]
+        if now + remaining[j] * duration[j].min() <= due[j] + 1e-6:
+            pool[size] = j
+            size += 1
+        else:
+            now_level[j] = -1
+    key = np.empty(size)
+    for i in range(size):
+        key[i] = remaining[pool[i]] * (duration[pool[i]] * levels).min()
+    chosen, left, failures = 0, 0, 0
+    for i in np.argsort(key):
+        j = pool[i]
+        active[chosen] = j
+        if failures < MOST_FAILURES and _plan_elastic(
+            now, active, chosen + 1, remaining, due, duration, levels, capacity, times, room, first, rule, j
+        ):
+            chosen += 1
+        else:
+            failures += 1
+            now_level[j] = -1
+            waiting[left] = j
+            left += 1
+    return chosen, left
+
+
+@kernel
 def replay_elastic(arrival: Any, due: Any, duration: Any, capacity: Any, levels: Any, rule: Any) -> Any:
     """Every arrival, resizing and end in order."""
     num = len(arrival)
@@ -133,7 +182,30 @@ def replay_elastic(arrival: Any, due: Any, duration: Any, capacity: Any, levels:
                 active[kept] = j
                 kept += 1
         num_active = kept
-        if ended and rule[2] > 0:  # ask again for those that wait, least device time first
+        if rule[0] == 6:  # the set anew: all that are not done, and who has just come
+            while at < num and arrival[at] <= now:
+                if (duration[at] * levels).min() <= rule[4]:
+                    waiting[num_waiting] = at
+                    num_waiting += 1
+                at += 1
+            num_active, num_waiting = _choose_set(
+                now,
+                active,
+                num_active,
+                waiting,
+                num_waiting,
+                now_level,
+                remaining,
+                due,
+                duration,
+                levels,
+                capacity,
+                times,
+                room,
+                first,
+                rule,
+            )
+        if ended and rule[2] > 0 and rule[0] != 6:  # ask again for those that wait, least device time first
             key = np.empty(num_waiting)
             for i in range(num_waiting):
                 key[i] = (duration[waiting[i]] * levels).min()

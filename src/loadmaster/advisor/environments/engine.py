@@ -38,6 +38,7 @@ class Kind(IntEnum):
     BEST_FIT = 5  # the degree of MEETS, on the block that destroys fewest free blocks of larger degrees
     PRICED = 6  # largest value less the price of the devices and of the blocks lost
     GIVEN = 7  # degrees are given, one for each arrival
+    GIVEN_BLOCK = 8  # blocks are given
 
 
 class Cause(IntEnum):
@@ -80,8 +81,10 @@ class Outcome:
     degree: NDArray[np.int8]  # [J] degree of those that ran, else 0
     block: NDArray[np.int16]  # [J] block they ran on, else -1
     start: NDArray[np.float64] = field(repr=False)  # [J] nan where they did not run
-    busy_time: float  # server time used
-    fragmented: float  # share of decisions at which no block of 4 was free though 4 servers were
+    num_free: NDArray[np.int8] = field(repr=False)  # [J] free servers when it was decided, -1 if never
+    is_fragmented: NDArray[np.bool_] = field(repr=False)  # [J] no block of 4 was free though 4 servers were
+    busy_time: float  # server time used until the last arrival
+    utilisation: float  # of all server time between the first and the last arrival
 
     @property
     def num_blocked(self) -> int:
@@ -92,6 +95,11 @@ class Outcome:
     def blocking(self) -> float:
         """Blocked over arrived, the undecided last arrival among them."""
         return self.num_blocked / len(self.cause)
+
+    @property
+    def fragmented(self) -> float:
+        """Share of decisions at which no block of 4 was free though 4 servers were."""
+        return float(self.is_fragmented.sum() / max(1, len(self.cause) - 1))
 
     def count(self, cause: Cause) -> int:
         """How many arrivals ended so."""
@@ -112,8 +120,10 @@ def replay(
         np.array(rule.rollout),
         seed,
     )
-    cause, degree, block, start, totals = _replay(*arguments)
-    return Outcome(cause, degree, block, start, totals[0], totals[1] / max(1, stream.num_decided))
+    cause, degree, block, start, num_free, is_fragmented, busy = _replay(*arguments)
+    span = float(stream.arrival[-1] - stream.arrival[0])
+    share = busy / (NUM_SERVERS * span) if span > 0 else 0.0
+    return Outcome(cause, degree, block, start, num_free, is_fragmented, busy, share)
 
 
 def replay_many(world: World, streams: Sequence[Stream], rules: Sequence[Rule]) -> NDArray[np.int64]:
@@ -324,7 +334,7 @@ def _count_causes(jct, nominal, seq, needs, masks, first, flags, degrees, confli
                   uniform, future, horizon, period, rules, found):  # fmt: skip
     none = np.full(len(model), -1)
     for r in range(len(rules)):
-        cause, _, _, _, _ = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model,
+        cause, _, _, _, _, _, _ = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model,
                                     deadline, arrival, uniform, future, horizon, period, rules[r], none,
                                     np.zeros(2, np.int64), 0)  # fmt: skip
         for j in range(len(cause)):
@@ -339,7 +349,9 @@ def _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, mo
     degree = np.zeros(num, np.int8)
     blocks = np.full(num, -1, np.int16)
     start = np.full(num, np.nan)
-    totals = np.zeros(2)
+    num_free = np.full(num, -1, np.int8)
+    fragmented = np.zeros(num, np.bool_)
+    busy = 0.0
     ends = np.empty(NUM_SERVERS)
     held = np.empty(NUM_SERVERS, np.uint64)
     count = 0
@@ -351,11 +363,19 @@ def _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, mo
         now = arrival[j]
         free, count = _release(now, free, ends, held, count)
         m, limit = model[j], deadline[j]
-        if _ones(free) >= degrees[four] and _first_fit(four, free, masks, first) < 0:
-            totals[1] += 1
+        num_free[j] = _ones(free)
+        fragmented[j] = num_free[j] >= degrees[four] and _first_fit(four, free, masks, first) < 0
         block = -1
         if rule[0] == 7:
             k = given[j]
+        elif rule[0] == 8:
+            block = given[j]
+            k = -1
+            while block >= first[k + 1]:
+                k += 1
+            if block >= 0 and masks[block] & ~free != 0:
+                cause[j] = 2
+                continue
         elif rollout[0] > 0:
             k, block = _roll_out(j, now, free, ends, held, count, jct, nominal, seq, needs, masks, first,
                                  flags, degrees, model, deadline, uniform, future, horizon, period, rule,
@@ -385,8 +405,8 @@ def _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, mo
         degree[j] = degrees[k]
         blocks[j] = block
         start[j] = now
-        totals[0] += time * _ones(taken)
-    return cause, degree, blocks, start, totals
+        busy += max(0.0, min(time, arrival[num - 1] - now)) * _ones(taken)
+    return cause, degree, blocks, start, num_free, fragmented, busy
 
 
 @kernel

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.advisor.environments.elastic_replay import MOST_FAILURES
 from loadmaster.advisor.environments.reservations import earliest, reserve
 from loadmaster.simulator.jit import kernel
 
@@ -207,12 +208,21 @@ def replay_rigid(
         plan_start = np.full(num, np.inf)
         plan_level = np.zeros(num, np.int64)
         kind = host_kind[0]
+        asked = sequence
+        failures = 0
+        if order == 6:  # the set anew, least device time first
+            for i in range(num_waiting):
+                admitted[waiting[i]] = False
+                key[i] = _least_area(duration[waiting[i]], due[waiting[i]] - now, levels)
+            asked = np.argsort(key)
         for s in range(num_waiting):
-            i = sequence[s]
+            i = asked[s]
             j = waiting[i]
-            if admitted[j] or (i < kept_first and rule[2] == 0):
+            if failures >= MOST_FAILURES:
+                break
+            if order != 6 and (admitted[j] or (i < kept_first and rule[2] == 0)):
                 continue
-            if i < kept_first and soonest > now:
+            if order != 6 and i < kept_first and soonest > now:
                 continue
             admitted[j] = True
             if not _plan_rigid(
@@ -239,6 +249,7 @@ def replay_rigid(
                 form_of,
             ):
                 admitted[j] = False
+                failures += order == 6
         fits = _plan_rigid(
             now,
             waiting,
@@ -346,7 +357,7 @@ def replay_rigid(
             )
         left = 0
         for i in range(num_waiting):
-            if not gone[i] and (admitted[waiting[i]] or rule[2] > 0):
+            if not gone[i] and (admitted[waiting[i]] or rule[2] > 0 or order == 6):
                 waiting[left] = waiting[i]
                 if admitted[waiting[i]]:
                     planned = plan_start[waiting[i]]

@@ -24,6 +24,10 @@ class Order(IntEnum):
     MEETS = 3  # the smallest count that meets the deadline, by deadline
     LIST = 4  # least device time first, on the count with least device time that meets the deadline
     RESERVE = 5  # reservations by deadline: ElasticFlow's minimum satisfactory share
+    SET = 6  # at every event, least device time first, all jobs with which a plan by deadline keeps each
+
+
+ELASTIC_ORDERS = (Order.LIST, Order.RESERVE, Order.SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,8 @@ def replay_trace(
             rule.numbers,
         )
     else:
-        if len(stream.kinds) > 1 or rule.order not in (Order.RESERVE, Order.LIST):
-            raise InputError("an elastic replay serves one kind of device and the rules RESERVE and LIST")
+        if len(stream.kinds) > 1 or rule.order not in ELASTIC_ORDERS:
+            raise InputError("an elastic replay serves one kind of device and the rules RESERVE, LIST and SET")
         duration = np.where(levels <= hosts.max(), stream.duration_s[:, 0, 0], stream.duration_s[:, 0, 1])
         end, start, devices, admitted, device_s = replay_elastic(
             stream.arrival_s, stream.due_s, duration, int(hosts.sum()), levels, rule.numbers

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from loadmaster.advisor.environments.batched import BatchedRamp
 from loadmaster.advisor.environments.blocks import DEGREES
-from loadmaster.advisor.environments.engine import Kind, Rule, replay
-from loadmaster.advisor.environments.profile import read_profiles
+from loadmaster.advisor.environments.engine import Kind, Outcome, Rule, replay
+from loadmaster.advisor.environments.profile import JobGraph, read_profiles
 from loadmaster.advisor.environments.streams import Stream, draw_stream
 from loadmaster.advisor.environments.world import World
+from loadmaster.advisor.learned.collecting import Collecting, Group, Here, OverRay
 from loadmaster.advisor.learned.networks import Spec, make_network, save_network
 from loadmaster.core.errors import InputError
 from loadmaster.core.run import ignore_progress
@@ -50,6 +51,8 @@ class TrainSettings:
     clip: float = 0.2
     entropy: float = 0.003
     models: tuple[int, ...] = ()  # job graphs that are trained on; none: all
+    workers: int = 0  # groups of streams on Ray's workers; 0: one group, here
+    ray: bool = True  # without it the groups are collected here, with the same numbers
 
     def __post_init__(self) -> None:
         """Counts that make sense."""
@@ -59,6 +62,10 @@ class TrainSettings:
             or min(self.streams, self.steps, self.epochs, self.minibatch) < 1
         ):
             raise InputError("a training needs 0 or more iterations, a seed >= 0 and positive counts")
+        if not 0 <= self.workers <= self.streams:
+            raise InputError(
+                f"{self.workers} workers share {self.streams} streams; give 0 to {self.streams}"
+            )
 
 
 def train_policy(
@@ -73,39 +80,68 @@ def train_policy(
     began = time.process_time()
     torch.manual_seed(settings.seed)
     rng = np.random.default_rng([settings.seed, 7])
-    batch = _batch(world, settings, 0)
-    spec = Spec(settings.network, world.name, batch.num_actions, settings.distribution)
-    jobs = read_profiles(graphs) if graphs is not None and settings.network == "graph" else ()
+    num_actions = 1 + (len(world.blocks.mask) if settings.joint else len(DEGREES))
+    spec = Spec(settings.network, world.name, num_actions, settings.distribution)
+    jobs = read_profiles(graphs) if graphs is not None and settings.network != "mlp" else ()
     network = make_network(spec, jobs)
     optimizer = torch.optim.Adam(network.parameters(), lr=settings.learning_rate)
     if settings.imitate:
         progress("imitating a rollout", 0.0)
         _imitate(network, optimizer, world, settings, rng)
     select = [_stream(world, settings, seed) for seed in SELECTION_SEEDS]
-    best, kept = evaluate(network, world, select, joint=settings.joint).mean(), _copy(network)
-    seen, mask = batch.reset()
-    rounds = 0
+    best, kept = float(evaluate(network, world, select, joint=settings.joint).mean()), _copy(network)
+    collector = _collector(world, settings, spec, jobs)
+    try:
+        best, kept = _improve(network, optimizer, world, settings, collector, rng, best, kept, progress)
+    finally:
+        collector.close()
+    network.load_state_dict(kept)
+    if out is not None:
+        save_network(network, spec, out)
+    return {"blocking": best, "seconds": time.process_time() - began, "network": network}
+
+
+def _improve(
+    network: nn.Module, optimizer: torch.optim.Optimizer, world: World, settings: TrainSettings,
+    collector: Here | OverRay, rng: np.random.Generator, best: float, kept: dict[str, Tensor],
+    progress: Callable[[str, float], None],
+) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """Rounds of PPO; the best blocking of the selection seeds and its weights."""
+    select = [_stream(world, settings, seed) for seed in SELECTION_SEEDS]
+    over, rounds = True, 0
     for i in range(settings.iterations):
         progress(
             f"round {i + 1} of {settings.iterations}, blocking {best:.4f}", i / max(1, settings.iterations)
         )
-        if batch.done:
+        if over:
+            collector.start(_shares(world, settings, rounds))
             rounds += 1
-            batch = _batch(world, settings, rounds)
-            seen, mask = batch.reset()
-        rate = settings.learning_rate * (1 - i / settings.iterations)
         for group in optimizer.param_groups:
-            group["lr"] = rate
-        data, seen, mask = _collect(network, batch, seen, mask, settings)
+            group["lr"] = settings.learning_rate * (1 - i / settings.iterations)
+        parts, over = collector.collect(network)
+        data = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         _update(network, optimizer, data, settings, rng)
         if i % 10 == 9 or i == settings.iterations - 1:
-            blocking = evaluate(network, world, select, joint=settings.joint).mean()
+            blocking = float(evaluate(network, world, select, joint=settings.joint).mean())
             if blocking < best:
                 best, kept = blocking, _copy(network)
-    network.load_state_dict(kept)
-    if out is not None:
-        save_network(network, spec, out)
-    return {"blocking": float(best), "seconds": time.process_time() - began, "network": network}
+    return best, kept
+
+
+def _collector(
+    world: World, settings: TrainSettings, spec: Spec, graphs: tuple[JobGraph, ...]
+) -> Here | OverRay:
+    how = Collecting(settings.steps, settings.discount, settings.smoothing, settings.joint)
+    groups = [Group(world, how, (settings.seed, 11, g)) for g in range(max(1, settings.workers))]
+    return OverRay(groups, spec, graphs) if settings.workers and settings.ray else Here(groups)
+
+
+def _shares(world: World, settings: TrainSettings, number: int) -> list[list[Stream]]:
+    """The streams of a round, dealt out to the groups."""
+    first = TRAINING_SEED + 10_000 * settings.seed + number * settings.streams
+    streams = [_stream(world, settings, first + i) for i in range(settings.streams)]
+    groups = max(1, settings.workers)
+    return [streams[g::groups] for g in range(groups)]
 
 
 def _copy(network: nn.Module) -> dict[str, Tensor]:
@@ -115,12 +151,6 @@ def _copy(network: nn.Module) -> dict[str, Tensor]:
 def _stream(world: World, settings: TrainSettings, seed: int) -> Stream:
     stream = draw_stream(settings.distribution, seed, num_models=len(settings.models) or len(world.models))
     return replace(stream, model=np.array(settings.models)[stream.model]) if settings.models else stream
-
-
-def _batch(world: World, settings: TrainSettings, number: int) -> BatchedRamp:
-    first = TRAINING_SEED + 10_000 * settings.seed + number * settings.streams
-    streams = [_stream(world, settings, first + i) for i in range(settings.streams)]
-    return BatchedRamp(world, streams, joint=settings.joint)
 
 
 def _imitate(
@@ -142,8 +172,9 @@ def _imitate(
         bases = tuple(Rule(Kind.BEST_FIT, k) for k in (1, 2, 4, 8))
     probe = [_stream(world, settings, seed) for seed in SELECTION_SEEDS[:5]]
     base = min(bases, key=lambda rule: np.mean([replay(world, s, rule).blocking for s in probe]))
-    batch = _batch(world, replace(settings, streams=settings.imitate), 900)
-    teacher = replace(base, rollout=(30, 20))
+    shares = _shares(world, replace(settings, streams=settings.imitate, workers=0), 900)
+    batch = BatchedRamp(world, shares[0], joint=settings.joint)
+    teacher = replace(base, rollout=(30, 60))
     outcomes = [replay(world, s, teacher, seed=i) for i, s in enumerate(batch.streams)]
     if settings.joint:
         answers = np.stack([np.where(o.degree > 0, o.block + 1, 0) for o in outcomes])
@@ -168,42 +199,6 @@ def _imitate(
             optimizer.step()
 
 
-def _collect(
-    network: nn.Module,
-    batch: BatchedRamp,
-    seen: NDArray[np.float32],
-    mask: NDArray[np.bool_],
-    settings: TrainSettings,
-) -> tuple[dict[str, Tensor], NDArray[np.float32], NDArray[np.bool_]]:
-    """Decisions of all streams, and their advantages."""
-    rows: dict[str, list[Any]] = {
-        name: [] for name in ("seen", "mask", "model", "action", "log", "value", "reward")
-    }
-    with torch.no_grad():
-        for _ in range(settings.steps):
-            if batch.done:
-                break
-            x, m, g = torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy())
-            logits, value = network(x, m, g)
-            draw = torch.distributions.Categorical(logits=logits)
-            action = draw.sample()
-            seen, mask, accepted = batch.step(action.numpy())
-            reward = torch.as_tensor(2 * accepted - 1, dtype=torch.float32)
-            for name, item in zip(rows, (x, m, g, action, draw.log_prob(action), value, reward), strict=True):
-                rows[name].append(item)
-        last = network(torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy()))[1]
-    values, rewards = torch.stack(rows["value"]), torch.stack(rows["reward"])
-    gain, advantages = torch.zeros_like(last), torch.zeros_like(values)
-    following = torch.zeros_like(last) if batch.done else last
-    for t in range(len(values) - 1, -1, -1):  # GAE
-        error = rewards[t] + settings.discount * following - values[t]
-        gain = error + settings.discount * settings.smoothing * gain
-        advantages[t], following = gain, values[t]
-    data = {name: torch.cat(rows[name]) for name in ("seen", "mask", "model", "action", "log")}
-    data |= {"advantage": advantages.flatten(), "target": (advantages + values).flatten()}
-    return data, seen, mask
-
-
 def _update(
     network: nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, Tensor], settings: TrainSettings,
     rng: np.random.Generator,
@@ -213,12 +208,13 @@ def _update(
     for _ in range(settings.epochs):
         for part in torch.as_tensor(rng.permutation(len(advantage))).split(settings.minibatch):
             logits, value = network(data["seen"][part], data["mask"][part], data["model"][part])
-            draw = torch.distributions.Categorical(logits=logits)
-            ratio = torch.exp(draw.log_prob(data["action"][part]) - data["log"][part])
+            log = torch.log_softmax(logits, dim=1)
+            ratio = torch.exp(log.gather(1, data["action"][part][:, None])[:, 0] - data["log"][part])
+            entropy = -(log.exp() * log.clamp(min=-50.0)).sum(dim=1).mean()
             clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
             surrogate = torch.min(ratio * advantage[part], clipped * advantage[part]).mean()
             value_loss = nn.functional.mse_loss(value, data["target"][part])
-            loss = -surrogate + 0.05 * value_loss - settings.entropy * draw.entropy().mean()
+            loss = -surrogate + 0.05 * value_loss - settings.entropy * entropy
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 0.5)
@@ -229,15 +225,21 @@ def evaluate(
     network: nn.Module, world: World, streams: list[Stream], *, joint: bool = False
 ) -> NDArray[np.float64]:
     """Blocking of each stream under the most likely action."""
+    return np.array([outcome.blocking for outcome in decide(network, world, streams, joint=joint)])
+
+
+def decide(network: nn.Module, world: World, streams: list[Stream], *, joint: bool = False) -> list[Outcome]:
+    """What becomes of each stream under the most likely action."""
     batch = BatchedRamp(world, streams, joint=joint)
     seen, mask = batch.reset()
-    accepted = np.zeros(len(streams))
+    given = np.full((len(streams), len(streams[0].model)), -1, np.int64)
     with torch.no_grad():
-        while not batch.done:
+        reading = network.read()  # type: ignore[operator]
+        for j in range(given.shape[1] - 1):
             logits, _ = network(
-                torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy())
+                torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy()), reading
             )
-            seen, mask, taken = batch.step(logits.argmax(dim=1).numpy())
-            accepted += taken
-    total = len(streams[0].model)
-    return (total - 1 - accepted) / total
+            given[:, j] = logits.argmax(dim=1).numpy() - 1
+            seen, mask, _ = batch.step(given[:, j] + 1)
+    rule = Rule(Kind.GIVEN_BLOCK if joint else Kind.GIVEN)
+    return [replay(world, s, rule, given=row) for s, row in zip(streams, given, strict=True)]

@@ -22,7 +22,7 @@ class Rollout:
     def rule(self) -> Rule:
         """For the compiled engine."""
         base: Rule = policy(self.base).rule  # type: ignore[attr-defined]
-        if base.kind == Kind.GIVEN:
+        if base.kind >= Kind.GIVEN:
             raise ValueError("a rollout needs a base that is a rule")
         return replace(base, rollout=(self.horizon, self.futures))
 
