@@ -158,10 +158,17 @@ def replay_elastic(arrival: Any, due: Any, duration: Any, capacity: Any, levels:
     device_s = 0.0
     next_end = np.inf
     next_border = np.inf
+    history = np.zeros((16 * num + 16, 3))  # until when, free devices, which may be moved together
+    num_notes = 0
+    used = 0
     while True:
         then = min(min(next_end, next_border), arrival[at] if at < num else np.inf)
         if then == np.inf:
             break
+        if num_notes < len(history):
+            history[num_notes, 0], history[num_notes, 1] = then, capacity - used
+            history[num_notes, 2] = capacity - used
+            num_notes += 1
         for i in range(num_active):
             j = active[i]
             if now_level[j] >= 0:
@@ -310,4 +317,4 @@ def replay_elastic(arrival: Any, due: Any, duration: Any, capacity: Any, levels:
                 break
         if num_active == 0:
             next_border = np.inf
-    return end, start, count, admitted, device_s
+    return end, start, count, admitted, device_s, history[:num_notes]

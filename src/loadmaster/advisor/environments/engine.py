@@ -64,6 +64,11 @@ class Rule:
     rollout: tuple[int, int] = (0, 0)  # horizon in arrivals, sampled futures; none if 0
 
     @property
+    def chooses_block(self) -> bool:
+        """Whether it names a block rather than leaving it to the placer."""
+        return self.kind in (Kind.BEST_FIT, Kind.PRICED, Kind.GIVEN_BLOCK)
+
+    @property
     def numbers(self) -> NDArray[np.float64]:
         """For the kernel."""
         if self.floor not in DEGREES:
@@ -111,6 +116,7 @@ def replay(
 ) -> Outcome:
     """One stream under one rule."""
     _require_fitting(world, stream)
+    _require_blocks_to_choose(world, [rule])
     rows = np.full(len(stream.model), -1, np.int64) if given is None else np.asarray(given, np.int64)
     arguments: Any = (
         *_tables(world),
@@ -133,6 +139,7 @@ def replay_many(world: World, streams: Sequence[Stream], rules: Sequence[Rule]) 
     numbers = np.array([rule.numbers for rule in rules])
     if any(rule.rollout[0] for rule in rules):
         raise InputError("replay_many serves rules without a rollout; use replay")
+    _require_blocks_to_choose(world, rules)
     for i, stream in enumerate(streams):
         _require_fitting(world, stream)
         arguments: Any = (*tables, *_columns(stream, world), numbers, found[i])
@@ -145,6 +152,13 @@ def _require_fitting(world: World, stream: Stream) -> None:
         raise InputError(
             f"the stream names model {stream.model.max()}, the world has {len(world.models)};"
             " draw the stream with num_models of the world"
+        )
+
+
+def _require_blocks_to_choose(world: World, rules: Sequence[Rule]) -> None:
+    if world.rules.leak and any(rule.chooses_block for rule in rules):
+        raise InputError(
+            "blocks can be chosen only where jobs stay inside them; use a world without the leak (own, fixed)"
         )
 
 
@@ -334,9 +348,9 @@ def _count_causes(jct, nominal, seq, needs, masks, first, flags, degrees, confli
                   uniform, future, horizon, period, rules, found):  # fmt: skip
     none = np.full(len(model), -1)
     for r in range(len(rules)):
-        cause, _, _, _, _, _, _ = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model,
-                                    deadline, arrival, uniform, future, horizon, period, rules[r], none,
-                                    np.zeros(2, np.int64), 0)  # fmt: skip
+        cause = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline,
+                        arrival, uniform, future, horizon, period, rules[r], none, np.zeros(2, np.int64),
+                        0)[0]  # fmt: skip
         for j in range(len(cause)):
             found[r, cause[j]] += 1
 

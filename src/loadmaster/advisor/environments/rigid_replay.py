@@ -115,6 +115,8 @@ def replay_rigid(
     device_s = 0.0
     now = 0.0
     wake = np.inf
+    history = np.zeros((4 * num + 16, 3))  # until when, free devices, most of them on one host
+    num_notes = 0
     while True:
         soonest = np.inf
         for r in range(capacity):
@@ -125,6 +127,10 @@ def replay_rigid(
         wake = np.inf
         if now == np.inf:
             break
+        if num_notes < len(history):
+            history[num_notes, 0], history[num_notes, 1] = now, free.sum()
+            history[num_notes, 2] = free.max()
+            num_notes += 1
         for r in range(capacity):
             if run_job[r] >= 0 and end[run_job[r]] <= now:
                 run_job[r] = -1
@@ -365,7 +371,7 @@ def replay_rigid(
                         wake = min(wake, planned)
                 left += 1
         num_waiting = left
-    return end, start, count, admitted, device_s
+    return end, start, count, admitted, device_s, history[:num_notes]
 
 
 @kernel

@@ -63,6 +63,7 @@ class TraceOutcome:
     admitted: NDArray[np.bool_]  # [J]
     met: NDArray[np.bool_]  # [J]
     device_s: float
+    history: NDArray[np.float64]  # [E, 3] until when so many devices were free, and most of them on one host
 
     @property
     def num_met(self) -> int:
@@ -99,7 +100,7 @@ def replay_trace(
         )
     levels = np.array(LEVELS, np.int64)
     if not elastic:
-        end, start, devices, admitted, device_s = replay_rigid(
+        end, start, devices, admitted, device_s, history = replay_rigid(
             stream.arrival_s,
             stream.due_s,
             stream.duration_s,
@@ -111,10 +112,12 @@ def replay_trace(
         )
     else:
         if len(stream.kinds) > 1 or rule.order not in ELASTIC_ORDERS:
-            raise InputError("an elastic replay serves one kind of device and the rules RESERVE, LIST and SET")
+            raise InputError(
+                "an elastic replay serves one kind of device and the rules LIST, RESERVE and SET"[:]
+            )
         duration = np.where(levels <= hosts.max(), stream.duration_s[:, 0, 0], stream.duration_s[:, 0, 1])
-        end, start, devices, admitted, device_s = replay_elastic(
+        end, start, devices, admitted, device_s, history = replay_elastic(
             stream.arrival_s, stream.due_s, duration, int(hosts.sum()), levels, rule.numbers
         )
     met = end <= stream.due_s * (1 + 1e-12) + 1e-6
-    return TraceOutcome(end, start, devices, admitted, met, device_s)
+    return TraceOutcome(end, start, devices, admitted, met, device_s, history)
