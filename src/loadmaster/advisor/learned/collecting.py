@@ -56,7 +56,7 @@ class Group:
         assert batch is not None, "started before"
         rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         with torch.no_grad():
-            reading = network.read()  # type: ignore[operator]
+            reading = network.read()
             for _ in range(self.how.steps):
                 if batch.done:
                     break
@@ -133,8 +133,8 @@ class OverRay:
             import ray
         except ImportError:
             raise InputError(
-                "training with workers needs Ray; install it: pip install 'loadmaster[ray]', or leave --workers"
-                " out"
+                "training with workers needs Ray; install it: pip install 'loadmaster[ray]', or leave out"
+                " --workers"
             ) from None
         self._ray = ray
         self._began = not ray.is_initialized()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loadmaster.advisor.environments.batched import NUM_DEGREES, OBSERVATION_SIZE
+from loadmaster.advisor.environments.blocks import all_blocks
 from loadmaster.advisor.environments.profile import JobGraph
 from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 
@@ -26,6 +27,8 @@ NETWORKS = ("mlp", "graph", "pacml")
 _WIDTH = 128
 _GRAPH_WIDTH = 16
 _NODE = 5
+DEGREES_ONLY = 1 + NUM_DEGREES  # actions: reject, or a degree
+JOINT = 1 + len(all_blocks().mask)  # reject, or a block
 _MAX_BYTES = 4 * 2**20
 
 
@@ -250,9 +253,9 @@ def _about(metadata: Any) -> dict[str, Any]:
 
 
 def load_network(
-    path: str | Path, *, world: str, num_actions: int, graphs: tuple[JobGraph, ...] = ()
-) -> nn.Module:
-    """A trained network; weights that were trained for something else are refused."""
+    path: str | Path, *, world: str, num_actions: int | None = None, graphs: tuple[JobGraph, ...] = ()
+) -> tuple[nn.Module, Spec]:
+    """A trained network and what it is; weights that were trained for something else are refused."""
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
@@ -272,14 +275,15 @@ def load_network(
         int(about.get("num_actions", 0) or 0),
         str(about.get("distribution", "")),
     )
-    if spec.world != world or spec.num_actions != num_actions:
+    wanted = JOINT if num_actions is None and spec.num_actions == JOINT else num_actions or DEGREES_ONLY
+    if spec.world != world or spec.num_actions != wanted:
         raise InputError(
             f"{path} was trained for {spec.world or 'nothing known'} with {spec.num_actions} actions,"
-            f" and this is {world} with {num_actions}; train weights for it: loadmaster advise train"
+            f" and this is {world} with {wanted}; train weights for it: loadmaster advise train"
         )
     network = make_network(spec, graphs)
     try:
         network.load_state_dict(state)
     except RuntimeError as trouble:
         raise FormatError(f"{path}: {str(trouble).splitlines()[0]}") from None
-    return network.eval()
+    return network.eval(), spec

@@ -63,9 +63,7 @@ class TrainSettings:
         ):
             raise InputError("a training needs 0 or more iterations, a seed >= 0 and positive counts")
         if not 0 <= self.workers <= self.streams:
-            raise InputError(
-                f"{self.workers} workers share {self.streams} streams; give 0 to {self.streams}"
-            )
+            raise InputError(f"{self.workers} workers share {self.streams} streams; give 0 to {self.streams}")
 
 
 def train_policy(
@@ -234,7 +232,7 @@ def decide(network: nn.Module, world: World, streams: list[Stream], *, joint: bo
     seen, mask = batch.reset()
     given = np.full((len(streams), len(streams[0].model)), -1, np.int64)
     with torch.no_grad():
-        reading = network.read()  # type: ignore[operator]
+        reading = network.read()
         for j in range(given.shape[1] - 1):
             logits, _ = network(
                 torch.as_tensor(seen), torch.as_tensor(mask), torch.as_tensor(batch.model.copy()), reading

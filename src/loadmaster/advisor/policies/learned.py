@@ -37,26 +37,34 @@ class Learned:
             )
         import torch
 
-        seen, mask = observe(job, state)
+        network, joint = _network(self.weights or str(_SHIPPED), self.world)
+        seen, mask = observe(job, state, joint=joint)
         with torch.no_grad():
-            logits, _ = _network(self.weights or str(_SHIPPED), self.world)(
-                torch.as_tensor(seen[None]), torch.as_tensor(mask[None])
-            )
+            logits, _ = network(torch.as_tensor(seen[None]), torch.as_tensor(mask[None]))
         action = int(logits.argmax())
-        return Decision(DEGREES[action - 1]) if action else REJECT
+        if not action:
+            return REJECT
+        if not joint:
+            return Decision(DEGREES[action - 1])
+        block = [b for degree in DEGREES for b in state.layout.blocks[degree]][action - 1]
+        return Decision(len(block.devices), block)
 
 
 @cache
-def _network(path: str, world: str) -> Any:
-    from loadmaster.advisor.learned.networks import load_network
+def _network(path: str, world: str) -> tuple[Any, bool]:
+    from loadmaster.advisor.learned.networks import JOINT, load_network
 
-    return load_network(path, world=world, num_actions=1 + len(DEGREES))
+    network, spec = load_network(path, world=world)
+    return network, spec.num_actions == JOINT
 
 
-def observe(job: Job, state: ClusterState) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def observe(
+    job: Job, state: ClusterState, *, joint: bool = False
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """What the batched environment shows of the same moment (`environments.batched`)."""
     seen, mask = np.zeros(OBSERVATION_SIZE, np.float32), np.zeros(1 + len(DEGREES), np.bool_)
     mask[0] = True
+    offered = [True]
     num, limit = len(DEGREES), job.deadline_s * (1 + 1e-9)
     for k, degree in enumerate(DEGREES):
         blocks = state.layout.blocks[degree]
@@ -65,11 +73,13 @@ def observe(job: Job, state: ClusterState) -> tuple[NDArray[np.float32], NDArray
         seen[num + k] = bool(free)
         seen[2 * num + k] = len(free) / len(blocks)
         mask[1 + k] = bool(free) and job.curve.time(degree, free[0].kind, free[0].form) <= limit
+        now = {block.devices for block in free}
+        offered += [b.devices in now and job.curve.time(degree, b.kind, b.form) <= limit for b in blocks]
     left = np.maximum(state.free_at_s - state.now_s, 0.0)
     seen[3 * num : 3 * num + NUM_SERVERS] = np.minimum(1.0, np.where(state.is_free, 0.0, left) / 2e4)
     seen[-4:-1] = min(10.0, job.work_s / 4e4), min(10.0, limit / 4e4), state.num_free / NUM_SERVERS
     seen[-1] = len(np.unique(state.free_at_s[~state.is_free])) / NUM_SERVERS
-    return seen, mask
+    return seen, np.array(offered) if joint else mask
 
 
 POLICY = Learned
