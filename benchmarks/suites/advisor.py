@@ -19,7 +19,7 @@ from loadmaster.advisor.environments.world import World
 from loadmaster.advisor.jobs.curve import measured_curve
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import ClusterState, host_layout
-from loadmaster.advisor.replay import BASELINES, CONSTANTS, interval, worlds
+from loadmaster.advisor.replay import BASELINES, CONSTANTS, interval, table_rules, worlds
 
 SUITE = "advisor"
 GRAPHS = Path(__file__).parents[3] / "shared" / "graphs" / "pipedream"
@@ -101,7 +101,7 @@ def _blocking(report: Report, world: World, label: str) -> None:
         report.add(
             SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share"
         )
-        for other, rule in BASELINES.items():
+        for other, rule in table_rules(world).items():
             report.add(SUITE, f"{name}: {other}", float(_blocked(world, test, rule).mean()), "share")
 
 

@@ -185,7 +185,7 @@ def test_replay_whatif_and_pages(say, tmp_path: Path) -> None:  # type: ignore[n
     )
     rows = json.loads(out)["rows"]
     assert code == 0
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row["mean"] <= row["bound"] + 1e-6 for row in rows)
     assert "<script" not in page.read_text()
     code, out, _ = say(
@@ -213,7 +213,7 @@ def test_replay_whatif_and_pages(say, tmp_path: Path) -> None:  # type: ignore[n
 def test_bench_and_policies_list(say) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = say("advise", "bench", "own", "--graphs", str(GRAPHS), "--seeds", "2", "--json")
     assert code == 0
-    assert len(json.loads(out)["rows"]) == 4 * 12
+    assert len(json.loads(out)["rows"]) == 4 * 13
     code, out, _ = say("advise", "policies", "--json")
     assert code == 0
     assert "elasticflow" in out

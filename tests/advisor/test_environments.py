@@ -7,10 +7,10 @@ import pytest
 from loadmaster.advisor.environments.batched import BatchedRamp
 from loadmaster.advisor.environments.engine import Kind, Rule, replay
 from loadmaster.advisor.environments.streams import DISTRIBUTIONS, draw_stream
-from loadmaster.advisor.replay import BASELINES
+from loadmaster.advisor.replay import table_rules
 from loadmaster.core.errors import InputError
 from tests.advisor.plain_ramp import ALL, BLOCKS
-from tests.advisor.shared import GRAPHS, needs_graphs, world
+from tests.advisor.shared import GRAPHS, needs_graphs, profiles, world
 
 
 @needs_graphs
@@ -81,7 +81,7 @@ def test_no_policy_blocks_less_than_the_bounds(name: str) -> None:
         stream = draw_stream(d, 31, poisson=poisson)
         bound = least_blocking(world(name), stream)
         assert bound.shared_time <= bound.every_moment + 1e-6
-        rules = [*BASELINES.values(), Rule(Kind.MEETS, 4, rollout=(10, 5))]
+        rules = [*table_rules(world(name)).values(), Rule(Kind.MEETS, 4, rollout=(10, 5))]
         assert bound.every_moment <= min(replay(world(name), stream, rule).blocking for rule in rules) + 1e-9
 
 
@@ -107,7 +107,7 @@ def test_a_short_training_beats_random_and_repeats(tmp_path) -> None:  # type: i
         train_policy(w, settings, out=file)
     assert files[0].read_bytes() == files[1].read_bytes()
     streams = [draw_stream("A", s) for s in range(7000, 7006)]
-    network = load_network(files[0], world="fixed", num_actions=7)
+    network, _ = load_network(files[0], world="fixed", num_actions=7)
     random = [replay(w, s, Rule(Kind.RANDOM)).blocking for s in streams]
     assert evaluate(network, w, streams).mean() < np.mean(random) - 0.05
     with pytest.raises(InputError, match="was trained for fixed with 7 actions"):
@@ -116,9 +116,75 @@ def test_a_short_training_beats_random_and_repeats(tmp_path) -> None:  # type: i
 
 @needs_graphs
 @pytest.mark.slow
-def test_the_graph_network_trains(tmp_path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("network", ["graph", "pacml"])
+def test_networks_that_read_job_graphs_train(tmp_path, network: str) -> None:  # type: ignore[no-untyped-def]
+    from loadmaster.advisor.bench import learned_decider
     from loadmaster.advisor.learned.training import TrainSettings, train_policy
 
-    settings = TrainSettings(network="graph", iterations=2, imitate=2, streams=4, steps=100)
+    settings = TrainSettings(network=network, iterations=2, imitate=2, streams=4, steps=100)
     result = train_policy(world("fixed"), settings, graphs=GRAPHS, out=tmp_path / "g.safetensors")
     assert result["blocking"] < 0.529
+    outcome = learned_decider(tmp_path / "g.safetensors", world("fixed"), GRAPHS)([draw_stream("A", 1001)])[0]
+    assert outcome.blocking < 0.529
+
+
+@needs_graphs
+def test_the_published_network_does_not_see_which_servers_are_free() -> None:
+    import torch
+
+    from loadmaster.advisor.learned.networks import Spec, make_network
+
+    torch.manual_seed(0)
+    networks = {
+        name: make_network(Spec(name, "fixed", 7, "A"), profiles()) for name in ("mlp", "graph", "pacml")
+    }
+    batch = BatchedRamp(world("fixed"), [draw_stream("A", s) for s in range(4)])
+    seen, mask, _ = batch.step(np.full(4, 3))
+    other = seen.copy()
+    other[:, 18:50] = other[:, 18:50][:, ::-1]  # other servers are taken, and until other times
+    for name, network in networks.items():
+        with torch.no_grad():
+            one, two = (
+                network(torch.as_tensor(s), torch.as_tensor(mask), torch.as_tensor(batch.model.copy()))[1]
+                for s in (seen, other)
+            )
+        assert torch.equal(one, two) == (name == "pacml")
+
+
+def _group_settings(ray: bool) -> object:
+    from loadmaster.advisor.learned.training import TrainSettings
+
+    return TrainSettings(
+        iterations=2, imitate=0, streams=4, steps=40, workers=2, ray=ray, joint=True, minibatch=80
+    )
+
+
+@needs_graphs
+@pytest.mark.slow
+def test_training_over_ray_gives_the_same_weights_as_here(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("ray")
+    from loadmaster.advisor.learned.training import train_policy
+
+    files = [tmp_path / f"{ray}.safetensors" for ray in (False, True)]
+    for file, ray in zip(files, (False, True), strict=True):
+        train_policy(world("fixed"), _group_settings(ray), out=file)  # type: ignore[arg-type]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@needs_graphs
+def test_more_workers_than_streams_are_refused() -> None:
+    from loadmaster.advisor.learned.training import TrainSettings
+
+    with pytest.raises(InputError, match="5 workers share 4 streams"):
+        TrainSettings(streams=4, workers=5)
+
+
+@needs_graphs
+def test_given_blocks_are_replayed_as_they_were_chosen() -> None:
+    w, stream = world("own"), draw_stream("A", 9)
+    chosen = replay(w, stream, Rule(Kind.BEST_FIT, 4))
+    again = replay(w, stream, Rule(Kind.GIVEN_BLOCK), given=chosen.block.astype(np.int64))
+    assert (again.block == chosen.block).all()
+    assert again.num_blocked == chosen.num_blocked
+    with pytest.raises(InputError, match="without the leak"):
+        replay(world("compat"), stream, Rule(Kind.BEST_FIT, 4))

@@ -1,24 +1,26 @@
-"""Many policies on the same streams: blocking or deadlines met, with intervals, paired differences and
-bounds."""
+"""Many policies on the same streams of the published cluster: blocking, with intervals and bounds.
+
+Recorded arrivals are in `replay_traces`; both give the same rows.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loadmaster.advisor.bounds.ramp import least_blocking
-from loadmaster.advisor.bounds.traces import most_met, possible
-from loadmaster.advisor.environments.engine import Cause, Kind, Rule, replay, replay_many
+from loadmaster.advisor.environments.engine import Cause, Kind, Outcome, Rule, replay, replay_many
 from loadmaster.advisor.environments.profile import read_profiles
 from loadmaster.advisor.environments.rules import COMPAT, FIXED
-from loadmaster.advisor.environments.streams import DISTRIBUTIONS, draw_stream
-from loadmaster.advisor.environments.trace import Throughputs, Trace, draw_trace_stream
-from loadmaster.advisor.environments.trace_engine import Order, TraceRule, host_sizes, replay_trace
+from loadmaster.advisor.environments.streams import DISTRIBUTIONS, Stream, draw_stream
 from loadmaster.advisor.environments.world import World, build_world
-from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.advisor.history import History, history_of_decisions
+from loadmaster.advisor.prices import fit_prices
+from loadmaster.core.errors import InputError
 from loadmaster.core.run import ignore_progress
 
 CONSTANTS = {f"const {k}": Rule(Kind.CONSTANT, k) for k in (2, 4, 6, 8, 16)}
@@ -32,14 +34,7 @@ BASELINES = {
     "best fit": Rule(Kind.BEST_FIT),
     "best fit >= 8": Rule(Kind.BEST_FIT, 8),
 }
-TRACE_RULES = {
-    "fifo": TraceRule(Order.FIFO),
-    "edf": TraceRule(Order.EDF),
-    "always-max": TraceRule(Order.MAX),
-    "smallest": TraceRule(Order.MEETS),
-    "elasticflow": TraceRule(Order.RESERVE),
-    "least-work": TraceRule(Order.LIST, by_area=True),
-}
+SELECTION_SEEDS = range(1000, 1005)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +50,57 @@ class Row:
     paired_half: float
     bound: float
     details: dict[str, float]
+    details_half: dict[str, float]  # half of the 95 % interval of each
+    history: dict[str, list[float]]  # over the time of a stream, mean over seeds
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; what is not known is null."""
+        plain = asdict(self)
+        for name, found in (("details_half", self.details_half), ("history", self.history)):
+            plain[name] = {key: _finite(value) for key, value in found.items()}
+        return plain
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return value if math.isfinite(value) else None
+
+
+def make_row(
+    setting: str,
+    policy: str,
+    share: NDArray[np.float64],
+    reference: NDArray[np.float64],
+    bound: float,
+    details: dict[str, NDArray[np.float64]],
+    histories: Sequence[History],
+) -> Row:
+    """Means and intervals over seeds; each detail has one value for each seed."""
+    mean, half = interval(share)
+    paired, paired_half = interval(share - reference)
+    details = details | {
+        "utilisation": np.array([h.utilisation for h in histories]),
+        "fragmented": np.array([h.fragmented for h in histories]),
+    }
+    over_time = {
+        name: np.nanmean([getattr(h, f"{name}_over_time") for h in histories], axis=0).tolist()
+        for name in ("utilisation", "fragmented")
+    }
+    told = {name: interval(values) for name, values in details.items()}
+    return Row(
+        setting,
+        policy,
+        mean,
+        mean - half,
+        mean + half,
+        paired,
+        paired_half,
+        bound,
+        {name: found for name, (found, _) in told.items()},
+        {name: found for name, (_, found) in told.items()},
+        over_time,
+    )
 
 
 def interval(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -81,106 +123,64 @@ def worlds(graphs: str | Path) -> dict[str, World]:
     }
 
 
+def table_rules(world: World) -> dict[str, Rule]:
+    """The rules of the tables; those that choose a block only where jobs stay inside it."""
+    return {name: rule for name, rule in BASELINES.items() if not (rule.chooses_block and world.rules.leak)}
+
+
+def rollout_rule(world: World, distribution: str, *, look: tuple[int, int] = (30, 20)) -> Rule:
+    """The rollout over the base with least blocking on selection streams."""
+    streams = [draw_stream(distribution, s, num_models=len(world.models)) for s in SELECTION_SEEDS]
+    bases = [Rule(Kind.CONSTANT, 4), *(Rule(Kind.MEETS, k, go) for k in (1, 2, 4, 8) for go in (True, False))]
+    if not world.rules.leak:
+        bases = [Rule(Kind.BEST_FIT, k) for k in (1, 2, 4, 8)]
+    counts = replay_many(world, streams, bases)
+    best = int(np.argmin(counts[:, :, 1:5].sum(axis=(0, 2))))
+    return replace(bases[best], rollout=look)
+
+
+def price_rule(world: World, distribution: str) -> Rule:
+    """The shadow-price rule with prices of selection streams; only where blocks may be chosen."""
+    streams = [draw_stream(distribution, s, num_models=len(world.models)) for s in SELECTION_SEEDS]
+    return fit_prices(world, streams)
+
+
 def bench_ramp(
     world: World,
     seeds: Sequence[int],
-    rules: dict[str, Rule] | None = None,
+    rules: Mapping[str, Rule | Callable[[str], Rule]] | None = None,
     *,
     distributions: Sequence[str] = DISTRIBUTIONS,
     poisson: bool = False,
     bounds: bool = True,
+    deciders: Mapping[str, Callable[[list[Stream]], list[Outcome]]] | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> list[Row]:
-    """Blocking of every rule; paired against the best constant of each distribution."""
+    """Blocking of every rule; paired against the best constant of each distribution.
+
+    A rule may be a function of the distribution; `deciders` are other policies, given whole streams.
+    """
     if not len(seeds):
         raise InputError("no seeds; give at least one")
-    chosen = BASELINES if rules is None else rules
+    chosen = table_rules(world) if rules is None else dict(rules)
     rows = []
     for d in distributions:
         streams = [draw_stream(d, seed, poisson=poisson, num_models=len(world.models)) for seed in seeds]
-        arrived = np.array([len(stream.model) for stream in streams])
-        counts: dict[str, NDArray[np.int64]] = {}
-        for i, (name, rule) in enumerate({**chosen, **CONSTANTS}.items()):
+        found: dict[str, list[Outcome]] = {}
+        for i, (name, given) in enumerate({**chosen, **CONSTANTS}.items()):
             progress(f"{d}: {name}", i / len(chosen))
-            if rule.rollout[0]:
-                outcomes = [replay(world, s, rule, seed=seed) for s, seed in zip(streams, seeds, strict=True)]
-                counts[name] = np.array([[o.count(c) for c in Cause] for o in outcomes])
-            else:
-                counts[name] = replay_many(world, streams, [rule])[:, 0]
-        share = {name: found[:, 1:5].sum(axis=1) / arrived for name, found in counts.items()}
+            rule = given if isinstance(given, Rule) else given(d)
+            found[name] = [replay(world, s, rule, seed=seed) for s, seed in zip(streams, seeds, strict=True)]
+        for name, decide in (deciders or {}).items():
+            found[name] = decide(streams)
+        share = {name: np.array([o.blocking for o in outcomes]) for name, outcomes in found.items()}
         best = min(CONSTANTS, key=lambda name: share[name].mean())
         bound = float(np.mean([least_blocking(world, s).every_moment for s in streams])) if bounds else 0.0
-        for name in chosen:
-            mean, half = interval(share[name])
-            paired, paired_half = interval(share[name] - share[best])
-            causes = counts[name].sum(axis=0) / arrived.sum()
+        for name in (*chosen, *(deciders or ())):
             details = {
-                c.name.lower(): float(causes[c])
+                c.name.lower(): np.array([o.count(c) / len(o.cause) for o in found[name]])
                 for c in (Cause.REJECTED, Cause.NO_BLOCK, Cause.LATE, Cause.HORIZON)
             }
-            rows.append(Row(d, name, mean, mean - half, mean + half, paired, paired_half, bound, details))
-    return rows
-
-
-def trace_rules(names: Sequence[str]) -> dict[str, TraceRule]:
-    """Rules by name."""
-    for name in names:
-        if name not in TRACE_RULES:
-            raise UnknownNameError("trace policy", name, TRACE_RULES)
-    return {name: TRACE_RULES[name] for name in names}
-
-
-def bench_trace(
-    trace: Trace,
-    throughputs: Throughputs,
-    num_devices: int,
-    seeds: Sequence[int],
-    rules: dict[str, TraceRule],
-    *,
-    deadline: str = "default",
-    elastic: bool = False,
-    per_host: int = 8,
-    against: str = "elasticflow",
-    deadline_scale: float = 1.0,
-    kinds: Sequence[str] = ("v100",),
-    progress: Callable[[str, float], None] = ignore_progress,
-) -> list[Row]:
-    """Share of deadlines met of every rule, and of the bound; paired against one rule."""
-    if not len(seeds):
-        raise InputError("no seeds; give at least one")
-    if not deadline_scale > 0 or not math.isfinite(deadline_scale):
-        raise InputError(f"the deadline scale is {deadline_scale!r}; give a number > 0")
-    hosts = host_sizes(num_devices, per_host)
-    usable = {n: r for n, r in rules.items() if not elastic or r.order in (Order.RESERVE, Order.LIST)}
-    reference = {against: TRACE_RULES[against]} if against in TRACE_RULES else {}
-    streams = []
-    for seed in seeds:
-        stream = draw_trace_stream(trace, throughputs, seed, deadline=deadline, kinds=kinds)
-        due = stream.arrival_s + deadline_scale * (stream.due_s - stream.arrival_s)
-        streams.append(replace(stream, due_s=due))
-    jobs = len(trace.jobs)
-    found: dict[str, NDArray[np.float64]] = {}
-    details: dict[str, dict[str, float]] = {}
-    for i, (name, rule) in enumerate({**usable, **reference}.items()):
-        progress(f"{name}", i / len(usable))
-        outcomes = [replay_trace(s, rule, hosts, elastic=elastic) for s in streams]
-        found[name] = np.array([o.num_met / jobs for o in outcomes])
-        waits = [
-            float(np.nanmean(o.start_s - s.arrival_s)) if o.met.any() else 0.0
-            for o, s in zip(outcomes, streams, strict=True)
-        ]
-        details[name] = {
-            "broken_promises": float(np.mean([o.num_late / jobs for o in outcomes])),
-            "device_hours": float(np.mean([o.device_s / 3600 for o in outcomes])),
-            "mean_wait_s": float(np.mean(waits)),
-        }
-    bound = float(np.mean([most_met(s, num_devices, elastic=elastic) / jobs for s in streams]))
-    impossible = float(np.mean([1 - possible(s).mean() for s in streams]))
-    rows = []
-    for name in usable:
-        mean, half = interval(found[name])
-        paired, paired_half = interval(found[name] - found.get(against, found[name]))
-        told = details[name] | {"impossible": impossible}
-        setting = f"{num_devices} devices, {deadline}{' elastic' if elastic else ''}"
-        rows.append(Row(setting, name, mean, mean - half, mean + half, paired, paired_half, bound, told))
+            histories = [history_of_decisions(o) for o in found[name]]
+            rows.append(make_row(d, name, share[name], share[best], bound, details, histories))
     return rows

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from loadmaster.advisor.replay import Row
 
 SUMMARY = "How many devices should a job get? Advice, replays, benchmarks."
-_HERE = "../shared"
 
 
 class _JobByDefault(TyperGroup):
@@ -220,9 +219,27 @@ def whatif(
 @app.command(name="bench", short_help="The published cluster, its anchors and policies.")
 def bench(
     world: Annotated[
-        str, typer.Argument(metavar="WORLD", help="compat, fixed, or own (compat without the leak).")
+        str,
+        typer.Argument(metavar="WORLD", help="compat, fixed, own (compat without the leak) or real."),
     ],
-    graphs: Annotated[str, typer.Option("--graphs", metavar="FOLDER", help="PipeDream's five profiles.")],
+    graphs: Annotated[
+        str | None, typer.Option("--graphs", metavar="FOLDER", help="PipeDream's five profiles.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            metavar="NAMES",
+            help="Rows of the table; also rollout. Default: all others.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="FILE", help="Also a learned policy (.safetensors).")
+    ] = None,
+    traces: Annotated[
+        str | None, typer.Option("--traces", metavar="FOLDER", help="real: Gavel's traces and throughputs.")
+    ] = None,
     seeds: Seeds = 20,
     first_seed: FirstSeed = 0,
     poisson: Annotated[
@@ -231,18 +248,26 @@ def bench(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
-    """Blocking of the table policies on the four deadline distributions, beside a proven bound."""
-    from loadmaster.advisor.replay import bench_ramp, worlds
+    """Blocking on four deadline distributions, or deadlines met of traces, beside a proven bound."""
+    from loadmaster.advisor import bench
     from loadmaster.cli.console import progress
-    from loadmaster.core.errors import UnknownNameError
+    from loadmaster.core.errors import InputError, UnknownNameError
 
     _require_seeds(seeds, first_seed)
-    if world not in ("compat", "fixed", "own"):
-        raise UnknownNameError("world", world, ("compat", "fixed", "own"))
+    if world not in (*bench.WORLDS, "real"):
+        raise UnknownNameError("world", world, (*bench.WORLDS, "real"))
+    names = None if policy is None else [name.strip() for name in policy.split(",")]
+    chosen = range(first_seed, first_seed + seeds)
     with progress("replaying") as say:
-        rows = bench_ramp(
-            worlds(graphs)[world], range(first_seed, first_seed + seeds), poisson=poisson, progress=say
-        )
+        if world == "real":
+            if traces is None:
+                raise InputError("bench real needs --traces FOLDER: *.trace and simulation_throughputs.json")
+            rows = bench.bench_real(traces, chosen, names, progress=say)
+            _show(rows, f"deadlines met, {seeds} streams", "met", html, json)
+            return
+        if graphs is None:
+            raise InputError(f"bench {world} needs --graphs FOLDER: PipeDream's five profiles")
+        rows = bench.bench_world(world, graphs, chosen, names, weights=weights, poisson=poisson, progress=say)
     _show(rows, f"blocking, {world}, {seeds} streams", "blocking", html, json)
 
 
@@ -297,21 +322,37 @@ def train(
     graphs: Annotated[str, typer.Option("--graphs", metavar="FOLDER", help="PipeDream's five profiles.")],
     world: Annotated[str, typer.Option("--world", metavar="NAME", help="compat, fixed or own.")] = "fixed",
     distribution: Annotated[str, typer.Option("--distribution", metavar="NAME", help="A, B, C or D.")] = "A",
-    network: Annotated[str, typer.Option("--network", metavar="NAME", help="mlp or graph.")] = "mlp",
+    network: Annotated[str, typer.Option("--network", metavar="NAME", help="mlp, graph or pacml.")] = "mlp",
     iterations: Annotated[int, typer.Option("--iterations", metavar="N", help="Rounds of PPO.")] = 60,
+    joint: Annotated[bool, typer.Option("--joint", help="Choose the block as well; not in compat.")] = False,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", help="Collect on N workers of Ray. 0: in this process.")
+    ] = 0,
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
     """Train a policy by masked PPO; the same seed gives the same weights."""
+    from loadmaster.advisor.bench import WORLDS
     from loadmaster.advisor.learned.training import TrainSettings, train_policy
     from loadmaster.advisor.replay import worlds
     from loadmaster.cli.console import print_json, progress, stdout
+    from loadmaster.core.errors import UnknownNameError
     from loadmaster.core.files import require_writable
 
     require_writable(out)
-    settings = TrainSettings(distribution=distribution, network=network, iterations=iterations, seed=seed)
+    if world not in WORLDS:
+        raise UnknownNameError("world", world, WORLDS)
+    settings = TrainSettings(
+        distribution=distribution,
+        network=network,
+        iterations=iterations,
+        seed=seed,
+        joint=joint,
+        workers=workers,
+    )
     with progress("training") as say:
         result = train_policy(worlds(graphs)[world], settings, graphs=graphs, out=out, progress=say)
+    del result["network"]
     if json:
         print_json(result)
         return
@@ -359,7 +400,7 @@ def _replay(
     json: bool,
 ) -> None:
     from loadmaster.advisor.environments.trace import read_throughputs, read_trace
-    from loadmaster.advisor.replay import TRACE_RULES, bench_trace, trace_rules
+    from loadmaster.advisor.replay_traces import TRACE_RULES, bench_trace, trace_rules
     from loadmaster.cli.console import progress, stderr
 
     _require_seeds(seeds, first_seed)
@@ -393,12 +434,11 @@ def _replay(
 
 
 def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool) -> None:
+    from loadmaster.advisor.page import with_half, write_page
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.report.text_columns import columns, one_line
 
     if html is not None:
-        from loadmaster.advisor.page import write_page
-
         write_page(html, title, what, rows)
     if json:
         print_json({"title": title, "rows": [row.to_json() for row in rows]})
@@ -411,7 +451,7 @@ def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool
         heads = ("policy", what, "95 %", "difference", *[n.replace("_", " ") for n in chosen[0].details])
         table = columns(*heads, right=heads[1:], whole=heads[:4])
         for r in chosen:
-            details = [f"{value:.3g}" for value in r.details.values()]
+            details = [with_half(r, name) for name in r.details]
             paired = f"{r.paired:+.3f} ± {r.paired_half:.3f}"
             table.add_row(
                 one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f} to {r.high:.3f}", paired, *details

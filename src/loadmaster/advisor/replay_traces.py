@@ -1,0 +1,111 @@
+"""Many policies on the same recorded arrivals: deadlines met, broken promises, waiting, a proven bound."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from loadmaster.advisor.bounds.traces import most_met, possible
+from loadmaster.advisor.environments.trace import Throughputs, Trace, TraceStream, draw_trace_stream
+from loadmaster.advisor.environments.trace_engine import (
+    ELASTIC_ORDERS,
+    Order,
+    TraceOutcome,
+    TraceRule,
+    host_sizes,
+    replay_trace,
+)
+from loadmaster.advisor.history import history_of_trace
+from loadmaster.advisor.replay import Row, make_row
+from loadmaster.core.errors import InputError, UnknownNameError
+from loadmaster.core.run import ignore_progress
+
+TRACE_RULES = {
+    "fifo": TraceRule(Order.FIFO),
+    "edf": TraceRule(Order.EDF),
+    "always-max": TraceRule(Order.MAX),
+    "smallest": TraceRule(Order.MEETS),
+    "elasticflow": TraceRule(Order.RESERVE),
+    "least-work": TraceRule(Order.LIST, by_area=True),
+    "largest-set": TraceRule(Order.SET, by_area=True),
+}
+
+
+def trace_rules(names: Sequence[str]) -> dict[str, TraceRule]:
+    """Rules by name."""
+    for name in names:
+        if name not in TRACE_RULES:
+            raise UnknownNameError("trace policy", name, TRACE_RULES)
+    return {name: TRACE_RULES[name] for name in names}
+
+
+def bench_trace(
+    trace: Trace,
+    throughputs: Throughputs,
+    num_devices: int,
+    seeds: Sequence[int],
+    rules: dict[str, TraceRule],
+    *,
+    deadline: str = "default",
+    elastic: bool = False,
+    per_host: int = 8,
+    against: str = "elasticflow",
+    deadline_scale: float = 1.0,
+    kinds: Sequence[str] = ("v100",),
+    name: str = "",
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> list[Row]:
+    """Share of deadlines met of every rule, and of the bound; paired against one rule."""
+    if not len(seeds):
+        raise InputError("no seeds; give at least one")
+    if not deadline_scale > 0 or not math.isfinite(deadline_scale):
+        raise InputError(f"the deadline scale is {deadline_scale!r}; give a number > 0")
+    hosts = host_sizes(num_devices, per_host)
+    usable = {n: r for n, r in rules.items() if not elastic or r.order in ELASTIC_ORDERS}
+    if not usable:
+        raise InputError(
+            f"none of {', '.join(rules)} resizes jobs; with elastic choose from"
+            f" {', '.join(n for n, r in TRACE_RULES.items() if r.order in ELASTIC_ORDERS)}"
+        )
+    reference = {against: TRACE_RULES[against]} if against in TRACE_RULES else {}
+    streams = []
+    for seed in seeds:
+        stream = draw_trace_stream(trace, throughputs, seed, deadline=deadline, kinds=kinds)
+        due = stream.arrival_s + deadline_scale * (stream.due_s - stream.arrival_s)
+        streams.append(replace(stream, due_s=due))
+    jobs = len(trace.jobs)
+    found: dict[str, list[TraceOutcome]] = {}
+    for i, (label, rule) in enumerate({**usable, **reference}.items()):
+        progress(label, i / len(usable))
+        found[label] = [replay_trace(s, rule, hosts, elastic=elastic) for s in streams]
+    progress("the bound", 1.0)
+    bound = float(np.mean([most_met(s, hosts, elastic=elastic) / jobs for s in streams]))
+    impossible = np.array([1 - possible(s).mean() for s in streams])
+    base = np.array([o.num_met / jobs for o in found.get(against, found[next(iter(usable))])])
+    rows = []
+    for label in usable:
+        outcomes = found[label]
+        details = {
+            "broken_promises": np.array([o.num_late / jobs for o in outcomes]),
+            "impossible": impossible,
+            "device_hours": np.array([o.device_s / 3600 for o in outcomes]),
+            "mean_wait_s": np.array([_mean_wait(o, s) for o, s in zip(outcomes, streams, strict=True)]),
+        }
+        histories = [
+            history_of_trace(o, s.arrival_s, num_devices) for o, s in zip(outcomes, streams, strict=True)
+        ]
+        share = np.array([o.num_met / jobs for o in outcomes])
+        setting = (
+            f"{name + ', ' if name else ''}{num_devices} devices, {deadline}{' elastic' if elastic else ''}"
+        )
+        rows.append(
+            make_row(setting, label, share, base if against in found else share, bound, details, histories)
+        )
+    return rows
+
+
+def _mean_wait(outcome: TraceOutcome, stream: TraceStream) -> float:
+    """Mean time from the arrival to the start of jobs that started."""
+    wait = outcome.start_s - stream.arrival_s
+    return float(np.nanmean(wait)) if np.isfinite(wait).any() else 0.0
