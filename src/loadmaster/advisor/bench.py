@@ -86,8 +86,13 @@ def bench_real(
                         rules,
                         deadline=deadline,
                         elastic=elastic,
-                        per_host=4 if size < _SMALL_HOSTS else 8,
+                        per_host=hosts_of(size),
                         name=file.name,
                         progress=progress,
                     )
     return rows
+
+
+def hosts_of(num_devices: int) -> int:
+    """Devices of a host: a small cluster has small ones."""
+    return 4 if num_devices < _SMALL_HOSTS else 8

@@ -189,7 +189,8 @@ def replay_elastic(arrival: Any, due: Any, duration: Any, capacity: Any, levels:
                 active[kept] = j
                 kept += 1
         num_active = kept
-        if rule[0] == 6:  # the set anew: all that are not done, and who has just come
+        if rule[0] == 6 and (ended or (at < num and arrival[at] <= now)):
+            # the set anew: all that are not done, and who has just come
             while at < num and arrival[at] <= now:
                 if (duration[at] * levels).min() <= rule[4]:
                     waiting[num_waiting] = at

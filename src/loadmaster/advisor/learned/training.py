@@ -37,10 +37,11 @@ class TrainSettings:
 
     distribution: str = "A"
     network: str = "mlp"
-    iterations: int = 60
+    iterations: int = 400
     seed: int = 0
-    joint: bool = False
-    imitate: int = 10  # streams of the rollout that are imitated; 0: none
+    joint: bool = False  # choose a block, not a degree
+    imitate: int = 20  # streams of the rollout that are imitated; 0: none
+    teacher: tuple[int, int] = (30, 60)  # arrivals that the rollout looks ahead, and sampled futures
     streams: int = 24  # at once
     steps: int = 250  # decisions of each stream in a round
     epochs: int = 4
@@ -172,7 +173,7 @@ def _imitate(
     base = min(bases, key=lambda rule: np.mean([replay(world, s, rule).blocking for s in probe]))
     shares = _shares(world, replace(settings, streams=settings.imitate, workers=0), 900)
     batch = BatchedRamp(world, shares[0], joint=settings.joint)
-    teacher = replace(base, rollout=(30, 60))
+    teacher = replace(base, rollout=settings.teacher)
     outcomes = [replay(world, s, teacher, seed=i) for i, s in enumerate(batch.streams)]
     if settings.joint:
         answers = np.stack([np.where(o.degree > 0, o.block + 1, 0) for o in outcomes])

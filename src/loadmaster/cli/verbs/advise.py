@@ -323,7 +323,7 @@ def train(
     world: Annotated[str, typer.Option("--world", metavar="NAME", help="compat, fixed or own.")] = "fixed",
     distribution: Annotated[str, typer.Option("--distribution", metavar="NAME", help="A, B, C or D.")] = "A",
     network: Annotated[str, typer.Option("--network", metavar="NAME", help="mlp, graph or pacml.")] = "mlp",
-    iterations: Annotated[int, typer.Option("--iterations", metavar="N", help="Rounds of PPO.")] = 60,
+    iterations: Annotated[int, typer.Option("--iterations", metavar="N", help="Rounds of PPO.")] = 400,
     joint: Annotated[bool, typer.Option("--joint", help="Choose the block as well; not in compat.")] = False,
     workers: Annotated[
         int, typer.Option("--workers", metavar="N", help="Collect on N workers of Ray. 0: in this process.")
