@@ -224,6 +224,21 @@ def test_compare_runs_the_chosen_algorithms_once_each(say: Say) -> None:
     assert sorted(row["name"] for row in ask(say, *command)["results"]) == ["chain_balance", "round_robin"]
 
 
+def test_an_algorithm_for_steps_of_a_pipeline_needs_no_objective_beside_it(say: Say) -> None:
+    words = (
+        "gen:transformer:200",
+        "--devices",
+        "2xT4",
+        "--pipeline",
+        "1f1b:4",
+        "--algorithm",
+        "pipeline_equal",
+    )
+    code, out, err = say("plan", *words, "--json")
+    assert code == 0, err
+    assert json.loads(out)["objective"] == "step"
+
+
 def test_compare_for_pipelines_leaves_out_what_is_made_for_steps_unless_it_is_named(say: Say) -> None:
     command = ("compare", "gen:chain:8", "--objective", "throughput", "--budget", "50x")
     names = {row["name"] for row in ask(say, *command)["results"]}

@@ -22,7 +22,7 @@ from loadmaster.core.units import format_seconds
 from loadmaster.cost.microbatch import make_microbatch
 from loadmaster.graph.origin import origin_of
 from loadmaster.placers.ask import CAPTURED, PlanRequest, find_placement
-from loadmaster.placers.registry import placer
+from loadmaster.placers.registry import placer, serves_steps_alone
 
 _MOST_COUNTS = 6
 _MOST_MICROBATCHES = 64
@@ -57,7 +57,10 @@ def plan_microbatches(whole: Whole, ask: PlanRequest) -> Placement:
     """The best of op placement, one device and pipelines of any number of micro-batches."""
     problem, started = _require_training(whole.problem), time.perf_counter()
     order = CAPTURED if _is_captured(problem) else ask.order  # a stage runs as torch does, so does one pass
-    plain = find_placement(problem, replace(ask, order=order, budget=_share(ask.budget, _FOR_PLAIN)))
+    one_pass = placer("auto") if serves_steps_alone(ask.algorithm) else ask.algorithm
+    plain = find_placement(
+        problem, replace(ask, algorithm=one_pass, order=order, budget=_share(ask.budget, _FOR_PLAIN))
+    )
     counts = counts_of(whole.batch) if problem.cluster.num_devices > 1 else []
     tried: list[tuple[int, Placement]] = []
     quick = placer("pipeline", simulated=2, moves=0)

@@ -422,6 +422,13 @@ def test_auto_finds_the_pipeline_that_one_pass_cannot_match() -> None:
     assert api.check_plan(placement.problem, placement.plan) == []
 
 
+def test_an_algorithm_for_steps_alone_may_be_asked_for_pipelines_of_any_number() -> None:
+    placement = api.plan(chained(), pipeline="auto", algorithm="pipeline", budget="300x")
+    assert placement.plan is not None
+    assert placement.plan.pipeline is not None
+    assert placement.members[0].name == "one pass, op by op"  # which another algorithm plans
+
+
 def test_auto_stays_with_one_pass_where_micro_batches_do_not_pay() -> None:
     problem = layers_problem([Layer(1.0, 2.0, sent=10**6, weight=10**6)] * 3, [1.0, 1.0], "")
     placement = api.plan(problem, pipeline="auto", budget="200x")

@@ -73,9 +73,11 @@ def command(
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
     question = build_question({"usual_costs": "auto", **options})
-    problem = read_problem(question)
     asked: dict[str, str | None] = {}
     served = objectives_of(chosen)
+    if objective is None and pipeline not in (None, "", AUTO) and len(served) == 1:
+        question = replace(question, objective=served[0].value)  # what it plans of a pipeline is clear
+    problem = read_problem(question)
     if objective is None and pipeline is None and problem.objective not in served:
         asked = {"objective": served[0].value, "split": split}
         note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
