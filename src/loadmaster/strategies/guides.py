@@ -1,5 +1,6 @@
 """Guides: what a tree search asks: how likely each action of the next group is, what a state may come to."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,7 +42,16 @@ class UniformGuide:
 
 
 def load_guide(name: str) -> Guide:
-    """The network of the weights that are shipped, or of a file."""
-    if name != "shipped":
-        raise InputError(f"weights {name!r} cannot be read yet; use 'shipped' or 'none'")
-    return UniformGuide()
+    """The network of the weights that are shipped, or of a file; uniform where torch is not installed."""
+    if not is_installed():
+        if name != "shipped":
+            raise InputError("a network needs PyTorch; install it with: pip install 'loadmaster[torch]'")
+        return UniformGuide()
+    from loadmaster.strategies.learned.guide import load_network_guide
+
+    return load_network_guide(name)
+
+
+def is_installed() -> bool:
+    """Whether there is torch, and what reads weights."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "safetensors"))

@@ -83,13 +83,14 @@ class Tree:
         self.best = found[0] if found else evaluator.evaluate(state)
         self.base_s = self.best.time_s
 
-    def grow(self, most: int | None = None) -> None:
-        """Batches of leaves until the budget, or the tree, is used up."""
+    def grow(self, most: int | None = None) -> int:
+        """Batches of leaves until the budget, or the tree, is used up; how many leaves there were."""
         done = idle = 0
         while not self.run.out_of_budget(self.evaluator) and idle < 50 and (most is None or done < most):
             before = self.evaluator.replays
             done += self._batch()
             idle = 0 if self.evaluator.replays > before else idle + 1
+        return done
 
     def value_of(self, found: Evaluated) -> float:
         """log(t_base / t), or below -1 where memory does not suffice."""

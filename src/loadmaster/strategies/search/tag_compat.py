@@ -38,10 +38,12 @@ class TagCompat:
 
     def __call__(self, evaluator: Evaluator, run: SearchRun) -> list[Evaluated]:
         """The best state ever replayed, then factors once."""
-        return _Search(evaluator, run, self.playouts).run_all()
+        return TreeSearch(evaluator, run, self.playouts).run_all()
 
 
-class _Search:
+class TreeSearch:
+    """One search; `known` has every state replayed, in order."""
+
     def __init__(self, evaluator: Evaluator, run: SearchRun, playouts: int) -> None:
         self.evaluator, self.run, self.playouts = evaluator, run, playouts
         self.moves = self._moves()
@@ -71,6 +73,7 @@ class _Search:
         return found
 
     def run_all(self) -> list[Evaluated]:
+        """Playouts until the budget is used up; the best state, with factors if they help."""
         root = _Node(1.0)
         for _ in range(self.playouts):
             if self.run.out_of_budget(self.evaluator):

@@ -1,0 +1,257 @@
+"""Strategies: how far searches get on the published testbed, and groups against ops.
+
+Every step is simulated on published device figures (4 V100 in one machine, 8 GTX 1080 Ti in 4, 4 P100 in 2,
+joined by 25 Gbit/s). Gains are ratios of op-level steps; intervals over clusters are of 95 %.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from benchmarks.measure import Report
+from loadmaster.core.graph import Graph
+from loadmaster.core.problem import Problem
+from loadmaster.core.question import Question
+from loadmaster.core.run import Budget
+from loadmaster.questions.problem import build_problem
+from loadmaster.strategies.ask import StrategyRequest, find_strategy, make_evaluator
+from loadmaster.strategies.guides import load_guide
+from loadmaster.strategies.learned.training import random_cluster
+from loadmaster.strategies.predict import op_level
+from loadmaster.strategies.registry import make_search
+from loadmaster.strategies.search.guided import Guided, Tree
+from loadmaster.strategies.search.tag_compat import TreeSearch as TagSearch
+from loadmaster.strategies.search.uniform import Uniform
+from loadmaster.strategies.search_run import SearchRun
+from loadmaster.zoo.hf import Size, build_example
+from loadmaster.zoo.vision import Vgg
+
+SUITE = "strategies"
+TESTBED = (
+    "4xV100-16GB | 2xGTX1080Ti | 2xGTX1080Ti | 2xGTX1080Ti | 2xGTX1080Ti | 2xP100 | 2xP100 ; inter=25gbit"
+)
+SEEDS = (0, 1, 2)
+COUNT = 4000  # replays of a search
+RANDOM = int(os.environ.get("LOADMASTER_STRATEGY_TOPOLOGIES", "100"))
+BASELINES = ("data_parallel", "proportional", "uniform", "greedy", "tag_compat")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model with its batch."""
+
+    name: str
+    batch: int
+
+
+CASES = (
+    Case("VGG-19, 96 images", 96),
+    Case("BERT 24 layers, 48 x 128", 48),
+    Case("BERT 24 layers, vocabulary 305,220, 48 x 128", 48),
+)
+
+
+def build_graph(case: Case) -> Graph:
+    """The captured step of a case."""
+    if case.name.startswith("VGG"):
+        import torch
+
+        from loadmaster.graph.capture import capture
+
+        with torch.device("meta"):
+            model = Vgg((2, 2, 4, 4, 4))
+            images = torch.zeros(case.batch, 3, 224, 224)
+            labels = torch.zeros(case.batch, dtype=torch.long)
+        loss = torch.nn.functional.cross_entropy
+        return capture(
+            model, (images,), optimizer="adam", loss=lambda scores: loss(scores, labels), target="cuda"
+        )
+    vocabulary = 305_220 if "305,220" in case.name else 30_522
+    numbers = {
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+    example = build_example(
+        Size("BertConfig", "BertForMaskedLM", "text", numbers, longest=512), batch=case.batch, seq=128
+    )
+    from loadmaster.graph.capture import capture
+
+    return capture(
+        example.model, example.args, example.kwargs, optimizer="adam", loss=example.loss, target="cuda"
+    )
+
+
+def problem_on(graph: Graph, devices: str) -> Problem:
+    """The step on a cluster."""
+    return build_problem(Question(source=graph, devices=devices))
+
+
+def run(report: Report) -> None:
+    """All parts."""
+    graphs = {case.name: (build_graph(case), case.batch) for case in CASES}
+    for name, (graph, batch) in graphs.items():
+        _testbed(report, name, problem_on(graph, TESTBED), batch)
+    plain = [graphs[case.name] for case in CASES[:2]]
+    _levels(report, plain)
+    _topologies(report, plain)
+    _until_better(report, plain)
+
+
+def _testbed(report: Report, name: str, problem: Problem, batch: int) -> None:
+    steps: dict[str, float] = {}
+    for search in BASELINES:
+        try:
+            answer = find_strategy(problem, StrategyRequest(batch, search, Budget(count=COUNT)))
+        except Exception as trouble:  # what does not fit is said, not hidden
+            report.add(SUITE, f"{name}: {search} ({str(trouble)[:60]})", float("nan"), "s")
+            continue
+        steps[search] = answer.score_s
+        report.add(SUITE, f"{name}: {search} step, simulated", answer.score_s, "s")
+    found = []
+    for seed in SEEDS:
+        started = time.perf_counter()
+        answer = find_strategy(problem, StrategyRequest(batch, "guided", Budget(count=COUNT), seed))
+        found.append(answer.score_s)
+        report.add(SUITE, f"{name}: guided step, seed {seed}, simulated", answer.score_s, "s")
+        report.add(SUITE, f"{name}: guided plan time, seed {seed}", time.perf_counter() - started, "s")
+    report.add(SUITE, f"{name}: gap of the guided answer to its bound", 100 * float(answer.gap or 0.0), "%")
+    for search, step in steps.items():
+        gains = [step / one for one in found]
+        report.add(SUITE, f"{name}: guided gain over {search}, least of {len(SEEDS)} seeds", min(gains), "x")
+        report.add(SUITE, f"{name}: guided gain over {search}, most of {len(SEEDS)} seeds", max(gains), "x")
+
+
+def _levels(report: Report, graphs: list[tuple[Graph, int]]) -> None:
+    """Group level against op level: rank correlation, the price of choosing by groups, speed."""
+    for graph, batch in graphs:
+        problem = problem_on(graph, TESTBED)
+        evaluator = make_evaluator(problem, batch)
+        rng = np.random.default_rng(0)
+        pairs = []
+        for _ in range(60):
+            base = int(rng.choice(np.flatnonzero(evaluator.allowed.all(axis=0))))
+            choice = [base] * evaluator.facts.num_groups
+            for _ in range(int(rng.integers(0, 12))):
+                g = int(rng.integers(len(choice)))
+                choice[g] = int(rng.choice(np.flatnonzero(evaluator.allowed[g])))
+            state = evaluator.evaluate(choice)
+            strategy = evaluator.strategy(state, "random")
+            pairs.append(
+                (state.time_s, op_level(problem, strategy, evaluator.splits, evaluator.costs).time_s)
+            )
+        coarse, fine = np.array(pairs).T
+        report.add(
+            SUITE,
+            f"{graph.name}: Spearman of groups and ops, 60 random",
+            spearmanr(coarse, fine).statistic,
+            "",
+        )
+        top = np.argsort(coarse)[:20]
+        report.add(
+            SUITE, f"{graph.name}: choice by groups over best of top 20", fine[top[0]] / fine[top].min(), "x"
+        )
+        state = evaluator.evaluate(choice)
+        replays = _rate(partial(evaluator.replay, state.choice, state.rows, state.factors), 400)
+        strategy = evaluator.strategy(state, "one")
+        ops = _rate(partial(op_level, problem, strategy, evaluator.splits, evaluator.costs), 5)
+        report.add(SUITE, f"{graph.name}: one evaluation by groups", 1000 / replays, "ms")
+        report.add(SUITE, f"{graph.name}: evaluations by groups per one by ops", replays / ops, "x")
+
+
+def _rate(call: Callable[[], object], times: int) -> float:
+    call()
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return times / (time.perf_counter() - started)
+
+
+def _topologies(report: Report, graphs: list[tuple[Graph, int]]) -> None:
+    """Random clusters, equal numbers of replays: how often the guided search is no slower than tag_compat."""
+    rng = np.random.default_rng(2026)
+    logs: dict[str, list[float]] = {name: [] for name in ("tag_compat", "greedy", "uniform", "data_parallel")}
+    for number in range(RANDOM):
+        graph, batch = graphs[number % len(graphs)]
+        problem = problem_on(graph, random_cluster(rng))
+        seconds = {}
+        for name in ("guided", *logs):
+            evaluator = make_evaluator(problem, batch)
+            state = make_search(name)(
+                evaluator, SearchRun(Budget(count=1000), np.random.default_rng(number))
+            )[0]
+            seconds[name] = state.time_s if state.overflow == 0 else np.inf
+        for name in logs:
+            if np.isfinite(seconds["guided"]) and np.isfinite(seconds[name]):
+                logs[name].append(float(np.log(seconds[name] / seconds["guided"])))
+    for name, values in logs.items():
+        gains = np.array(values)
+        mean, error = gains.mean(), 1.96 * gains.std(ddof=1) / np.sqrt(len(gains))
+        label = f"{RANDOM} random clusters: guided against {name}"
+        report.add(SUITE, f"{label}, clusters where both fit", len(gains), "")
+        report.add(SUITE, f"{label}, no slower in", 100 * float((gains >= -1e-6).mean()), "%")
+        report.add(SUITE, f"{label}, geometric mean gain", float(np.exp(mean)), "x")
+        report.add(SUITE, f"{label}, gain, low end of 95 %", float(np.exp(mean - error)), "x")
+        report.add(SUITE, f"{label}, gain, high end of 95 %", float(np.exp(mean + error)), "x")
+
+
+def _until_better(report: Report, graphs: list[tuple[Graph, int]], cap: int = 200) -> None:
+    """Replays until a tree beats what it starts from, on unseen clusters of 8 devices; each head ablated.
+
+    Against data parallelism rows and factors decide at once; against the best uniform state the tree has to.
+    """
+    ways = {
+        "prior and value": Guided(greedy_share=0.0),
+        "prior alone": Guided(greedy_share=0.0, value=False),
+        "value alone": Guided(greedy_share=0.0, prior=False),
+        "neither": Guided(greedy_share=0.0, network="none"),
+    }
+    uniform: dict[str, list[int]] = {way: [] for way in ways}
+    plain: dict[str, list[int]] = {"guided": [], "tag_compat": []}
+    rng = np.random.default_rng(7)
+    for number in range(20):
+        graph, batch = graphs[number % len(graphs)]
+        problem = problem_on(graph, random_cluster(rng, most=8))
+        for way, options in ways.items():
+            evaluator = make_evaluator(problem, batch)
+            run = SearchRun(Budget(count=10**6), np.random.default_rng(number))
+            Uniform()(evaluator, run)
+            tree = Tree(options, evaluator, run, load_guide(options.network))
+            uniform[way].append(_replays_until(tree, tree.base_s, cap))
+        evaluator = make_evaluator(problem, batch)
+        run = SearchRun(Budget(count=10**6), np.random.default_rng(number))
+        target = make_search("data_parallel")(evaluator, run)[0].time_s
+        tree = Tree(ways["prior and value"], evaluator, run, load_guide("shipped"))
+        plain["guided"].append(_replays_until(tree, target, cap))
+        evaluator = make_evaluator(problem, batch)
+        search = TagSearch(evaluator, SearchRun(Budget(count=cap), np.random.default_rng(number)), cap)
+        search.run_all()
+        times = [one.time_s if one.overflow == 0 else np.inf for one in search.known.values()]
+        plain["tag_compat"].append(next((i + 1 for i, t in enumerate(times) if t < target * (1 - 1e-6)), cap))
+    for way, values in plain.items():
+        label = f"8 devices: median replays to beat data parallelism, {way} (cap {cap})"
+        report.add(SUITE, label, float(np.median(values)), "")
+    for way, values in uniform.items():
+        label = f"8 devices: median replays to beat the best uniform state, {way} (cap {cap})"
+        report.add(SUITE, label, float(np.median(values)), "")
+        report.add(
+            SUITE, f"8 devices: found one within {cap}, {way}", 5.0 * sum(v < cap for v in values), "%"
+        )
+
+
+def _replays_until(tree: Tree, target: float, cap: int) -> int:
+    first = tree.evaluator.replays
+    while tree.evaluator.replays - first < cap:
+        if tree.best.overflow == 0 and tree.best.time_s < target * (1 - 1e-6):
+            break
+        if tree.grow(most=1) == 0:
+            return cap
+    return min(tree.evaluator.replays - first, cap)
