@@ -2,7 +2,7 @@
 
 `build` is the user's function and runs as the user's code. It gives the model and its inputs,
 
-    return model, (tokens,)                       or  model, args, kwargs
+    return model, (tokens,)                       or  model, {"input_ids": tokens}  or  model, args, kwargs
     return {"model": model, "args": (tokens,), "loss": my_loss, "optimizer": torch.optim.SGD}
 
 and may take `batch` and `seq`. A Keras model or a `tf.function` goes to `tf_capture`, an `nn.Module` to
@@ -214,13 +214,25 @@ def load_own_parts(path: str, function: str, asked: CaptureOptions) -> dict[str,
             raise InputError(
                 f"{path}:{function} gives {unknown or 'no model'}; known are {', '.join(_FIELDS)}"
             )
-        return dict(given)
+        return _name_arguments(dict(given), f"{path}:{function}")
     if isinstance(given, tuple) and 1 <= len(given) <= 3:
-        return dict(zip(_FIELDS, given, strict=False))
+        return _name_arguments(dict(zip(_FIELDS, given, strict=False)), f"{path}:{function}")
     raise InputError(
         f"{path}:{function} gives {type(given).__name__}; it must give (model, args),"
         " (model, args, kwargs) or a dict with 'model' and 'args'"
     )
+
+
+def _name_arguments(parts: dict[str, Any], where: str) -> dict[str, Any]:
+    """Inputs that are a dict are arguments by name, as in `model(**inputs)`; Keras has its own dicts."""
+    if not isinstance(parts.get("args"), Mapping) or is_tensorflow_model(parts["model"]):
+        return parts
+    if parts.get("kwargs"):
+        raise InputError(
+            f"{where} gives arguments by name twice, {', '.join(map(str, parts['args']))} and"
+            f" {', '.join(map(str, parts['kwargs']))}; give (model, args, kwargs) with args a tuple"
+        )
+    return parts | {"args": (), "kwargs": dict(parts["args"])}
 
 
 def _call_build(path: str, function: str, asked: CaptureOptions) -> Any:

@@ -111,6 +111,11 @@ FILES = {
         "import torch\ndef build():\n    return {'model': torch.nn.Linear(8, 4), 'args': (torch.ones(2, 8),),"
         " 'loss': lambda out: out.sum(), 'optimizer': 'sgd'}\n"
     ),
+    "named": "import torch\ndef build():\n    return torch.nn.Linear(8, 4), {'input': torch.ones(2, 8)}\n",
+    "twice": (
+        "import torch\ndef build():\n    x = {'input': torch.ones(2, 8)}\n"
+        "    return torch.nn.Linear(8, 4), x, {'x': 1}\n"
+    ),
     "typo": "import torhc\n",
     "raises": "def build():\n    raise RuntimeError('out of luck')\n",
     "number": "def build():\n    return 3\n",
@@ -138,9 +143,15 @@ def test_a_users_own_file_is_captured(tmp_path: Path) -> None:
     )
 
 
+def test_inputs_that_are_a_dict_are_arguments_by_name(tmp_path: Path) -> None:
+    named, plain = (read_source(written(tmp_path, name)).graph for name in ("named", "good"))
+    assert named.op_kind == plain.op_kind
+
+
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
+        ("twice", {}, InputError, "gives arguments by name twice, input and x"),
         ("good", {"seq": 3}, InputError, "takes no seq; leave --seq out"),
         ("good", {"batch": 0}, InputError, "batch is 0; give a whole number"),
         ("good", {"format": "msr"}, InputError, "is captured and has no format"),
