@@ -69,18 +69,19 @@ class Climb:
 def run_searcher(searcher: Searcher, groups: Groups, tally: Tally, *, share: float = 1.0) -> None:
     """Evaluate what a searcher proposes until the bound is met or this share of the budget is spent."""
     run = tally.run
-    while not _is_over(tally, share):
+    while not is_over(tally, share):
         rows = searcher.propose(run.rng)
         times: list[float] = []
         for row in rows:
-            if _is_over(tally, share):
+            if is_over(tally, share):
                 break
             times.append(groups.penalised_s(tally.offer(groups.plan(row))))
         searcher.observe(rows[: len(times)], np.array(times))
         run.progress(f"{tally.scored:,} plans tried", 0.0)
 
 
-def _is_over(tally: Tally, share: float) -> bool:
+def is_over(tally: Tally, share: float = 1.0) -> bool:
+    """Whether the bound is met, or this share of the budget is spent."""
     if tally.spent or (share < 1.0 and tally.scored > 0 and _spent_share(tally) >= share):
         return True
     met = tally.scored > 0 and tally.best_score.overflow_bytes == 0

@@ -1,0 +1,200 @@
+"""Plans near to what a network proposes: keys with noise sliced again, and stretches of the order moved.
+
+Every plan that is asked about is an evaluation, refused ones included. What is no worse is kept. For a step
+the neighbours of the best plan are its order with noise, and its devices with a stretch or a group on another
+device; for throughput its order with noise, or shuffled inside of the stages, cut again, and where
+the split is free a stretch of the busiest device given away.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadmaster.core.arrays import Floats, Ints, Longs
+from loadmaster.core.problem import Problem, Split
+from loadmaster.core.run import Score
+from loadmaster.placers.answer import Meter, Tally
+from loadmaster.placers.exact._maxload.packed import loads_s
+from loadmaster.placers.exact.linear_dp import LinearDp
+from loadmaster.placers.learned._groups import Groups
+from loadmaster.placers.learned._proposals import Opinion, Proposal, first_plans
+from loadmaster.placers.learned._searcher import is_over
+from loadmaster.placers.learned._slicers import LoadSlicer, Sliced, Slicer, StepSlicer
+from loadmaster.placers.learned._stages import device_ranks
+
+_FREE_DEVICES, _ONE_GROUP, _STRETCH = 0.35, 0.5, 0.85  # up to these shares of the moves of a step
+_CUT_AGAIN, _INSIDE = 0.35, 0.5  # of free splits: cut another order; and half of those inside of stages
+_WIDEST = 0.25  # of the order
+_HALVINGS = 6.0
+
+
+@dataclass(slots=True)
+class _Best:
+    """Where the search stands."""
+
+    key: Floats  # [N] places in the order, from 0 to 1
+    row: Ints  # [U] devices
+    time_s: float
+
+
+def search_nearby(
+    problem: Problem, groups: Groups, tally: Tally, slicer: Slicer, opinion: Opinion, noise: float
+) -> None:
+    """The network's plans, the usual ones, then their neighbours until the budget ends."""
+    bound_s = tally.run.bound.seconds
+    first = first_plans(slicer, opinion, bound_s)
+    if not first:
+        _fall_back(problem, tally)
+        return
+    if isinstance(slicer, StepSlicer):
+        _search_step(groups, tally, slicer, first, noise)
+    else:
+        _search_throughput(problem, groups, tally, slicer, opinion, first, noise)
+    if tally.best_score.overflow_bytes > 0 and not tally.spent:
+        _fall_back(problem, tally)
+
+
+def _fall_back(problem: Problem, tally: Tally) -> None:
+    """Where nothing fits, who is best at that: a chain made with less room, else the plan repaired."""
+    if problem.objective == "throughput":
+        meter = Meter(tally.run)
+        meter.charge(tally.scored)
+        run = replace(meter.member(), repair=tally.run.repair and problem.split == Split.FREE)
+        tally.adopt(LinearDp()(problem, run))
+        tally.scored = max(tally.scored, meter.count)
+        return
+    tally.mend()
+
+
+def _places(key: Floats) -> Floats:
+    """Keys as places in the order from 0 to 1."""
+    place = np.empty(len(key))
+    place[np.lexsort((np.arange(len(key)), key))] = np.arange(len(key))
+    return place / max(len(key) - 1, 1)
+
+
+def _search_step(
+    groups: Groups, tally: Tally, slicer: StepSlicer, first: list[Proposal], noise: float
+) -> None:
+    rng = tally.run.rng
+    best: _Best | None = None
+    for one in first:
+        if best is not None and is_over(tally):
+            break
+        time_s = _offer(groups, tally, one.sliced)
+        if best is None or time_s < best.time_s:
+            best = _Best(_places(one.key), groups.row(one.sliced.plan), time_s)
+    assert best is not None
+    spread = noise
+    while not is_over(tally):
+        key, row = best.key, best.row
+        kind = rng.random()
+        wanted: Ints | None = row
+        if kind < _FREE_DEVICES:
+            key, wanted = _moved(key, rng, spread), None
+        elif kind < _ONE_GROUP:
+            wanted = row.copy()
+            wanted[int(rng.integers(groups.num))] = int(rng.integers(groups.num_devices))
+        elif kind < _STRETCH:
+            order = np.argsort(_first_places(groups, key), kind="stable")
+            wanted = row.copy()
+            wanted[_draw_stretch(order, rng)] = int(rng.integers(groups.num_devices))
+        else:
+            key = _moved(key, rng, spread)
+        sliced = slicer.slice(key, wanted)
+        if sliced is None:
+            continue
+        time_s = _offer(groups, tally, sliced)
+        if time_s <= best.time_s:
+            best = _Best(key, groups.row(sliced.plan), time_s)
+        spread = noise * 2.0 ** (-4.0 * rng.random())
+
+
+def _first_places(groups: Groups, key: Floats) -> Floats:
+    """[U] place of the first op of each group."""
+    first = np.full(groups.num, np.inf)
+    np.minimum.at(first, groups.cargo.of_op, key)
+    return first
+
+
+def _moved(key: Floats, rng: np.random.Generator, spread: float) -> Floats:
+    """Keys with noise, of all nodes or of some."""
+    share = 1.0 if rng.random() < 0.5 else 0.2
+    return np.asarray(key + spread * rng.normal(size=len(key)) * (rng.random(len(key)) < share))
+
+
+def _draw_stretch(order: "Ints | Longs", rng: np.random.Generator) -> "Ints | Longs":
+    width = max(1, int(_WIDEST * len(order) * 2.0 ** (-_HALVINGS * rng.random())))
+    begin = int(rng.integers(max(1, len(order) - width + 1)))
+    return order[begin : begin + width]
+
+
+def _offer(groups: Groups, tally: Tally, sliced: Sliced) -> float:
+    score: Score = tally.offer(sliced.plan)
+    tally.run.progress(f"{tally.scored:,} plans tried", 0.0)
+    return groups.penalised_s(score)
+
+
+def _search_throughput(
+    problem: Problem,
+    groups: Groups,
+    tally: Tally,
+    slicer: LoadSlicer,
+    opinion: Opinion,
+    first: list[Proposal],
+    noise: float,
+) -> None:
+    rng, chain = tally.run.rng, slicer.chain
+    of_unit, num = chain.class_of_unit, chain.model.num_classes
+    bound_s = tally.run.bound.seconds
+    begin = first[0].sliced
+    best = _Best(_places(opinion.key), groups.row(begin.plan), _offer(groups, tally, begin))
+    free = problem.split == Split.FREE
+    while not is_over(tally):
+        if free and rng.random() >= _CUT_AGAIN:
+            device = np.zeros(num, dtype=np.int64)
+            device[of_unit] = best.row
+            given = _give_away(slicer, device, _order_of(slicer, device, best.key), rng)[of_unit]
+            may = groups.cargo.fits[np.arange(groups.num), given]
+            row: Ints = np.where(may, given, best.row).astype(np.int32)
+            time_s = _offer(groups, tally, Sliced(groups.plan(row), 0.0))
+            if time_s <= best.time_s:
+                best = _Best(best.key, row, time_s)
+            continue
+        if rng.random() < _INSIDE:
+            device = np.zeros(num, dtype=np.int64)
+            device[of_unit] = best.row
+            tried = _stage_ranks(slicer, device) + _places(_moved(best.key, rng, noise))
+        else:
+            tried = _moved(best.key, rng, noise)
+        sliced = slicer.slice(tried, bound_s)
+        if sliced is None:
+            continue
+        time_s = _offer(groups, tally, sliced)
+        if time_s <= best.time_s:
+            best = _Best(_places(tried), groups.row(sliced.plan), time_s)
+
+
+def _stage_ranks(slicer: LoadSlicer, device: Longs) -> Floats:
+    """[C] the stage of each class, as whole numbers two apart."""
+    model = slicer.chain.model
+    return np.asarray(2.0 * device_ranks(model.source, model.target, device)[device])
+
+
+def _order_of(slicer: LoadSlicer, device: Longs, key: Floats) -> Ints:
+    return slicer.order(_stage_ranks(slicer, device) + key)
+
+
+def _give_away(slicer: LoadSlicer, device: Longs, order: Ints, rng: np.random.Generator) -> Longs:
+    """The devices with a stretch of a busy one given to another."""
+    model = slicer.chain.model
+    load = loads_s(model, device.astype(np.int32))
+    busy = int(load.argmax()) if rng.random() < 0.7 else int(rng.integers(len(load)))
+    own = order[device[order] == busy]
+    moved = device.copy()
+    if len(own) == 0:
+        return moved
+    stretch = _draw_stretch(own, rng)
+    to = int(load.argmin()) if rng.random() < 0.4 else int(rng.integers(len(load)))
+    moved[stretch] = to
+    return moved
