@@ -102,7 +102,10 @@ def _describe_meeting(meeting: Meeting, problem: str) -> str:
             f" {meeting.timeout_s:g} s ({first});"
             " is that host up, is its port open, and were all processes started?"
         )
-    return f"rank {meeting.rank} could not meet the others at {where}: {first}"
+    return (
+        f"rank {meeting.rank} could not meet the others at {where} ({first}); if another program answers"
+        " there, give another port (--master-port)"
+    )
 
 
 def require_agreement(facts: Facts, world_needed: int, names: Sequence[str]) -> list[Facts]:
