@@ -54,6 +54,7 @@ _HOME = {
     "check_plan": "api",
     "compare_timelines": "api",
     "fit": "api",
+    "ways": "api",
     "launch": "api",
     "import_file": "api",
     "export": "api",

@@ -13,12 +13,12 @@ and torch are imported where they are used: bad input is answered without them.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from loadmaster.cluster.local import auto_shorthand
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.choices import parse_choice
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.files import MAX_BYTES
 from loadmaster.core.io import load, save
 from loadmaster.core.pipelines.schedule import AUTO
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from loadmaster.core.answers.fit_answer import Fit
     from loadmaster.core.answers.outcomes import Difference, Explanation, Outcomes
     from loadmaster.core.answers.run_report import Outcome
+    from loadmaster.core.answers.ways_answer import Ways
     from loadmaster.core.check import Violation
     from loadmaster.runtime.distributed.pipeline_run import PipelineRun
     from loadmaster.runtime.distributed.strategy_run import StrategyRun
@@ -71,6 +72,7 @@ __all__ = [
     "save",
     "simulate",
     "verify",
+    "ways",
     "whatif",
     "write_report",
 ]
@@ -142,6 +144,7 @@ def problem(
     return build_problem(question, tell=tell, progress=progress)
 
 
+@overload
 def plan(
     problem_or_source: Problem | Source,
     devices: Devices | None = None,
@@ -157,7 +160,40 @@ def plan(
     order: str = "free",
     question: Question | None = None,
     progress: Callable[[str, float], None] | None = None,
-) -> Placement:
+    ways: None = None,
+) -> Placement: ...
+
+
+@overload
+def plan(
+    problem_or_source: Source,
+    devices: Devices | None = None,
+    *,
+    ways: str,
+    budget: Budget | float | str = 10.0,
+    seed: int = 0,
+    question: Question | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Placement | StrategyAnswer: ...
+
+
+def plan(
+    problem_or_source: Problem | Source,
+    devices: Devices | None = None,
+    algorithm: str | Placer | Plan = "auto",
+    budget: Budget | float | str = 10.0,
+    seed: int = 0,
+    objective: Objective | str | None = None,
+    links: Links | str | None = None,
+    split: Split | str | None = None,
+    *,
+    pipeline: str | None = None,
+    spill: str | None = None,
+    order: str = "free",
+    question: Question | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    ways: str | None = None,
+) -> Placement | StrategyAnswer:
     """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
 
     `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'; 'auto' weighs pipelines
@@ -167,8 +203,13 @@ def plan(
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
     of an algorithm is scored as it is (`Plan.from_device_map`).
 
+    With `ways` 'any' the step is asked of every way there is (`lm.ways`), for so much budget each; the answer
+    is the fastest that keeps the numbers: a Placement, or a StrategyAnswer for `lm.launch`.
+
     Without `progress`, a terminal or a notebook shows a live table: the best plan so far, the bound, the gap.
     """
+    if ways is not None:
+        return _plan_any_way(ways, problem_or_source, devices, question, parse_budget(budget), seed, progress)
     chosen = _resolve_algorithm(algorithm)
     _require_usable(chosen, seed)
     if pipeline == AUTO:
@@ -247,6 +288,51 @@ def fit(
         max_bytes=max_bytes,
     )
     return answer_fit(question, budget=parse_budget(budget), quick=quick, every=every, progress=progress)
+
+
+def ways(
+    source: Source,
+    devices: Devices | None = None,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str | None = None,
+    precision: str = "fp32",
+    budget: Budget | float | str = 5.0,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> "Ways":
+    """Every way to run a step: predicted time, peaks, gap, how equal its numbers are, and what runs it.
+
+    `budget` is for each way. With `folder` the plan of each way is saved there, and its command names it.
+    """
+    from loadmaster.capacity.ways import weigh_ways
+
+    question = Question(source, devices, batch=batch, seq=seq, optimizer=optimizer, precision=precision)
+    where = None if folder is None else os.fspath(folder)
+    limit = parse_budget(budget)
+    return weigh_ways(question, budget=limit, seed=seed, folder=where, progress=progress).table
+
+
+def _plan_any_way(
+    ways: str,
+    source: Problem | Source,
+    devices: Devices | None,
+    question: Question | None,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[str, float], None] | None,
+) -> Placement | StrategyAnswer:
+    """The fastest way that a plan can express."""
+    from loadmaster.capacity.ways import best_answer, weigh_ways
+
+    if ways != "any":
+        raise UnknownNameError("choice of ways", ways, ("any",))
+    if isinstance(source, Problem):
+        raise InputError("ways='any' weighs other batches and settings; give the source, and not a Problem")
+    asked = question or Question(source, devices)
+    return best_answer(weigh_ways(asked, budget=budget, seed=seed, progress=progress or ignore_progress))
 
 
 def place(

@@ -24,6 +24,7 @@ from loadmaster.cli.verbs import (
     show,
     simulate,
     train,
+    ways,
     whatif,
 )
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 for verb in (
     plan,
     fit,
+    ways,
     run,
     train,
     report,

@@ -12,6 +12,8 @@ from loadmaster.core.answers.run_report import SCHEMA_VERSION as RUN
 from loadmaster.core.answers.run_report import PipelineRan, Ran
 from loadmaster.core.answers.strategy_report import SCHEMA_VERSION as STRATEGY_RUN
 from loadmaster.core.answers.strategy_report import StrategyRan
+from loadmaster.core.answers.ways_answer import SCHEMA_VERSION as WAYS
+from loadmaster.core.answers.ways_answer import Ways
 from loadmaster.core.files import write_bytes
 from loadmaster.core.io import NOUNS, json_schema
 
@@ -22,6 +24,7 @@ def list_schemas() -> dict[str, bytes]:
         "fit": _answer_schema(Fit, "fit", FIT),
         "run": _answer_schema(Ran, "run", RUN),
         "pipeline-run": _answer_schema(PipelineRan, "pipeline run", RUN),
+        "ways": _answer_schema(Ways, "ways", WAYS),
         "strategy-run": _answer_schema(StrategyRan, "strategy run", STRATEGY_RUN),
     }
     schemas = {name: json_schema(noun) for name, noun in NOUNS.items()} | answers

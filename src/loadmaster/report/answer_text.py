@@ -1,4 +1,4 @@
-"""Answer text: what `fit`, `explain`, `diff` and `whatif` found, as the command line and Python print it."""
+"""Answer text: what `fit`, `ways`, `explain`, `diff` and `whatif` found, printed."""
 
 import io
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from rich.text import Text
 
 from loadmaster.core.answers.fit_answer import Fit
 from loadmaster.core.answers.outcomes import Difference, Explanation, Outcomes
+from loadmaster.core.answers.ways_answer import Ways
 from loadmaster.core.errors import InputError
-from loadmaster.report import fit_tables, question_tables
+from loadmaster.report import fit_tables, question_tables, ways_tables
 from loadmaster.report.plain_text import escape_control_characters
 
 _WIDTH = 100
@@ -37,7 +38,9 @@ def _list_parts(answer: object) -> Iterator[RenderableType]:
         return iter([question_tables.outcomes_of(answer)])
     if isinstance(answer, Difference):
         return _describe_difference(answer)
-    raise InputError(f"{type(answer).__name__} is not an answer of fit, explain, diff or whatif")
+    if isinstance(answer, Ways):
+        return _describe_ways(answer)
+    raise InputError(f"{type(answer).__name__} is not an answer of fit, ways, explain, diff or whatif")
 
 
 def _sentence(text: str, style: str = "") -> Text:
@@ -60,6 +63,22 @@ def _describe_fit(answer: Fit) -> Iterator[RenderableType]:
             yield from ("", title, table)
     for line in fit_tables.notes(answer):
         yield _sentence(line, "dim")
+
+
+def _describe_ways(answer: Ways) -> Iterator[RenderableType]:
+    yield ways_tables.summary(answer)
+    yield from ("", ways_tables.taken(answer))
+    for line in ways_tables.deviations(answer):
+        yield _sentence(line, "dim")
+    reasons, commands = ways_tables.refused(answer), ways_tables.commands(answer)
+    if reasons:
+        yield from ("", "cannot be taken:")
+        for line in reasons:
+            yield _sentence(line)
+    if commands:
+        yield from ("", "what runs them:")
+        for line in commands:
+            yield _sentence(line)
 
 
 def _describe_explanation(answer: Explanation) -> Iterator[RenderableType]:

@@ -73,7 +73,7 @@ def command(
     limit, chosen = parse_budget(budget), placer(algorithm)
     check_outputs({"--out": out, "--trace": trace}, inputs=[source, devices])
     question = build_question({"usual_costs": "auto", **options})
-    asked: dict[str, str | None] = {}
+    asked: dict[str, Any] = {}
     served = objectives_of(chosen)
     if objective is None and pipeline not in (None, "", AUTO) and len(served) == 1:
         question = replace(question, objective=served[0].value)  # what it plans of a pipeline is clear
