@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints
+from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Problem
 from loadmaster.core.strategy import Mode, Strategy, Sync
@@ -24,6 +25,7 @@ from loadmaster.strategies.group_kernel import ALLREDUCE, BUCKET, SERVER, replay
 from loadmaster.strategies.row_costs import RowCosts
 from loadmaster.strategies.shares import BALANCED, EVEN, PROPORTIONAL, VARIANTS, fill_shares, round_rows
 
+DIVIDE_GRADIENTS, BROADCAST_PER_CONSUMER = COMPAT = ("divide_gradients", "broadcast_per_consumer")
 Rows = dict[tuple[int, ...], tuple[int, ...]]  # of each set of devices
 
 
@@ -71,7 +73,13 @@ class Evaluator:
         *,
         variants: Sequence[str] = VARIANTS,
         factors: bool = True,
+        compat: frozenset[str] = frozenset(),
     ) -> None:
+        """`compat` names published defects to play (see `COMPAT`), for ablations alone."""
+        strange = compat - set(COMPAT)
+        if strange:
+            raise UnknownNameError("compat switch", min(strange), COMPAT)
+        self.compat = compat
         self.problem, self.splits, self.costs, self.facts = problem, splits, costs, facts
         self.actions, self.variants, self.with_factors = tuple(actions), tuple(variants), factors
         self.wires = Wires.of(problem.cluster)
@@ -198,12 +206,15 @@ class Evaluator:
         none, one = (self._gather_s(names, parts, n) for n in (0, 2**24))  # a line: latency and bytes
         seconds = scale * (none + (one - none) * size / 2**24)
         reads = [(place[t], i) for i, c in enumerate(mine) for t in c.tensors]
+        if BROADCAST_PER_CONSUMER in self.compat:  # each reader pays for a copy of its own
+            seconds = seconds[[t for t, _ in reads]]
+            reads = [(at, op) for at, (_, op) in enumerate(reads)]
         pairs = np.array(reads, dtype=np.int32)
         cut = CutProblem(
             extra_s=(whole - own).max(axis=1) - saved,
             forced=np.zeros(len(mine), dtype=np.bool_),
             gather_s=seconds,
-            producer=np.full(len(tensors), -1, dtype=np.int32),
+            producer=np.full(len(seconds), -1, dtype=np.int32),
             read_tensor=pairs[:, 0],
             read_op=pairs[:, 1],
         )
@@ -267,9 +278,9 @@ class Evaluator:
         for (used, sync, server), c in comms.items():
             size = int(min(max(total[c], 1.0), BUCKET))
             key = (used, sync, server, size)
+            assert isinstance(used, tuple)
+            assert isinstance(server, int)
             if key not in self._sums:
-                assert isinstance(used, tuple)
-                assert isinstance(server, int)
                 made = (
                     cheapest_sum(self.wires, used, size)
                     if sync == ALLREDUCE
@@ -277,7 +288,8 @@ class Evaluator:
                 )
                 self._sums[key] = made
             for turn, step in enumerate(self._sums[key].rounds):
-                edges += [(a, b, n / size, turn, step.latency_s) for a, b, n in step.edges]
+                share = size * (len(used) if DIVIDE_GRADIENTS in self.compat else 1)
+                edges += [(a, b, n / share, turn, step.latency_s) for a, b, n in step.edges]
             ends.append(len(edges))
         columns = list(zip(*edges, strict=True)) if edges else [()] * 5
         return (

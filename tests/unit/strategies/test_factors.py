@@ -122,3 +122,9 @@ def test_break_even_is_the_harmonic_mean(inputs: int, outputs: int, even: int, f
     assert break_even_rows(inputs, outputs) == pytest.approx(even, abs=1)
     found = faster_below_rows(inputs, outputs, bytes_per_s=22.5e9 / 8, flops_per_s=10e12)
     assert found == pytest.approx(faster, rel=0.01)
+
+
+def test_two_tensors_between_the_same_ops_are_both_paid_for() -> None:
+    chain = as_problem([5.0, -6.0], [4.0, 4.0], [0, 0], [(0, 1), (1, 1)])
+    assert cost_of(chain, np.array([False, True])) == -6.0 + 4.0 + 4.0
+    assert choose(chain).tolist() == [True, True]  # -1; alone the second would cost 2

@@ -35,9 +35,19 @@ class TagCompat:
     """`playouts` at most; the budget may end it sooner."""
 
     playouts: int = 2000
+    compat: tuple[str, ...] = ()  # published defects to play, for ablations alone
 
     def __call__(self, evaluator: Evaluator, run: SearchRun) -> list[Evaluated]:
         """The best state ever replayed, then factors once."""
+        if self.compat:
+            evaluator = Evaluator(
+                evaluator.problem,
+                evaluator.splits,
+                evaluator.costs,
+                evaluator.facts,
+                evaluator.actions,
+                compat=frozenset(self.compat),
+            )
         return TreeSearch(evaluator, run, self.playouts).run_all()
 
 

@@ -1,0 +1,105 @@
+"""TAG's search: its space, its rows, and the published defects that can be played."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from loadmaster.core.errors import UnknownNameError
+from loadmaster.core.run import Budget
+from loadmaster.core.strategy import Mode
+from loadmaster.strategies.ask import make_evaluator
+from loadmaster.strategies.evaluator import COMPAT, Evaluator
+from loadmaster.strategies.registry import make_search
+from loadmaster.strategies.search.tag_compat import TreeSearch
+from loadmaster.strategies.search_run import SearchRun
+from loadmaster.strategies.uniform_states import every_device, uniform_state
+from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, wide_problem
+
+
+def run_of(count: int = 300) -> SearchRun:
+    return SearchRun(Budget(count=count), np.random.default_rng(0))
+
+
+def with_compat(evaluator: Evaluator, *names: str) -> Evaluator:
+    return Evaluator(
+        evaluator.problem,
+        evaluator.splits,
+        evaluator.costs,
+        evaluator.facts,
+        evaluator.actions,
+        compat=frozenset(names),
+    )
+
+
+def test_three_classes_give_every_subset_by_sum_server_and_placed() -> None:
+    search = TreeSearch(make_evaluator(wide_problem(devices=MIXED_DEVICES), BATCH), run_of(), 10)
+    subsets = {devices for devices, _ in search.moves}
+    assert len(subsets) == 7
+    # A subset of one device can only be placed.
+    assert len(search.moves) == 3 * 7 - 2 * sum(len(s) == 1 for s in subsets)
+
+
+def test_rows_are_equal_and_none_is_dropped() -> None:
+    evaluator = make_evaluator(wide_problem(devices=MIXED_DEVICES), BATCH)
+    for state in TreeSearch(evaluator, run_of(), 50).run_all():
+        for devices, rows in state.rows.items():
+            assert sum(rows) == BATCH
+            assert max(rows) - min(rows) <= 1
+            assert len(rows) == len(devices)
+
+
+@pytest.mark.parametrize("batch", [5, 7, 11, 13])
+def test_data_parallelism_trains_all_rows_of_a_batch_that_does_not_divide(batch: int) -> None:
+    from tests.unit.strategies.models import wide_step
+    from tests.unit.strategies.strategies import problem_for
+
+    evaluator = make_evaluator(problem_for(wide_step(batch, 64), TWO_HOSTS), batch)
+    for name in ("data_parallel", "proportional"):
+        state = make_search(name)(evaluator, run_of())[0]
+        assert [sum(rows) for rows in state.rows.values()] == [batch]
+
+
+def test_playouts_are_no_more_than_asked_for() -> None:
+    search = TreeSearch(make_evaluator(wide_problem(), BATCH), run_of(10**6), 40)
+    search.run_all()
+    assert len(search.known) <= 41
+
+
+def test_gradients_divided_by_replicas_flatter_data_parallelism() -> None:
+    plain = make_evaluator(wide_problem(width=2048, devices=TWO_HOSTS), BATCH)
+    flattered = with_compat(plain, "divide_gradients")
+    state = uniform_state(plain, every_device(plain, "replicate", "allreduce"))
+    rows = plain.rows_of(state, "even")
+    honest, short = (e.replay(state, rows, frozenset()) for e in (plain, flattered))
+    assert short.time_s < honest.time_s
+    assert short.link_busy_s.max() < honest.link_busy_s.max()
+
+
+def test_a_broadcast_for_each_consumer_makes_fewer_factors_worth_while() -> None:
+    plain = make_evaluator(wide_problem(width=1024, devices=TWO_HOSTS), BATCH)
+    dear = with_compat(plain, "broadcast_per_consumer")
+    state = uniform_state(plain, every_device(plain, "replicate", "allreduce"))
+    rows = plain.rows_of(state, "even")
+    found = [e.factors_of(state, rows, 1.0) for e in (plain, dear)]
+    assert found[1] < found[0]
+
+
+@pytest.mark.parametrize("name", COMPAT)
+def test_a_switch_may_be_asked_for_by_name(name: str) -> None:
+    evaluator = make_evaluator(wide_problem(), BATCH)
+    assert make_search("tag_compat", compat=(name,), playouts=20)(evaluator, run_of())
+
+
+def test_an_unknown_switch_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="divide_gradients"):
+        with_compat(make_evaluator(wide_problem(), BATCH), "divide_gradient")
+
+
+def test_a_group_that_is_placed_goes_to_the_least_loaded_device() -> None:
+    evaluator = make_evaluator(wide_problem(devices="4xV100-16GB"), BATCH)
+    search = TreeSearch(evaluator, run_of(), 5)
+    placed = max(range(len(search.moves)), key=lambda m: (len(search.moves[m][0]), search.moves[m][1] == -1))
+    state = search._state((placed,) * evaluator.facts.num_groups)
+    assert {evaluator.actions[a].mode for a in state} == {Mode.PLACE}
+    assert len(set(state)) > 1
