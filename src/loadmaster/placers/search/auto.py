@@ -276,13 +276,23 @@ class _Portfolio:
         if reason:
             self.skip(label, reason)
             return
-        self.run.progress(label, 0.0)
+        self.run.progress(f"{label}{self._describe_so_far()}", 0.0)
         result = placer(name, **parameters)(self.problem, replace(member, bound=self.bound))
         self.results.append((label, result))
         if result.bound_s > self.bound.seconds:
             self.bound = Bound(result.bound_s, result.bound_name, self.bound.infeasible)
         if self.best is None or _rank_key(result) < _rank_key(self.best):
             self.best = result
+
+    def _describe_so_far(self) -> str:
+        """The best time, what is proven, and the gap between them, for a line of progress."""
+        if self.best is None or self.best.score_s is None:
+            return ""
+        best_s, bound_s = self.best.score_s, self.bound.seconds
+        told = f": best {format_seconds(best_s)}"
+        if bound_s <= 0:
+            return told
+        return f"{told}, bound {format_seconds(bound_s)}, gap {format_percent(best_s / bound_s - 1.0)}"
 
     def _find_proven(self) -> Placement | None:
         """An answer that is proven and as good as the best."""

@@ -20,6 +20,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Run
+from loadmaster.core.units import format_percent, format_seconds
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.heuristic._list_kernel import upward_rank
 from loadmaster.placers.placement_units import Cargo, load_cargo
@@ -118,8 +119,11 @@ class _Climb:
                 return
 
     def _say(self) -> None:
-        gap = self.tally.best_score.time_s / self.seconds - 1.0 if self.seconds > 0 else np.inf
-        self.tally.run.progress(f"layers: gap {100.0 * gap:.1f} %", 0.0)
+        score, bound_s = self.tally.best_score, max(self.seconds, self.tally.run.bound.seconds)
+        if score.overflow_bytes == 0 and bound_s > 0:
+            gap = format_percent(score.time_s / bound_s - 1.0)
+            told = f"best {format_seconds(score.time_s)}, bound {format_seconds(bound_s)}, gap {gap}"
+            self.tally.run.progress(f"{NAME}: {told}", 0.0)
 
     def _suggest(self, branch: Branch) -> None:
         """Simulate what an unmerged search of the branch finds."""

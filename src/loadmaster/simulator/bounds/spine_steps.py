@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
+from loadmaster.core.cluster import NO_LINK
 from loadmaster.core.graph import units
-from loadmaster.core.problem import Problem, allowed_devices
+from loadmaster.core.problem import Links, Problem, allowed_devices
 from loadmaster.simulator.bounds.favourite_children import pair_table
 from loadmaster.simulator.bounds.spine import Spine, find_spine
 from loadmaster.simulator.bounds.standing import Standing, StandingBytes
@@ -72,6 +73,16 @@ class _Builder:
         self.ops_of: list[list[int]] = [[] for _ in range(self.num_units)]
         for op, u in enumerate(self.unit.tolist()):
             self.ops_of[u].append(op)
+        self.outputs: list[list[int]] = [[] for _ in range(graph.num_ops)]
+        for t, op in enumerate(graph.tensor_op.tolist()):
+            self.outputs[op].append(t)
+        self.users: list[list[int]] = [[] for _ in range(graph.num_tensors)]
+        for t, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
+            self.users[t].append(op)
+        lone = np.bincount(graph.use_op, minlength=graph.num_ops) == 1
+        lone &= np.bincount(self.unit)[self.unit] == 1
+        self.is_view: Bools = lone & (self.ticks == 0).all(axis=1)
+        self.ports = _find_ports(problem)
         self.known: dict[bytes, Options] = {}
         self.truncated = False
 
@@ -173,7 +184,7 @@ class _Builder:
         if key not in self.known:
             work = np.where(work >= INFINITE, 0, work)
             self.known[key] = list_options(
-                (windows[0], windows[1]), transfer, allowed, work, num_bytes, self.engine
+                (windows[0], windows[1]), transfer, allowed, work, num_bytes, self.engine, self.ports
             )
         return self.known[key]
 
@@ -188,14 +199,46 @@ class _Builder:
                     tied = bool(self.unit[maker] == self.unit[op])
                     edges.append((place[maker], at, rows.setdefault(t, len(rows)), tied))
         source, target, tensor, both = zip(*edges, strict=True) if edges else ((), (), (), ())
+        slot = [slot_of.get(int(self.unit[op]), -1) for op in ops]
+        nets = self._list_nets(ops, place, slot)
+        num = self.ticks.shape[1]
         return Window(
-            np.array([slot_of.get(int(self.unit[op]), -1) for op in ops], dtype=np.int32),
+            np.array(slot, dtype=np.int32),
             self.ticks[ops],
             np.array(source, dtype=np.int32),
             np.array(target, dtype=np.int32),
             np.array(tensor, dtype=np.int32),
             np.array(both, dtype=np.bool_),
+            np.array([source for source, _, _ in nets], dtype=np.int32),
+            np.array([ticks for _, ticks, _ in nets], dtype=np.int64).reshape(-1, num, num),
+            np.cumsum([0, *(len(ends) for _, _, ends in nets)]).astype(np.int32),
+            np.array([op for _, _, ends in nets for op in ends], dtype=np.int32),
         )
+
+    def _list_nets(
+        self, ops: list[int], place: dict[int, int], slot: list[int]
+    ) -> list[tuple[int, Longs, list[int]]]:
+        """Outputs of decided ops: place, [D, D] least ticks to cross, and the decided ops that need it.
+
+        An op without time, with one input and in no group, is looked through: its output may cross instead.
+        """
+        nets = []
+        for at, op in enumerate(ops[:-1]):
+            if slot[at] < 0:
+                continue
+            for t in self.outputs[op]:
+                seen, ends, ticks = [t], set[int](), self.transfer[t]
+                while seen:
+                    tensor = seen.pop()
+                    ticks = np.minimum(ticks, self.transfer[tensor])
+                    for user in self.users[tensor]:
+                        if user in place and slot[place[user]] >= 0:
+                            ends.add(place[user])
+                        elif user in place and self.is_view[user]:
+                            seen += self.outputs[user]
+                if ends:
+                    nets.append((at, ticks, sorted(ends)))
+        return nets
 
     def _first_layer(self) -> Longs:
         """[D] from the start of m_K to the end of B_K, all of one unit on a device."""
@@ -240,6 +283,27 @@ def _turn_ticks(window: Window, transfer: Longs, device: int) -> int:
             row.append(INFINITE if away else min(came + int(window.ticks[op, d]), INFINITE))
         ends.append(row)
     return ends[-1][device]
+
+
+def _find_ports(problem: Problem) -> Bools:
+    """[2, D] whether what leaves, and what enters, a device does so one after the other."""
+    cluster, num = problem.cluster, problem.cluster.num_devices
+    if problem.links == Links.HALF_DUPLEX:
+        return np.ones((2, num), dtype=np.bool_)
+    found = np.zeros((2, num), dtype=np.bool_)
+    if problem.links != Links.SHARED:
+        return found
+    for d in range(num):
+        others = [x for x in range(num) if x != d]
+        for way in range(2):
+            routes = [cluster.route[d, x] if way == 0 else cluster.route[x, d] for x in others]
+            shared = (
+                set.intersection(*(set(route[route != NO_LINK].tolist()) for route in routes))
+                if routes
+                else set()
+            )
+            found[way, d] = len(shared) > 0
+    return found
 
 
 def _transfer_s(problem: Problem) -> Floats:

@@ -4,7 +4,7 @@ A step of the spine goes from (m_k, B_k) on one device to (m_k-1, B_k-1) on anot
 devices of both ends and of the *inner* units, a few of those whose ops lie in the windows. An option costs
 
     forward   from the start of m_k-1 to the start of m_k: the longest path, transfers paid, and no less than
-              the work of any engine in that time
+              the work of any engine, and what passes a device's port, in that time
     backward  from the end of B_k to the end of B_k-1, likewise
     work      of each engine: ops of these units that end before m_k starts or start after B_k ends
     bytes     on each device, of what stands there (`standing.py`)
@@ -34,11 +34,16 @@ class Window:
     target: Ints  # [E]
     tensor: Ints  # [E] row of the transfer times
     tied: Bools  # [E] both ops are of one unit
+    net_source: Ints  # [M] nets: what an op of a decided unit makes for others, views looked through
+    net_ticks: Longs  # [M, D, D] to cross at the cheapest point
+    net_ptr: Ints  # [M + 1] into
+    net_end: Ints  # places of the ops that need it
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """As a kernel takes them."""
-        return self.slot, self.ticks, self.source, self.target, self.tensor, self.tied
+        edges = (self.slot, self.ticks, self.source, self.target, self.tensor, self.tied)
+        return (*edges, self.net_source, self.net_ticks, self.net_ptr, self.net_end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,7 @@ def list_options(
     work: Longs,
     num_bytes: Longs,
     engine: Ints,
+    ports: Bools,
 ) -> Options:
     """All options of a step, by slot where a unit may be, its work by device and its bytes."""
     num_inner, num_devices = len(allowed) - FIRST_INNER, len(engine)
@@ -71,7 +77,7 @@ def list_options(
     num_engines = int(engine.max()) + 1
     forward, backward = windows
     total = int(np.prod([len(p) for p in places], dtype=np.int64))
-    sizes = (num_engines, total, num_devices, num_inner)
+    sizes = (ports, num_engines, total, num_devices, num_inner)
     units = (np.concatenate(places), ptr, work, num_bytes, engine)
     given: list[Any] = [*forward.arrays, *backward.arrays, transfer, *units, *sizes]
     found = _try_options(*given)
@@ -83,6 +89,51 @@ def list_options(
 
 
 @kernel
+def _port_ticks(
+    slot: Any,
+    ticks: Any,
+    net_source: Any,
+    net_ticks: Any,
+    net_ptr: Any,
+    net_end: Any,
+    device: Any,
+    ports: Any,
+    end: Any,
+) -> Any:
+    """What must leave or enter a device in turn: from when the first is made until all is used."""
+    num, num_devices = ticks.shape
+    longest = 0
+    for way in range(2):  # out of, into
+        for port in range(num_devices):
+            if not ports[way, port]:
+                continue
+            load, release, tail = 0, INFINITE, INFINITE
+            for net in range(len(net_source)):
+                source = net_source[net]
+                home = device[slot[source]]
+                if (home == port) != (way == 0):
+                    continue
+                rest = INFINITE
+                for at in range(net_ptr[net], net_ptr[net + 1]):
+                    op = net_end[at]
+                    there = device[slot[op]]
+                    if there != home and (way == 0 or there == port):
+                        rest = min(rest, ticks[op, there] if op < num - 1 else 0)
+                if rest >= INFINITE:
+                    continue
+                least = INFINITE
+                for d in range(num_devices):
+                    if d != port:
+                        least = min(least, net_ticks[net, port, d] if way == 0 else net_ticks[net, d, port])
+                load += least
+                tail = min(tail, rest)
+                release = min(release, end[source, home])
+            if load > 0 and release < INFINITE:
+                longest = max(longest, release + load + tail)
+    return longest
+
+
+@kernel
 def _window_ticks(
     slot: Any,
     ticks: Any,
@@ -90,9 +141,14 @@ def _window_ticks(
     target: Any,
     tensor: Any,
     tied: Any,
+    net_source: Any,
+    net_ticks: Any,
+    net_ptr: Any,
+    net_end: Any,
     transfer: Any,
     device: Any,
     engine: Any,
+    ports: Any,
     load: Any,
     end: Any,
     skip_first: bool,
@@ -123,6 +179,7 @@ def _window_ticks(
             elif op < num - 1:
                 end[op, d] = min(end[op, d] + ticks[op, d], INFINITE)
     span = end[num - 1, device[slot[num - 1]]]
+    span = max(span, _port_ticks(slot, ticks, net_source, net_ticks, net_ptr, net_end, device, ports, end))
     load[:] = 0
     counted = num - 1 if skip_first else 0
     span += ticks[counted, device[slot[counted]]]
@@ -143,18 +200,27 @@ def _try_options(
     f_target: Any,
     f_tensor: Any,
     f_tied: Any,
+    f_net_source: Any,
+    f_net_ticks: Any,
+    f_net_ptr: Any,
+    f_net_end: Any,
     b_slot: Any,
     b_ticks: Any,
     b_source: Any,
     b_target: Any,
     b_tensor: Any,
     b_tied: Any,
+    b_net_source: Any,
+    b_net_ticks: Any,
+    b_net_ptr: Any,
+    b_net_end: Any,
     transfer: Any,
     place: Any,
     ptr: Any,
     work: Any,
     num_bytes: Any,
     engine: Any,
+    ports: Any,
     num_engines: int,
     total: int,
     num_devices: int,
@@ -183,11 +249,43 @@ def _try_options(
             at[s] = 0
             s += 1
         forward = _window_ticks(
-            f_slot, f_ticks, f_source, f_target, f_tensor, f_tied, transfer, now, engine, load, end_f, False
+            f_slot,
+            f_ticks,
+            f_source,
+            f_target,
+            f_tensor,
+            f_tied,
+            f_net_source,
+            f_net_ticks,
+            f_net_ptr,
+            f_net_end,
+            transfer,
+            now,
+            engine,
+            ports,
+            load,
+            end_f,
+            False,
         )
         # counted are m_k-1 at its beginning, and B_k-1 at its end
         backward = _window_ticks(
-            b_slot, b_ticks, b_source, b_target, b_tensor, b_tied, transfer, now, engine, load, end_b, True
+            b_slot,
+            b_ticks,
+            b_source,
+            b_target,
+            b_tensor,
+            b_tied,
+            b_net_source,
+            b_net_ticks,
+            b_net_ptr,
+            b_net_end,
+            transfer,
+            now,
+            engine,
+            ports,
+            load,
+            end_b,
+            True,
         )
         if forward >= INFINITE or backward >= INFINITE:
             continue
