@@ -71,7 +71,11 @@ def _describe_command(path: str, command: Any) -> list[str]:
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     names = [each.name.upper() if each.required else f"[{each.name.upper()}]" for each in arguments]
     usage = " ".join([path, *names, *(["[OPTIONS]"] if options else [])])
-    parts = [f"## `{path}`", inspect.cleandoc(command.help or "").replace("\b\n", ""), f"```\n{usage}\n```"]
+    parts = [
+        f"## `{path}`",
+        inspect.cleandoc(command.help or "").replace("\b\n", ""),
+        f"```text\n{usage}\n```",
+    ]
     rows = [f"| `{each.name.upper()}` | {_in_one_cell(each.help or '')} |" for each in arguments]
     rows += [
         f"| {_spell_option(each)} | {_in_one_cell(each.help or '')}{_tell_default(each)} |"

@@ -14,7 +14,10 @@ _WHY_GRAPH = "torch.export made a graph of the model, so each op runs where the 
 def explain_engine(engine: GraphEngine, hooks: HookEngine | None, why_hooks: str = "") -> str:
     """One line for the engine, one for why it runs, one for each device, one for each note."""
     graphs = engine.graphs
-    copies = f"{graphs[0].rewritten.num_copies} copies in a forward pass" if graphs else "not run yet"
+    copies = "not run yet"
+    if graphs:
+        number = graphs[0].rewritten.num_copies
+        copies = f"{number} cop{'y' if number == 1 else 'ies'} in a forward pass"
     if hooks is not None:
         copies = f"{len(hooks.places)} modules"
     lines = [f"{'graph' if hooks is None else 'hook'} engine: {len(engine.devices)} devices, {copies}"]

@@ -109,3 +109,43 @@ def test_every_room_is_in_the_architecture() -> None:
         name = str(room.relative_to(ROOT / "src" / "loadmaster"))
         inside = f"`{name.split('/')[0]}" in text and f"{room.name}/" in text
         assert f"`{name}`" in text or f"{name}/" in text or inside or room.name.startswith("_"), name
+
+
+_RUN = ("python", "console")
+_SHOWN = {"text", "sh", "toml", "json"}  # outputs and drawings, commands that a test parses, and files
+
+
+def _find_fences(page: Path) -> list[tuple[str, str, bool]]:
+    """(language, body, whether it is left out with a reason) of every block of a page."""
+    found = re.findall(
+        r"^(<!-- not run: [^>]+-->\s*\n)?^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S
+    )
+    return [(info.partition(" ")[0], body, bool(skip)) for skip, info, body in found]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "ARCHITECTURE.md"], ids=lambda page: page.name
+)
+def test_every_block_of_a_page_is_run_or_says_what_it_is(page: Path) -> None:
+    for language, body, _ in _find_fences(page):
+        assert language in (*_RUN, *_SHOWN), f"{page.name}: a block without a language: {body[:60]!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_shows_is_one_that_the_command_line_accepts(page: Path) -> None:
+    import shlex
+
+    import typer
+
+    from loadmaster.cli.commands import app
+
+    for language, body, _ in _find_fences(page):
+        for line in body.replace("\\\n", " ").splitlines() if language in ("sh", "console") else ():
+            words = shlex.split(line.removeprefix("$ ").partition(" | ")[0], comments=True)
+            if "loadmaster" not in words or (language == "console" and not line.startswith("$ ")):
+                continue
+            command = typer.main.get_command(app)
+            words = words[words.index("loadmaster") + 1 :]
+            while words and words[0] in getattr(command, "commands", {}):
+                command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+            command.make_context("loadmaster", words)  # raises where an option or argument is not known
