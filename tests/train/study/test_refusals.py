@@ -65,6 +65,19 @@ def test_a_wrapped_model_is_refused_by_what_it_wraps(wrap: Any, named: str, tmp_
     )
 
 
+def test_quantised_weights_are_refused_with_what_to_load_instead(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        four_bit = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+        return nn.Sequential(nn.Linear(16, 16), four_bit(16, 16))
+
+    refused(
+        r"module '1' has quantised weights.*Linear4bit.*quantization_config",
+        tmp_path,
+        build=build,
+        blocks=None,
+    )
+
+
 def test_sparse_gradients_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     words = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 2))
     refused(r"module '0' \(Embedding\) gives sparse gradients.*sparse=False", tmp_path, build=lambda: words)

@@ -30,6 +30,7 @@ from loadmaster.shards.model.profile import Profile, profile, tree_bytes
 from loadmaster.shards.model.refusals import (
     check_dense_grads,
     check_extra_state,
+    check_not_quantised,
     check_not_wrapped,
     refuse_value_reads,
 )
@@ -98,6 +99,7 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
                 f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
             )
         check_not_wrapped(trial, model)
+        check_not_quantised(trial, model)
         check_dense_grads(trial, model)
         generators = randomness.capture_generators(device)
         calls = None if known is None else known.facts.calls

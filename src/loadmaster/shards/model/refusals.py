@@ -20,6 +20,14 @@ _WRAPPERS = {
     "FSDPModule": "the module before fully_shard",
     "ScriptModule": "the module it was scripted or traced from",
 }
+_QUANTISED = (
+    "bitsandbytes.",
+    "torch.ao.nn.quantized",
+    "torch.nn.quantized",
+    "torchao.",
+    "auto_gptq.",
+    "gptqmodel.",
+)
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -31,6 +39,19 @@ def check_not_wrapped(trial: Trial, model: nn.Module) -> None:
             raise InputError(
                 f"trial {trial.name!r}: {f'module {name!r}' if name else 'its model'} is wrapped in {kind};"
                 f" give {_WRAPPERS[kind]}"
+            )
+
+
+def check_not_quantised(trial: Trial, model: nn.Module) -> None:
+    """Quantised weights keep their scales beside the tensor, and no shard carries those."""
+    for name, module in model.named_modules():
+        kinds = [type(module), *(type(parameter) for parameter in module.parameters(recurse=False))]
+        odd = next((each for each in kinds if each.__module__.startswith(_QUANTISED)), None)
+        if odd is not None:
+            raise InputError(
+                f"trial {trial.name!r}: module {name or 'itself'!r} has quantised weights"
+                f" ({odd.__module__.partition('.')[0]}, {odd.__name__}), whose scales shards do not carry;"
+                " load the model without quantization_config, frozen weights in bf16 come nearest"
             )
 
 
