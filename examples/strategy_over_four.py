@@ -27,7 +27,9 @@ def find(source: str, devices: str) -> object:
     """Ask for a strategy, and say what it is."""
     problem = lm.problem(source, devices)
     answer = find_strategy(problem, StrategyRequest(batch=24, budget=Budget(count=40)))
-    print(f"{devices}: {answer.score_s * 1e3:.2f} ms a step, no strategy is below {answer.bound_s * 1e3:.2f} ms")
+    print(
+        f"{devices}: {answer.score_s * 1e3:.2f} ms a step, no strategy is below {answer.bound_s * 1e3:.2f} ms"
+    )
     for group in answer.strategy.groups:
         print(f"  {group.mode} on devices {group.devices}, rows {group.rows}, gradients by {group.sync}")
     return answer

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from loadmaster.shards.spec.trial import Trial as Trial
     from loadmaster.train.study import Study as Study
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "advise": "advisor.ask",
