@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from loadmaster.core.strategy import Mode, Sync
@@ -257,3 +258,26 @@ class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = torch.tanh(self.first(x)).mean(0)
         return self.second(x) * mean + torch.tanh(x)
+
+
+class Drifting(nn.Module):
+    """As unlike devices: rank 1 computes a little else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1.0 + (1e-3 * dist.get_rank() if self.training else 0.0))
+
+
+def test_copies_that_drift_are_found_and_made_equal(pair: Processes) -> None:
+    example = Example(nn.Linear(16, 16), (torch.randn(8, 16),), loss=square)
+    answer = strategy_answer(example, [Part((0, 1), (8, 8), DUP)], batch=8)
+    batches = [torch.randn(8, 16) for _ in range(4)]
+    found = pair.run(answer, Drifting(), batches, loss=square, optimizer=adamw, compare_every=4)
+    assert [one.drift.checks for one in found] == [1, 1]
+    assert found[1].drift.mended == 2  # weight and bias
+    assert 0 < found[1].drift.largest < 0.1
+    again = pair.run(answer, example.model, batches, loss=square, optimizer=adamw, compare_every=1)
+    assert [one.drift.largest for one in again] == [0.0, 0.0]
