@@ -9,6 +9,7 @@ budget lasts, the weakest first; under a count budget their number is fixed. Aft
 "Decision Diagrams for Optimization", Springer 2016.
 """
 
+import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -32,7 +33,8 @@ NAME = "layers"
 _BRANCHES = 24  # under a count budget
 _WIDTH = 100  # labels of a device when a plan is looked for
 _SHARES = (1.0, 0.97, 0.94, 0.9)  # of the memory: what the bound does not count takes room, too
-_SLACK = 1.05  # times the best plan: starts may be a little worse, as the search after them is not
+_FOR_FEW = 0.3  # of the budget, where steps with more options follow
+_MANY_S = 1.5  # left at least for those
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,17 @@ class Layers:
         self._begin(tally, cargo)
         seconds = 0.0
         for most_options in (FEW_OPTIONS, MANY_OPTIONS):
-            if tally.spent or _is_met(tally, seconds):
+            few = most_options == FEW_OPTIONS
+            if (not few and not _has_time_for_many(run)) or tally.spent or _is_met(tally, seconds):
                 break
             found = LayerBound(problem, _upper_s(tally), most_options=most_options)
             if found.steps is None:
                 break
-            seconds = max(seconds, found.seconds)
-            _Climb(tally, cargo, found, seconds).run()
-            seconds = max(seconds, found.seconds)
+            # the windows of the first steps lack units: their branches are not worth much time
+            share = _FOR_FEW if few and found.steps.truncated and _has_time_for_many(run) else 1.0
+            climb = _Climb(tally, cargo, found, max(seconds, found.seconds))
+            climb.run(share)
+            seconds = climb.seconds
             if not found.steps.truncated:
                 break
         tally.mend()
@@ -87,6 +92,18 @@ def _upper_s(tally: Tally) -> float:
     return 4.0 * max(score.time_s, tally.run.bound.seconds)
 
 
+def _is_spent(run: Run, share: float) -> bool:
+    """Whether a share of the seconds is gone; a count is not shared out."""
+    limit_s = run.budget.seconds
+    return limit_s is not None and time.perf_counter() - run.started >= share * limit_s
+
+
+def _has_time_for_many(run: Run) -> bool:
+    """Whether steps with many options can be searched: one branch takes a second or two."""
+    limit_s = run.budget.seconds
+    return limit_s is not None and run.started + limit_s - time.perf_counter() >= _MANY_S
+
+
 def _is_met(tally: Tally, seconds: float) -> bool:
     score, known = tally.best_score, max(seconds, tally.run.bound.seconds)
     return score.overflow_bytes == 0 and score.time_s <= known * (1.0 + 1e-9)
@@ -104,8 +121,8 @@ class _Climb:
         self.priority[np.lexsort((np.arange(len(rank_s)), -rank_s))] = np.arange(len(rank_s))
         self.tried: set[bytes] = set()
 
-    def run(self) -> None:
-        """Until the budget, or what there is to divide, ends."""
+    def run(self, share: float) -> None:
+        """Until a share of the budget, or what there is to divide, ends."""
         counted = self.tally.run.budget.count is not None
         branches = 0
         while not self.found.done and not (counted and branches >= _BRANCHES):
@@ -115,7 +132,7 @@ class _Climb:
             self._say()
             if branch is not None:
                 self._suggest(branch)
-            if self.tally.spent or _is_met(self.tally, self.seconds):
+            if self.tally.spent or _is_met(self.tally, self.seconds) or _is_spent(self.tally.run, share):
                 return
 
     def _say(self) -> None:
