@@ -1,7 +1,7 @@
 """The proven gap of training steps that no single GPU holds: 24 cases, what `auto` finds and proves.
 
-`BENCH_BUDGET_S` is auto's budget (10 s), `BENCH_MODELS` some of the models. With `BENCH_CLOCK=process` seconds
-are those of processor time, for machines that others use at the same time.
+`BENCH_BUDGET_S` is auto's budget (10 s), `BENCH_MODELS` some of the models. With `BENCH_CLOCK=process`
+seconds are those of processor time, for machines that others use at the same time.
 """
 
 import os
