@@ -18,7 +18,7 @@ from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.units import format_bytes
 from loadmaster.strategies.actions import list_actions
 from loadmaster.strategies.evaluator import Evaluator
-from loadmaster.strategies.forms import Splits
+from loadmaster.strategies.forms import Form, Splits
 from loadmaster.strategies.group_facts import find_facts
 from loadmaster.strategies.grouping import MOST_GROUPS, find_groups
 from loadmaster.strategies.predict import op_level
@@ -91,11 +91,24 @@ def make_evaluator(
     if (problem.pinned != FREE).any():
         raise ProblemError("strategies cannot keep pins yet; leave the pins out")
     splits = find_splits(problem.graph, batch)
+    _require_rows(problem, splits)
     if exact:
         splits = _without_deviations(splits)
     costs = find_row_costs(problem, splits)
     facts = find_facts(problem, splits, costs, find_groups(problem, splits, groups))
     return Evaluator(problem, splits, costs, facts, list_actions(problem))
+
+
+def _require_rows(problem: Problem, splits: Splits) -> None:
+    """Refuse a batch that no input of a captured step has."""
+    graph = problem.graph
+    inputs = [op for op, kind in enumerate(graph.op_kind) if kind == "input" and graph.signature[op] >= 0]
+    made = np.isin(graph.tensor_op, inputs)
+    if inputs and not (splits.form[made] == Form.PART).any():
+        shapes = ", ".join(graph.signature_table[graph.signature[op]].partition(" ")[2] for op in inputs[:3])
+        raise ProblemError(
+            f"no input of the step has {splits.batch} rows ({shapes}); give the batch that was captured"
+        )
 
 
 def _without_deviations(splits: Splits) -> Splits:

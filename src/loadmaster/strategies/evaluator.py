@@ -97,7 +97,8 @@ class Evaluator:
         found = np.zeros((facts.num_groups, len(self.actions)), dtype=np.bool_)
         for a, action in enumerate(self.actions):
             runs = facts.can_run[:, list(action.devices)].all(axis=1)
-            found[:, a] = runs & (facts.splits | (action.mode != Mode.REPLICATE))
+            apart = facts.splits & self.splits.scales.any()  # where nothing has rows, nothing is replicated
+            found[:, a] = runs & (apart | (action.mode != Mode.REPLICATE))
         return found
 
     def evaluate(self, choice: Sequence[int]) -> Evaluated:

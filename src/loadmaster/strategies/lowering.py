@@ -120,6 +120,11 @@ class _Lowering:
 
     def _check_forms(self) -> None:
         graph, names = self.graph, self.graph.op_name
+        if any(layout.parts for layout in self.layouts) and not self.splits.scales.any():
+            raise PlanError(
+                f"nothing of graph {graph.name!r} is known to have {self.batch} rows, so that no group can be"
+                " replicated; give the batch that was captured"
+            )
         parts = np.array([layout.parts for layout in self.layouts])[self.layout_of_op]
         stuck = np.flatnonzero(parts & ~self.splits.splits)
         if len(stuck):

@@ -43,6 +43,8 @@ def solve_shares(fixed_s: Floats, slope_s: Floats, most: Floats | None = None) -
 
 def fill_shares(fixed_s: Floats, slope_s: Floats, most: Floats) -> Floats:
     """The programme with one instruction: each device is filled up to the same level of time."""
+    if slope_s.max() <= 1e-15:
+        return np.full(len(slope_s), 1.0 / len(slope_s))  # no work: any shares do
     slope = np.maximum(slope_s, 1e-30)
     caps = np.minimum(most, 1.0)
     if caps.sum() < 1.0:
@@ -61,7 +63,10 @@ def fill_shares(fixed_s: Floats, slope_s: Floats, most: Floats) -> Floats:
 
 def round_rows(batch: int, shares: Sequence[float] | Floats) -> tuple[int, ...]:
     """Whole rows by largest remainder; a device may be left with none."""
-    exact = batch * np.asarray(shares, dtype=np.float64)
+    weight = np.maximum(np.asarray(shares, dtype=np.float64), 0.0)
+    if weight.sum() <= 0:
+        weight = np.ones(len(weight))  # none is quicker than another
+    exact = batch * weight / weight.sum()
     rows = np.floor(exact + 1e-9).astype(np.int64)
     left = batch - int(rows.sum())
     rows[np.argsort(rows - exact, kind="stable")[:left]] += 1

@@ -11,6 +11,7 @@ from loadmaster.core.errors import PlanError, ProblemError, UnknownNameError
 from loadmaster.core.problem import Links, Objective
 from loadmaster.core.run import Budget
 from loadmaster.core.strategy import Mode
+from loadmaster.graph.transformer import transformer
 from loadmaster.strategies.ask import StrategyRequest, find_strategy
 from tests.unit.strategies.models import mixed_step
 from tests.unit.strategies.strategies import BATCH, problem_for, wide_problem
@@ -72,6 +73,17 @@ def test_pins_are_refused() -> None:
     pinned[3] = 1
     with pytest.raises(ProblemError, match="leave the pins out"):
         find_strategy(dataclasses.replace(problem, pinned=pinned), StrategyRequest(BATCH, "uniform", SHORT))
+
+
+def test_a_batch_that_was_not_captured_is_refused() -> None:
+    with pytest.raises(ProblemError, match=r"no input of the step has 7 rows \(float32\[12,8\]"):
+        find_strategy(wide_problem(), StrategyRequest(7, "uniform", SHORT))
+
+
+def test_a_graph_whose_rows_are_unknown_is_placed_or_duplicated() -> None:
+    graph = transformer(num_layers=1, width=64, num_heads=2, seq=8, batch=4, vocab=101)
+    answer = find_strategy(problem_for(graph, "2xV100-16GB"), StrategyRequest(4, "greedy", SHORT))
+    assert {group.mode for group in answer.strategy.groups} <= {Mode.PLACE, Mode.DUPLICATE}
 
 
 def test_an_unknown_search_is_answered_with_the_nearest() -> None:

@@ -150,6 +150,8 @@ def test_filling_up_is_the_optimum_of_the_programme(seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 7, 96, 1000])
 def test_whole_rows_add_up(batch: int) -> None:
+    assert sum(round_rows(batch, [0.0, 0.0])) == batch  # groups without work have no speed
+    assert sum(round_rows(batch, fill_shares(np.zeros(3), np.zeros(3), np.ones(3)))) == batch
     rows = round_rows(batch, [0.5, 0.3, 0.15, 0.05])
     assert sum(rows) == batch
     assert min(rows) >= 0

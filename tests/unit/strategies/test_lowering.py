@@ -192,6 +192,13 @@ def test_an_op_that_needs_all_rows_is_named() -> None:
         lower(problem, strategy)
 
 
+def test_a_batch_that_nothing_has_is_refused() -> None:
+    problem = wide_problem()
+    ops = every_op(problem)
+    with pytest.raises(PlanError, match="is known to have 14 rows"):
+        lower(problem, strategy_of(problem, group_of(ops, (0, 1), (7, 7), sync=Sync.ALLREDUCE), batch=14))
+
+
 def test_other_links_are_refused_by_name() -> None:
     problem = dataclasses.replace(wide_problem(), links=Links.HALF_DUPLEX)
     with pytest.raises(PlanError, match="not 'half-duplex'; ask for one of them"):
