@@ -22,7 +22,7 @@ from loadmaster.questions.problem import build_problem
 from loadmaster.strategies.ask import StrategyRequest, find_strategy, make_evaluator
 from loadmaster.strategies.evaluator import Evaluator
 from loadmaster.strategies.factors import CutProblem, choose
-from loadmaster.strategies.guides import load_guide
+from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.learned.guide import SHIPPED
 from loadmaster.strategies.learned.training import random_cluster
 from loadmaster.strategies.predict import op_level

@@ -14,7 +14,8 @@ import numpy as np
 
 from loadmaster.core.arrays import Floats
 from loadmaster.strategies.evaluator import Evaluated, Evaluator
-from loadmaster.strategies.guides import Guess, Guide, UniformGuide, load_guide
+from loadmaster.strategies.guide_choice import load_guide
+from loadmaster.strategies.guides import Guess, Guide, UniformGuide
 from loadmaster.strategies.search.greedy import Greedy
 from loadmaster.strategies.search_run import SearchRun, best_first
 from loadmaster.strategies.uniform_states import uniform_state
