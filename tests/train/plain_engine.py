@@ -150,7 +150,7 @@ class Plain:
     def _num_steps(self, trial: Trial) -> int:
         return trial.max_steps or trial.epochs * len(trial.data())  # type: ignore[arg-type]
 
-    def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
+    def plan_trial(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         open_source(trial.data, trial=trial.name)
         return TrialPlan(
             trial=trial.name,

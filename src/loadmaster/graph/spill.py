@@ -232,7 +232,7 @@ def add_loads(
         waiting.setdefault(max(load.after, made_by), []).append(load)
     writer.hold_gradients(device)
     landing = list_landings(graph, stashes, device, largest_spilled_bytes(graph, chosen, stashes))
-    landed_before = writer.landing()
+    landed_before = writer.find_landing()
     for op in range(graph.num_ops):
         if op == landed_before:
             writer.add_gradients_op()
@@ -241,7 +241,7 @@ def add_loads(
         writer.op(op)
         for load in waiting.get(op, ()):
             writer.add(load)
-    return writer.done()
+    return writer.finish()
 
 
 def largest_spilled_bytes(graph: Graph, chosen: Sequence[Reading], stashes: Sequence[Stash]) -> int:
@@ -318,7 +318,7 @@ class _Writer:
                 if graph.tensor_op[oldest] < graph.tensor_op[t]:
                     self.later.append((oldest, int(graph.tensor_op[t])))
 
-    def landing(self) -> int:
+    def find_landing(self) -> int:
         """The first update of a spilled weight, where every gradient is made before it; else NEW."""
         last = max((int(self.graph.tensor_op[t]) for t in self._grads), default=-1)
         return self.updates[0] if self.updates and last < self.updates[0] else NEW
@@ -397,7 +397,7 @@ class _Writer:
         self.uses += [(t, op) for t in self._grads]
         self.later += [(done, update) for update in self.updates]
 
-    def done(self) -> SpilledGraph:
+    def finish(self) -> SpilledGraph:
         """The new graph."""
         origin = np.array(self.origin, dtype=np.int32)
         graph, old = self.graph, np.maximum(origin, 0)

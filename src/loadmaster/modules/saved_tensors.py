@@ -13,6 +13,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
+def drop_history(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers without the op that made them; autograd puts that back when it unpacks."""
     return tensor if tensor.grad_fn is None else tensor.detach()

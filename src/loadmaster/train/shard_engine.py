@@ -147,7 +147,7 @@ class ShardEngine:
         self._built.clear()
         self._groups.clear()
 
-    def planned(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
+    def plan_trial(self, trial: Trial, device_names: Sequence[str]) -> TrialPlan:
         """Shards, peak, bytes and time of a trial on the device with the least room; trains nothing."""
         from loadmaster.shards.model.built_model import build_trial
         from loadmaster.shards.plan.partition import make_plan
@@ -219,7 +219,7 @@ class ShardEngine:
         )
         return self._step_s[trial.name]
 
-    def together(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
+    def plan_groups(self, plans: Sequence[TrialPlan], device_names: Sequence[str]) -> list[TrialPlan]:
         """The plans of all trials, those on one frozen backbone as they will run: as a group."""
         from loadmaster.shards.plan.rates import default_rates
         from loadmaster.train.backbone.group_forecast import plan_together

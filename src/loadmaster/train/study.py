@@ -191,9 +191,9 @@ class Study:
 
     def _assemble(self, engine: Any, plans: list[TrialPlan], *, together: bool = True) -> StudyPlan:
         devices = self._device_names(engine)
-        if together and hasattr(engine, "together"):
+        if together and hasattr(engine, "plan_groups"):
             made = [each for each in plans if each.trial in self._made]
-            left = engine.together(made, devices)
+            left = engine.plan_groups(made, devices)
             plans = [next((p for p in left if p.trial == each.trial), each) for each in plans]
         return make_study_plan(
             plans,
@@ -226,7 +226,7 @@ class Study:
 
     def _make_plan(self, engine: Engine, trial: Any, devices: Sequence[str]) -> TrialPlan:
         with wrap_user_errors(trial.name), confine_worker_deaths():
-            return engine.planned(trial, devices)
+            return engine.plan_trial(trial, devices)
 
     def _device_names(self, engine: Engine) -> list[str]:
         if self.launcher == "ray" and self._devices == "auto":

@@ -137,11 +137,11 @@ class Picky(Plain):
 
     seen: list[str]
 
-    def planned(self, one: Any, device_names: Any) -> Any:
+    def plan_trial(self, one: Any, device_names: Any) -> Any:
         self.__dict__.setdefault("seen", []).append(one.name)
         if float(one.name.split("-")[1]) > 0.05:
             raise InputError(f"trial {one.name!r} is too large")
-        return super().planned(one, device_names)
+        return super().plan_trial(one, device_names)
 
 
 def test_a_proposal_that_cannot_be_planned_is_told_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:

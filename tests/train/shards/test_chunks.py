@@ -66,7 +66,7 @@ def test_what_is_sent_changes_its_own_tensors_and_no_others() -> None:
     for places in chunk.places:
         for place in places.values():
             place.view(ring).fill_(3.0)
-    for copy in chunk.sent(ring):
+    for copy in chunk.list_copies_home(ring):
         copy.target.copy_(copy.source)
     for (position, key), tensor in tensors.items():
         expected = torch.full_like(tensor, 3.0) if position in chosen else before[position, key]

@@ -273,7 +273,7 @@ def test_r24_host_memory_is_what_was_planned() -> None:
     wide = lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))  # noqa: E731
     data = lambda: [(torch.ones(2, 200), torch.zeros(2, 200))]  # noqa: E731
     one = trial(build=wide, data=data, optim=torch.optim.AdamW, precision="bf16")
-    planned = engine.planned(one, ["cpu"]).host_bytes
+    planned = engine.plan_trial(one, ["cpu"]).host_bytes
     runner: Any = engine.open_runner(one, engine.open_device("cpu"))
     held = sum(host.slab.nbytes for host in runner.state.pieces)
     assert 0.8 * planned <= held <= 1.05 * planned

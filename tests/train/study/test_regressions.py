@@ -116,7 +116,7 @@ def test_r19_the_time_of_a_step_is_the_median_of_what_was_measured() -> None:
     pace = Pace({"a": 5.0}, "auto")
     assert pace.step_s("a") == 5.0
     for seconds in (9.0, 1.0, 1.1, 1.2, 0.9):
-        pace.measured("a", seconds)
+        pace.note_step("a", seconds)
     assert pace.step_s("a") == 1.1
 
 

@@ -106,10 +106,12 @@ def test_no_more_copies_than_the_window_are_ever_there(window: int) -> None:
 
     def counting(tree: Any, device: int, what: str) -> None:
         add(tree, device, what)
-        most[0] = max(most[0], dict(accounts.standing(COMPUTES)).get("copies", 0) + copies())
+        most[0] = max(most[0], dict(accounts.list_standing(COMPUTES)).get("copies", 0) + copies())
 
     def copies() -> int:
-        return sum(size for name, size in accounts.standing(COMPUTES) if name.startswith("a copy of weight"))
+        return sum(
+            size for name, size in accounts.list_standing(COMPUTES) if name.startswith("a copy of weight")
+        )
 
     accounts.add = counting  # type: ignore[method-assign]
     model(*built.args).backward()

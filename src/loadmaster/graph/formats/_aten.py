@@ -33,7 +33,7 @@ class Call(NamedTuple):
     outputs: Sequence[Value]
 
 
-def gives_view(kind: str, call: Call) -> bool:
+def is_view(kind: str, call: Call) -> bool:
     """Whether what an op gives shares the memory of its first tensor."""
     if not call.tensors or not call.outputs:
         return False

@@ -145,7 +145,7 @@ class _Reader:
         if not target.startswith(_KNOWN) and not _aten.has_flops_rule(kind):
             self.unknown.add(target)
         changes = _aten.writes_first(kind) and bool(reads)
-        views = not changes and _aten.gives_view(kind, call)
+        views = not changes and _aten.is_view(kind, call)
         own = self._unpack_outputs(name, inner, makes)
         row = Row(
             prefix + name,

@@ -18,7 +18,7 @@ from loadmaster.core.errors import GraphError, PlanError
 from loadmaster.core.raised import shorten_error
 from loadmaster.modules.fake_model import list_parameters
 from loadmaster.modules.full_masks import find_full_masks, name_arguments
-from loadmaster.modules.saved_tensors import without_history
+from loadmaster.modules.saved_tensors import drop_history
 from loadmaster.modules.torch_state import leave_transforms
 from loadmaster.runtime.graph_engine.assignment import (
     PlanIndex,
@@ -275,7 +275,7 @@ class GraphEngine:
         counted = _NodeInterpreter(ready.rewritten.module, self.accounts, watcher, self.streams)
         with self.streams.running():
             out = counted.run(regions, *flat, enable_io_processing=False)
-        self.streams.given(out)
+        self.streams.hand_out(out)
         return out
 
     @property
@@ -364,7 +364,7 @@ class GraphEngine:
         try:
             # a graph is for all later calls: this one's hooks (checkpoint) and inference mode are not its own
             with (
-                saved_tensors_hooks(without_history, _identity),
+                saved_tensors_hooks(drop_history, _identity),
                 torch.inference_mode(False),
                 autocast_for_export(for_gpu=for_gpu, casts=casts),
             ):

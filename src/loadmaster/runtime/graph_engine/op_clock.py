@@ -81,7 +81,7 @@ class Clock:
         done = self.mark(place) if end is None else end
         self._spans.append((what, name, kind, at, source, place, begin, done, share))
 
-    def seen(self) -> list[MeasuredSpan]:
+    def list_spans(self) -> list[MeasuredSpan]:
         """All that ran, in seconds of the host's clock."""
         for where in self._zero:
             torch.cuda.synchronize(where)

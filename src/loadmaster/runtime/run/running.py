@@ -86,7 +86,7 @@ class PlanRun:
             engine.clock = Clock(engine.devices)
             try:
                 took_s, _ = training.step(engine.clock)
-                spans = match_spans(engine.clock.seen(), graph, plan, len(engine.devices))
+                spans = match_spans(engine.clock.list_spans(), graph, plan, len(engine.devices))
             finally:
                 engine.clock = None
             self._uncounted_s.append(took_s)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from loadmaster.core.errors import RunError
 from loadmaster.graph.spill import max_outgoing_bytes
 from loadmaster.modules.live_storages import LiveStorages
-from loadmaster.modules.saved_tensors import without_history
+from loadmaster.modules.saved_tensors import drop_history
 from loadmaster.runtime.spill.weight_carriers import Carrier, PendingCopy, make_carrier
 from loadmaster.runtime.transport.byte_accounts import Accounts
 from loadmaster.runtime.transport.devices import RunDevice
@@ -318,15 +318,15 @@ class WeightLoads:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided:
-            return without_history(tensor)
+            return drop_history(tensor)
         at = self._copies.get(tensor.untyped_storage()._cdata)
         if at is None:
             stashed = self._stashed.get(tensor.untyped_storage())
             if stashed is not None and stashed.version == tensor._version:  # else it was written since
                 return self._save_at_home(tensor, stashed)
             if self._saved_by_maker is None:
-                return without_history(tensor)
-            self._saved_by_maker.append(_SavedByMaker(without_history(tensor)))
+                return drop_history(tensor)
+            self._saved_by_maker.append(_SavedByMaker(drop_history(tensor)))
             return self._saved_by_maker[-1]
         if at not in self._noted:
             self._noted.append(at)

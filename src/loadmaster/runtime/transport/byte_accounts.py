@@ -68,7 +68,7 @@ class Accounts:
         known = self._storages.get(tensor.untyped_storage())
         return NO_DEVICE if known is None else known.device
 
-    def standing(self, device: int) -> list[tuple[str, int]]:
+    def list_standing(self, device: int) -> list[tuple[str, int]]:
         """What stands on a device and its bytes, the largest first."""
         found: dict[str, int] = {}
         for stored in self._storages.facts():
@@ -200,7 +200,7 @@ class Accounts:
 
     def _describe_largest(self, device: int, what: str) -> str:
         """What else takes most there."""
-        others = [(name, num_bytes) for name, num_bytes in self.standing(device) if name != what]
+        others = [(name, num_bytes) for name, num_bytes in self.list_standing(device) if name != what]
         words = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in others[:_FEW]]
         return ", ".join(words) + (f" and {len(others) - _FEW} more" if len(others) > _FEW else "")
 

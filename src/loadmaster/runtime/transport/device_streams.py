@@ -68,7 +68,7 @@ class PartStreams:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    def given(self, out: Any) -> None:
+    def hand_out(self, out: Any) -> None:
         """What the caller gets is read on its own stream."""
         for tensor in tree_leaves(out) if self._of else ():
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:

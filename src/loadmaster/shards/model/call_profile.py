@@ -24,7 +24,7 @@ from loadmaster.modules import python_state, randomness
 from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.modules.module_calls import standing_around
 from loadmaster.modules.op_work import ATTENTION_FLOPS
-from loadmaster.modules.saved_tensors import version_of, without_history
+from loadmaster.modules.saved_tensors import drop_history, version_of
 from loadmaster.shards.model.blocks import Chain, build_call_chain, call_block
 from loadmaster.shards.model.call_shards import CallShards, find_call_shards
 from loadmaster.shards.model.profile import (
@@ -299,7 +299,7 @@ class _Look:
             self.calls.append(call)
 
         def pack(tensor: Any) -> Any:
-            return without_history(tensor)
+            return drop_history(tensor)
 
         def unpack(tensor: Any) -> Any:
             self._enter_backward(call)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from loadmaster.core.errors import InputError
 from loadmaster.modules import python_state, randomness
 from loadmaster.modules.op_work import ATTENTION_FLOPS
-from loadmaster.modules.saved_tensors import without_history
+from loadmaster.modules.saved_tensors import drop_history
 from loadmaster.shards.model.block_peaks import (
     BlockPeaks,
     block_signature,
@@ -195,7 +195,7 @@ def _profile_blocks(
             storage = tensor.untyped_storage()
             if storage._cdata not in storages:
                 kept[storage._cdata] = storage.nbytes()
-            return without_history(tensor)
+            return drop_history(tensor)
 
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
         with (

@@ -70,7 +70,7 @@ def make_plan(
     found = min(plans, key=lambda plan: (plan.limit.predicted_s, plan.peak_bytes))
     clock = _Forecaster(built, sizes, rates, share)
     if optimizer_placement != "auto":
-        return clock.told(found)
+        return clock.add_forecast(found)
     return _exchange_placements(_refine_split(found, clock, room), clock, room)
 
 
@@ -106,7 +106,7 @@ class _Forecaster:
     rates: Rates
     share: int
 
-    def told(self, plan: ShardPlan) -> ShardPlan:
+    def add_forecast(self, plan: ShardPlan) -> ShardPlan:
         """The plan with its predicted step."""
         taken = forecast_step_s(self.built, plan, self.sizes, self.rates, num_trials=min(self.share, 2))
         return replace(plan, step_s=_ISSUED * max(taken, plan.limit.seconds))
@@ -120,14 +120,14 @@ class _Forecaster:
         for order, index in enumerate(free):
             chosen = (order + 1) * count // len(free) > order * count // len(free)
             placement[index] = "device" if chosen else "host"
-        return self.placed(replace(plan, num_rings=num_rings), placement)
+        return self.replace_placement(replace(plan, num_rings=num_rings), placement)
 
-    def placed(self, plan: ShardPlan, placement: Sequence[Placement]) -> ShardPlan:
+    def replace_placement(self, plan: ShardPlan, placement: Sequence[Placement]) -> ShardPlan:
         """The plan with another placement."""
         ring = ring_bytes_of(plan.layout, self.sizes, placement)
         tried = replace(plan, placement=tuple(placement), ring_bytes=ring)
         tried = measure_plan(self.built, tried, self.sizes, self.share)
-        return self.told(replace(tried, limit=find_step_limit(tried.work, self.rates)))
+        return self.add_forecast(replace(tried, limit=find_step_limit(tried.work, self.rates)))
 
 
 def _refine_split(plan: ShardPlan, clock: _Forecaster, room: int) -> ShardPlan:
@@ -135,7 +135,7 @@ def _refine_split(plan: ShardPlan, clock: _Forecaster, room: int) -> ShardPlan:
 
     One more slot lets weights come before state that would hold them up on the bus.
     """
-    best = clock.told(plan)
+    best = clock.add_forecast(plan)
     large = _find_too_large(plan.layout, clock.sizes)
     free = [p.index for p in plan.layout.pieces if plan.placement[p.index] != "pinned"]
     most = len([index for index in free if index not in large])
@@ -176,7 +176,7 @@ def _exchange_placements(plan: ShardPlan, clock: _Forecaster, room: int) -> Shar
         if placement[host] == placement[device]:  # by exchanges before this one
             continue
         placement[host], placement[device] = placement[device], placement[host]
-        tried = clock.placed(plan, placement)
+        tried = clock.replace_placement(plan, placement)
         if tried.peak_bytes <= room and tried.step_s < plan.step_s:
             plan = tried
     return plan

@@ -80,7 +80,7 @@ class Chunk:
         """Copies to a ring place."""
         return [Copy(ring[at : at + flat.numel()], flat) for at, flat in self.up]
 
-    def sent(self, ring: torch.Tensor) -> list[Copy]:
+    def list_copies_home(self, ring: torch.Tensor) -> list[Copy]:
         """Copies home."""
         return [Copy(flat, ring[at : at + flat.numel()]) for at, flat in self.down]
 

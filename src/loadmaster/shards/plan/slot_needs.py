@@ -21,7 +21,7 @@ class MemoryNeed:
     flight_bytes: int = 0  # gradients on their way down, or to an update that runs aside
     boundary_bytes: int = 0  # what shards hand on, kept from forward to backward
 
-    def joined(self, other: "MemoryNeed") -> "MemoryNeed":
+    def join(self, other: "MemoryNeed") -> "MemoryNeed":
         """Enough for either."""
         longest = max(len(self.large), len(other.large))
         mine, theirs = ((*each.large, *[0] * (longest - len(each.large))) for each in (self, other))

@@ -107,9 +107,9 @@ class Engine(Protocol):
         """A device, in the process that uses it."""
 
     def open_runner(self, trial: Any, device: Any, plan: "TrialPlan | None" = None) -> Runner:
-        """A trial at its beginning, to be run by the plan that `planned` made."""
+        """A trial at its beginning, to be run by the plan that `plan_trial` made."""
 
-    def planned(self, trial: Any, device_names: Sequence[str]) -> "TrialPlan":
+    def plan_trial(self, trial: Any, device_names: Sequence[str]) -> "TrialPlan":
         """What a trial will need; trains nothing, and refuses data that could not be resumed."""
 
 

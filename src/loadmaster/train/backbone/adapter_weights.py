@@ -47,7 +47,7 @@ class AdapterWeights:
                 yield self.get_leaves(shard)
         finally:
             self.frozen = {}
-        self.stream.done(shard)
+        self.stream.finish_unit(shard)
 
     def unit_bytes(self, shard: int, kind: str) -> int:
         """Device memory a unit takes beside weights and boundaries."""

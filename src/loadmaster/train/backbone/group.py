@@ -240,7 +240,7 @@ class Group:
             ride.lend(frozen)
             ride.run_unit(kind, shard)
             ride.lend({})  # nobody holds on to memory that may be given back
-            stream.done(position)
+            stream.finish_unit(position)
 
     def _drop_failed(self, state: TrialState) -> None:
         """A member that failed in the middle of a step: its memory back, nothing of it is brought home."""

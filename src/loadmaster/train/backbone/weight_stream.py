@@ -95,7 +95,7 @@ class WeightStream:
             for piece, place in found.items()
         }
 
-    def done(self, position: int) -> None:
+    def finish_unit(self, position: int) -> None:
         """What has been told to compute is all that reads the unit's pieces."""
         reached = self._device.mark()
         for piece in self._order[position]:

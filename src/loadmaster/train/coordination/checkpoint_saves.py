@@ -108,7 +108,7 @@ class CheckpointTracker:
         except Exception as problem:
             self._done.put(CheckpointWritten(event.trial, event.fence, None, problem))
 
-    def finished(self, timeout_s: float) -> CheckpointWritten | None:
+    def take_written(self, timeout_s: float) -> CheckpointWritten | None:
         """What this process has written since; waits so long where something is being written."""
         waits = timeout_s > 0 and self._writer.busy
         try:
@@ -133,10 +133,10 @@ class CheckpointTracker:
         self.state.note("commit", trial=saved.trial, **facts, seconds=seconds, num_tokens=num_tokens)
         best = self.keeping.find_best(entry, self.root)
         checkpoints.sweep(self.root, saved.trial, entry.committed, best=best, writing=True)
-        self.pace.saved(saved.trial, save_s)
+        self.pace.note_save(saved.trial, save_s)
         self.audience.tell("on_checkpoint", saved.trial, saved.step)
 
-    def lost(self, device: int) -> None:
+    def forget_worker(self, device: int) -> None:
         """A worker is gone: what it was writing does not count."""
         gone = [key for key, each in self.pending.items() if each.device == device]
         for key in gone:

@@ -110,7 +110,7 @@ class Coordinator:
         return self.halt_asked or self._trouble is not None or self.audience.problem is not None
 
     def _run_loop(self) -> None:
-        self._apply(self.decisions.pending())
+        self._apply(self.decisions.list_pending_stops())
         while not self._is_ending():
             self._dispatch()
             if not self._running and not self._moving and not self._saves.pending:
@@ -121,7 +121,7 @@ class Coordinator:
 
     def _receive(self) -> None:
         """One event, of a worker or of what this process writes."""
-        written = self._saves.finished(_WAIT_S if not self._running and not self._moving else 0.0)
+        written = self._saves.take_written(_WAIT_S if not self._running and not self._moving else 0.0)
         found = self.pool.receive(_WAIT_S) if written is None else (-1, written)
         if found is not None:
             self._handle(*found)
@@ -246,7 +246,7 @@ class Coordinator:
     def _handle_step(self, event: StepEnded, running: RunningTurn) -> None:
         done: StepDone = event.done
         running.add(done)
-        self.pace.measured(event.trial, done.seconds)
+        self.pace.note_step(event.trial, done.seconds)
         device = self.device_names[running.device]
         if len(self.spans) < _MOST_SPANS:
             self.spans.extend(convert_spans(done, device=device, trial=event.trial, began=self._began))
@@ -289,7 +289,7 @@ class Coordinator:
 
     def _finish_trial(self, event: TurnEnded) -> None:
         """Its last state is on disk."""
-        self._apply(self.decisions.finished(self.state.entries[event.trial], event.metrics))
+        self._apply(self.decisions.finish_trial(self.state.entries[event.trial], event.metrics))
         self._end(event.trial, TrialStatus.DONE)
 
     def _written(self, event: CheckpointWritten) -> None:
@@ -316,7 +316,7 @@ class Coordinator:
         for name in stopped:
             entry = self.state.entries[name]
             last = max([entry.step, *entry.reports])
-            self._stopping[name] = last if self.keeping.stopped else self.pace.last_save(last)
+            self._stopping[name] = last if self.keeping.stopped else self.pace.find_last_save(last)
             self._end_if_saved(name)
 
     def _end_if_saved(self, name: str) -> None:
@@ -340,7 +340,7 @@ class Coordinator:
     def _close(self, name: str) -> None:
         """Give a trial's memory back."""
         place = self.locations.where.get(name)
-        self.locations.left(name)
+        self.locations.free(name)
         if isinstance(place, int):
             self._fence += 1
             self.pool.send(place, Release(name, self._fence, drop=True))
@@ -349,7 +349,7 @@ class Coordinator:
 
     def _handle_failure(self, event: TrialFailed, device: int) -> None:
         name = event.trial
-        self.locations.left(name)
+        self.locations.free(name)
         if event.kind == "checkpoint":
             self.state.fall_back(name, event.text)
             return
@@ -375,7 +375,7 @@ class Coordinator:
 
     def _handle_lost_worker(self, device: int, reason: str) -> None:
         """A worker is gone: what it held goes back to its last checkpoint, and its device gets a new one."""
-        self._saves.lost(device)
+        self._saves.forget_worker(device)
         held = [name for name, place in self.locations.where.items() if place == device]
         for name in held:
             ran = self._running.get(name)
@@ -384,7 +384,7 @@ class Coordinator:
                 del self._running[name]
             self._moving.pop(name, None)
             self._ending.pop(name, None)
-            self.locations.left(name)
+            self.locations.free(name)
             self.state.rewind(name)
             if here:
                 self._deaths[name] = self._deaths.get(name, 0) + 1

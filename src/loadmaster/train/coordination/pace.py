@@ -28,7 +28,7 @@ class Pace:
         self._seen: dict[str, deque[float]] = {}
         self._saved: dict[str, tuple[float, float]] = {}  # when, how long it took
 
-    def measured(self, trial: str, seconds: float) -> None:
+    def note_step(self, trial: str, seconds: float) -> None:
         """A step took so long, by the device's clock."""
         self._seen.setdefault(trial, deque(maxlen=_NUM_KEPT)).append(seconds)
 
@@ -41,7 +41,7 @@ class Pace:
         """The step at which a checkpoint by count is due."""
         return None if self._steps is None else (step // self._steps + 1) * self._steps
 
-    def last_save(self, step: int) -> int:
+    def find_last_save(self, step: int) -> int:
         """The step of the last checkpoint by count up to this one; 0 = none is due by count."""
         return 0 if self._steps is None else step // self._steps * self._steps
 
@@ -58,7 +58,7 @@ class Pace:
         wait_s = self._every_s if self._every_s is not None else max(_LEAST_S, took_s / MOST_SHARE)
         return self._clock() - at >= wait_s
 
-    def saved(self, trial: str, seconds: float) -> None:
+    def note_save(self, trial: str, seconds: float) -> None:
         """A checkpoint was written."""
         self._saved[trial] = self._clock(), seconds
 

@@ -47,7 +47,7 @@ class SearchDecisions:
             if self._state.entries[name].paused_at is not None:
                 self._handle_release(name, decision)
 
-    def pending(self) -> list[str]:
+    def list_pending_stops(self) -> list[str]:
         """Trials that the journal, replayed, says are to stop."""
         for entry in self._state.list_unfinished(list(self._trials)):
             if entry.is_to_stop and entry.name not in self._stopped:
@@ -104,7 +104,7 @@ class SearchDecisions:
         self._collect()
         return self._take_stopped()
 
-    def finished(self, entry: TrialEntry, metrics: Mapping[str, float] | None) -> list[str]:
+    def finish_trial(self, entry: TrialEntry, metrics: Mapping[str, float] | None) -> list[str]:
         """A trial has no step left."""
         if metrics is not None or entry.step not in entry.reports:
             found = dict(metrics) if metrics else {"loss": _loss_or_nan(entry.loss)}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.modules import python_state, randomness
-from loadmaster.modules.saved_tensors import version_of, without_history
+from loadmaster.modules.saved_tensors import drop_history, version_of
 
 _SMALL_BYTES = 1 << 16  # of a buffer, copied before every call that is to run again
 
@@ -250,7 +250,7 @@ def _as_it_was(record: CallRecord, device: torch.device) -> Iterator[None]:
 
 def keep_saved(tensor: torch.Tensor) -> torch.Tensor:
     """A saved tensor that stays."""
-    return without_history(tensor)
+    return drop_history(tensor)
 
 
 def _refuse_unpacking(_: Any) -> Any:

@@ -90,7 +90,7 @@ class DeviceSlots:
 
     def join(self, user: Any, need: MemoryNeed) -> None:
         """Make room for one more trial; slots grow where it needs larger ones."""
-        self._resize(self.need.joined(need))
+        self._resize(self.need.join(need))
         self._users[id(user)] = need
 
     def leave(self, user: Any, owner: Owner | None) -> None:
@@ -103,7 +103,7 @@ class DeviceSlots:
         self.following = None if self.following is owner else self.following
         wanted = MemoryNeed()
         for need in self._users.values():
-            wanted = wanted.joined(need)
+            wanted = wanted.join(need)
         self._resize(wanted)
 
     def set_turn(self, owner: Owner, follower: Owner | None) -> None:
@@ -137,7 +137,7 @@ class DeviceSlots:
         later = self.distance(latest.owner, latest.piece) > self.distance(owner, piece)
         return latest if later else None
 
-    def wanted(self, depth: int) -> list[tuple[Owner, int]]:
+    def list_wanted(self, depth: int) -> list[tuple[Owner, int]]:
         """Pieces of the unit that runs and the next ones, soonest first, that stand nowhere yet."""
         running = self.running
         if running is None:

@@ -76,7 +76,9 @@ class StreamedUpdate:
                 self._copy_out(host, chunk.positions, views, slot)
             self._ledger.down_bytes += chunk.down_bytes
             stepped = [self._device.mark(aside=True), self._device.latest("down")]
-            landed = ring.free = self._device.down(chunk.sent(memory), after=stepped, label=label, lane=1)
+            landed = ring.free = self._device.down(
+                chunk.list_copies_home(memory), after=stepped, label=label, lane=1
+            )
         assert landed is not None
         return landed
 

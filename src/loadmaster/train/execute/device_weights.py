@@ -118,7 +118,7 @@ class DeviceWeights:
 
     def prefetch(self) -> None:
         """Load what the next units need and can have by now, the following trial's too."""
-        for owner, piece in self._device_slots.wanted(self._config.depth):
+        for owner, piece in self._device_slots.list_wanted(self._config.depth):
             weights: Any = owner
             if weights.awaits_host(piece):
                 continue

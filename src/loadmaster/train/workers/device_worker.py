@@ -109,7 +109,7 @@ class Worker:
                 yield SaveFailed(task.trial, task.fence, problem)
                 return
         save_s = time.perf_counter() - began
-        self._room.seen(task.trial, used_before)
+        self._room.note_turn(task.trial, used_before)
         wanted = task.evaluate or finished
         metrics = None
         if wanted and not halted and self._trials[task.trial].evaluate is not None:

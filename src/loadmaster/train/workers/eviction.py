@@ -37,7 +37,7 @@ class Room:
         self._arena.peak_bytes = self._arena.used_bytes
         return int(self._arena.used_bytes) - mine - self._shared()
 
-    def seen(self, trial: str, used_before: int) -> None:
+    def note_turn(self, trial: str, used_before: int) -> None:
         """A turn is over: keep what it took at its highest."""
         if self._arena is not None:
             took = self._arena.peak_bytes - used_before - self._shared()

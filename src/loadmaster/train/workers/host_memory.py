@@ -25,6 +25,6 @@ class TrialLocations:
         """Of all trials that are open."""
         return sum(self.host_bytes[name] for name in self.where)
 
-    def left(self, trial: str) -> None:
+    def free(self, trial: str) -> None:
         """Its memory is free."""
         self.where.pop(trial, None)

@@ -228,7 +228,7 @@ class CaptureRequest:
         with self._enter_autocast():
             with watch_others(step.recorder.answers):
                 out = step.forward(forward)
-            lost = step.lost(out) if self.train else None
+            lost = step.compute_loss(out) if self.train else None
         if lost is not None and path == "estimated":
             step.estimate(lost)
         elif lost is not None:

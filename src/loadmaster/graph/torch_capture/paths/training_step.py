@@ -121,7 +121,7 @@ class Step:
                 weight.grad = torch.empty_like(weight)
         return found
 
-    def lost(self, out: Any) -> torch.Tensor:
+    def compute_loss(self, out: Any) -> torch.Tensor:
         """The loss, its ops named 'loss.*' where they are not the model's."""
         self.recorder.prefix, self.recorder.module = "loss.", "loss"
         loss = compute_loss(out, self.loss)
@@ -167,10 +167,10 @@ class Step:
             op = Op(f"{name}.unscale", "unscale", module, Phase.UPDATE, bytes_moved=2 * size)
             made[name] = ledger.add_into(op, [grad, scale], grad)
             flags.append(ledger.output(FLAG_BYTES))
-            ledger.together(len(ledger.ops) - 1, param_op[name])
+            ledger.tie(len(ledger.ops) - 1, param_op[name])
         check = Op("grad_scaler.check", "inf_check", "", Phase.UPDATE, bytes_moved=FLAG_BYTES * len(flags))
         checked = ledger.add(check, flags, [FLAG_BYTES])[0]
-        ledger.together(len(ledger.ops) - 1, param_op[next(iter(grads))])
+        ledger.tie(len(ledger.ops) - 1, param_op[next(iter(grads))])
         return made, checked
 
     def _update(self, name: str, weight: torch.Tensor, param: int, update: Update, reads: list[int]) -> None:
@@ -189,4 +189,4 @@ class Step:
         stays = [update.workspace_bytes] if self.at_once and update.workspace_bytes else []
         for tensor in ledger.add(op, [*reads, ledger.tensor(recorder.key(weight))], stays):
             ledger.keep_tensor(tensor)
-        ledger.together(len(ledger.ops) - 1, param)
+        ledger.tie(len(ledger.ops) - 1, param)

@@ -54,10 +54,10 @@ class MicroStepRepeater:
             for tensor, op in uses:
                 ledger.use(to_tensor.get(tensor, carried.get(tensor, tensor)), to_op[op])
             for one, other in pairs:
-                ledger.together(to_op.get(one, one), to_op.get(other, other))
+                ledger.tie(to_op.get(one, one), to_op.get(other, other))
             for op in ops:
-                ledger.together(op, to_op[op])
-        ledger.moved(to_op, to_tensor)
+                ledger.tie(op, to_op[op])
+        ledger.redirect(to_op, to_tensor)
         return to_tensor
 
     def _tie_ops(self) -> None:
@@ -67,7 +67,7 @@ class MicroStepRepeater:
         for at in range(self.first, len(ledger.ops)):
             same = known.get(ledger.ops[at].name.replace(micro_step_suffix(2), ""))
             if same is not None and ledger.ops[at].phase == Phase.FORWARD:
-                ledger.together(same, at)
+                ledger.tie(same, at)
 
     def _ops(self, ops: list[int], step: int) -> dict[int, int]:
         ledger, to_op = self.ledger, dict[int, int]()

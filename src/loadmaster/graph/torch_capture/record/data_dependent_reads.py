@@ -139,7 +139,7 @@ class Answers:
         shapes_found: Shapes = self._choose(packed_sequences.READ, found, Place(), shaped=True, truth=False)
         return shapes_found
 
-    def again(self) -> None:
+    def begin_run(self) -> None:
         """The model runs, maybe once more, on the same example: it reads the same, and draws the same."""
         self.num_followed = self.num_assumed = 0
         self._follows = True

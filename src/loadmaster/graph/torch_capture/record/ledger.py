@@ -101,7 +101,7 @@ class Ledger:
         self.ops.append(op)
         self.current = len(self.ops) - 1
         if op.mirror != NO_MIRROR and self.ops[op.mirror].phase == Phase.PARAM:  # a sum of its gradients
-            self.together(self.current, op.mirror)
+            self.tie(self.current, op.mirror)
             op.mirror = NO_MIRROR
         return self.current
 
@@ -117,7 +117,7 @@ class Ledger:
         op.workspace_bytes += max(0, op.peak_bytes - outputs)
         self.current = NO_OP
         if op.phase == Phase.BACKWARD and op.mirror != NO_MIRROR:
-            self.together(index, op.mirror)
+            self.tie(index, op.mirror)
 
     def param(self, op: Op, key: Key, num_bytes: int) -> int:
         """A weight or buffer: an op whose output is resident with it."""
@@ -126,7 +126,7 @@ class Ledger:
         index, storage, interrupted = len(self.ops) - 1, key[0], self.current
         self.current = index
         if storage in self._storages:  # another name for memory that is resident already
-            self.together(index, self._storages[storage].op)
+            self.tie(index, self._storages[storage].op)
             op.resident_bytes = max(0, op.resident_bytes - num_bytes)
         else:
             self._storages[storage] = _Storage(num_bytes, index, _is_floating(key))
@@ -181,7 +181,7 @@ class Ledger:
         record = self._storages[key[0]]
         record.last_write = self._look(key, num_bytes)
         if tied and self.current not in (NO_OP, record.op):
-            self.together(self.current, record.op)
+            self.tie(self.current, record.op)
 
     def free(self, storage: int) -> None:
         """A storage is let go of."""
@@ -229,7 +229,7 @@ class Ledger:
         """The op that made a storage."""
         return self._storages[storage].op
 
-    def together(self, one: int, other: int) -> None:
+    def tie(self, one: int, other: int) -> None:
         """Two ops that must sit on one device."""
         self._together.append((one, other))
 
@@ -252,7 +252,7 @@ class Ledger:
         whole = target if base == OWN_STORAGE else base
         self.tensors.append(Tensor(index, self.tensors[target].num_bytes, whole, True))
         if tied:
-            self.together(index, self.tensors[target].op)
+            self.tie(index, self.tensors[target].op)
         return len(self.tensors) - 1
 
     def base(self, storage: int) -> int:
@@ -294,7 +294,7 @@ class Ledger:
         self.ops.append(op)
         return len(self.ops) - 1
 
-    def moved(self, to_op: dict[int, int], to_tensor: dict[int, int]) -> None:
+    def redirect(self, to_op: dict[int, int], to_tensor: dict[int, int]) -> None:
         """What is still to be said of these ops and tensors is said of others."""
         for record in self._storages.values():
             record.op = to_op.get(record.op, record.op)

@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self.phase, self.prefix, self.module = Phase.FORWARD, "", ""
         self.ledger.suffix = suffix
         self._originals.clear()
-        self.answers.again()
+        self.answers.begin_run()
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """What runs from now on is autograd's."""
