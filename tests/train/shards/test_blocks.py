@@ -223,8 +223,10 @@ def test_the_blocks_that_the_documentation_writes_for_a_transformer_train_to_the
     (recipe,) = [
         each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Embed" in each
     ]
-    names: dict[str, Any] = {"nn": nn, "torch": torch}
-    exec(recipe, names)
+    names: dict[str, Any] = {"nn": nn, "torch": torch, "lt": lt}
+    defined, _, trained = recipe.rstrip().rpartition("\n")
+    assert trained.startswith("print(lt.Study(trial,")  # another test runs all of it
+    exec(defined, names)
     config = transformers.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0
     )
@@ -240,7 +242,7 @@ def test_the_blocks_that_the_documentation_writes_for_a_transformer_train_to_the
     trial = lt.Trial(
         name="gpt",
         build=lambda: transformers.GPT2LMHeadModel(config),
-        blocks=names["blocks"],
+        blocks=names["trial"].blocks,
         loss=loss,
         data=data,
         optim=lambda ps: torch.optim.AdamW(ps, lr=1e-3),
