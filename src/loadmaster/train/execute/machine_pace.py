@@ -6,7 +6,8 @@ A step of a small model is mostly Python and calls of the framework, which no ra
 
 Where a plain step of the trial itself was timed (`timed_step`), what stands around it is the rest:
 
-    step_s = plain + beside_step_s + units x per_unit_s + loads x per_load_s, or + calls x per_call_s
+    step_s = plain + beside_step_s + units x per_unit_s + loads x per_load_s
+    or     + calls x per_call_s + ops x per_called_op_s, and ops that run again x per_again_op_s
 
 Only predicted times come from here. Plans are chosen at fixed rates: the same study has the same plan,
 and with it the same bits, in every call.
@@ -14,7 +15,7 @@ and with it the same bits, in every call.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from loadmaster.shards.plan.layout import Placement
 from loadmaster.shards.spec.trial import Trial
 
 _NUM_WARM, _NUM_STEPS = 3, 9
-_WIDTH, _NUM_BLOCKS = 8, 8
+_WIDTH, _NUM_BLOCKS, _DEPTH = 8, 8, 16
 _CAP_BYTES = 1 << 22
 _MATRIX = 384
 
@@ -45,6 +46,8 @@ class MachinePace:
     per_unit_s: float = 0.0  # a forward or backward pass of a shard in a chain
     per_load_s: float = 0.0  # one whose weights come from the host
     per_call_s: float = 0.0  # the same of a model that runs its own forward
+    per_called_op_s: float = 0.0  # of an op in such a call: what it saves is looked at
+    per_again_op_s: float = 0.0  # of one that runs again, beside that it runs
 
     def predict_step_s(self, *, num_ops: float, num_shards: int, flops: float) -> float:
         """The time of a step."""
@@ -64,7 +67,10 @@ def _measure_pace(_num_threads: int) -> MachinePace:
         many, ops_of_many = _time_steps(_NUM_BLOCKS, "pinned", [0])
         parted, _ = _time_steps(_NUM_BLOCKS, "pinned")
         streamed, _ = _time_steps(_NUM_BLOCKS, "host")
-        called, _ = _time_steps(_NUM_BLOCKS, "host", by_call=True)
+        called, ops_of_called = _time_steps(_NUM_BLOCKS, "host", by_call=True)
+        deep, ops_of_deep = _time_steps(_NUM_BLOCKS, "host", by_call=True, depth=_DEPTH)
+        again, _ = _time_steps(_NUM_BLOCKS, "host", by_call=True, depth=_DEPTH, again=True)
+        plain_of_deep, forward_of_deep = _time_plain_steps(_NUM_BLOCKS, _DEPTH), _time_forward(_NUM_BLOCKS)
         plain_of_one, plain_of_many = _time_plain_steps(1), _time_plain_steps(_NUM_BLOCKS)
         per_op_s = max(0.0, many - one) / (ops_of_many - ops_of_one)
         beside_s, num_units = max(0.0, one - plain_of_one), 2 * _NUM_BLOCKS - 1
@@ -77,39 +83,64 @@ def _measure_pace(_num_threads: int) -> MachinePace:
             per_unit_s=max(0.0, parted - many) / (num_units - 1),
             per_load_s=max(0.0, streamed - parted) / num_units,
             per_call_s=max(0.0, called - plain_of_many - beside_s) / (2 * _NUM_BLOCKS),
+            per_called_op_s=max(0.0, deep - plain_of_deep - called + plain_of_many)
+            / (ops_of_deep - ops_of_called),
+            per_again_op_s=max(0.0, again - deep - forward_of_deep) / ops_of_deep,
         )
 
 
 class _Called(nn.Module):
     """A forward of its own around the same layers."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_blocks))
+        self.layers = nn.ModuleList(_make_layer(depth) for _ in range(num_blocks))
 
-    def forward(self, rows: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The mean of what they give, which is the loss."""
         for layer in self.layers:
             rows = layer(rows)
         return rows.mean()
 
 
-def _make_blocks(num_blocks: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_blocks)))
+def _make_layer(depth: int) -> nn.Module:
+    """One linear layer, or one with about as many ops and views as a layer of a transformer has."""
+    if depth == 1:
+        return nn.Linear(_WIDTH, _WIDTH)
+    kinds = (
+        lambda: nn.Linear(_WIDTH, _WIDTH),
+        nn.GELU,
+        lambda: nn.Unflatten(1, (2, _WIDTH // 2)),
+        nn.Flatten,
+    )
+    return nn.Sequential(*(kinds[at % len(kinds)]() for at in range(depth)))
+
+
+def _make_blocks(num_blocks: int, depth: int = 1) -> nn.Module:
+    return nn.Sequential(*(_make_layer(depth) for _ in range(num_blocks)))
 
 
 def _time_steps(
-    num_blocks: int, placement: Placement, cuts: list[int] | None = None, *, by_call: bool = False
+    num_blocks: int,
+    placement: Placement,
+    cuts: list[int] | None = None,
+    *,
+    by_call: bool = False,
+    depth: int = 1,
+    again: bool = False,
 ) -> tuple[float, int]:
-    """The usual time of a step of a model of so many layers, and its ops."""
+    """The least time of a step of such a model, and its ops; `again`: its calls run twice.
+
+    The least, because others may use the machine, too.
+    """
     from loadmaster.train.execute.runner import open_runner
 
-    rows = torch.ones(2, _WIDTH)
+    rows, num_steps = torch.ones(2, _WIDTH), _NUM_WARM + _NUM_STEPS
     trial = Trial(
         name="pace",
-        build=lambda: _Called(num_blocks) if by_call else _make_blocks(num_blocks),
+        build=lambda: _Called(num_blocks, depth) if by_call else _make_blocks(num_blocks),
         loss=None if by_call else lambda out, _: out.mean(),
-        data=lambda: [(rows, rows)] * (_NUM_WARM + _NUM_STEPS),
+        data=lambda: [{"rows": rows} if by_call else (rows, rows)] * num_steps,
         optim=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         verify=False,
     )
@@ -118,17 +149,19 @@ def _time_steps(
         runner = open_runner(
             trial, device=device, cuts=cuts, placement=[placement] * (len(cuts) if cuts else num_blocks)
         )
-        taken = [done.seconds for done in runner.steps(device, _NUM_WARM + _NUM_STEPS)]
+        if again:
+            runner.config = replace(runner.config, recompute=(True,) * num_blocks)
+        taken = [done.seconds for done in runner.steps(device, num_steps)]
         num_ops = sum(runner.state.facts.num_ops)
         runner.close()
     finally:
         device.close()
-    return median(taken[_NUM_WARM:]), num_ops
+    return min(taken[_NUM_WARM:]), num_ops
 
 
-def _time_plain_steps(num_blocks: int) -> float:
+def _time_plain_steps(num_blocks: int, depth: int = 1) -> float:
     """The same in a plain loop."""
-    rows, model = torch.ones(2, _WIDTH), _make_blocks(num_blocks)
+    rows, model = torch.ones(2, _WIDTH), _make_blocks(num_blocks, depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step() -> None:
@@ -137,7 +170,13 @@ def _time_plain_steps(num_blocks: int) -> float:
         optimizer.step()
 
     taken = [_time_once(step) for _ in range(_NUM_WARM + _NUM_STEPS)]
-    return median(taken[_NUM_WARM:])
+    return min(taken[_NUM_WARM:])
+
+
+def _time_forward(num_blocks: int) -> float:
+    """A forward of the deep layers with a graph, which is what runs again."""
+    rows, model = torch.ones(2, _WIDTH, requires_grad=True), _make_blocks(num_blocks, _DEPTH)
+    return min(_time_once(lambda: model(rows)) for _ in range(_NUM_WARM + _NUM_STEPS))
 
 
 def _measure_flops_per_s() -> float:

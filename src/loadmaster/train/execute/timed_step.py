@@ -70,18 +70,14 @@ def predict_step_s(
     built: BuiltModel, plan: ShardPlan, sizes: Sizes, plain: PlainStep, pace: MachinePace
 ) -> float:
     """Seconds of a step by shards."""
-    flops = built.facts.flops
+    flops, layout, passes = built.facts.flops, plan.layout, built.trial.accumulate
     whole = sum(flops) or 1.0
-    layout, passes = plan.layout, built.trial.accumulate
     if built.chain.by_call:
-        calls = layout.calls or ()
-        again = sum(flops[s] for s in set(calls) if layout.recompute and layout.recompute[s]) / whole
-        moved = any(where != "pinned" for where in plan.placement)  # else nothing stands around the calls
-        units = 2 * len(calls) * passes if moved else 0
+        twice = {s for s in set(layout.calls or ()) if layout.recompute and layout.recompute[s]}
+        again = sum(flops[s] for s in twice) / whole
     else:
         last = layout.cuts[-1][0]
         again = sum(flops[:last]) / whole * count_forwards(built.trial, built.facts) / passes
-        units = (2 * layout.num_shards - 1) * passes
     compute_s = passes * (plain.forward_s * (1 + again) + plain.backward_s)
     numel = [sum(sizes.numel[n] for n in p.parameters if sizes.trained[n]) for p in layout.pieces]
     total = sum(numel) or 1
@@ -97,14 +93,22 @@ def predict_step_s(
         host_params_per_s=total / max(plain.host_update_s, 1e-9),
     )
     taken = forecast_step_s(built, plan, sizes, rates)
-    around_s = pace.beside_step_s + units * (pace.per_call_s if built.chain.by_call else pace.per_unit_s)
+    return max(taken, compute_s) + pace.beside_step_s + passes * _seconds_around(built, plan, pace)
+
+
+def _seconds_around(built: BuiltModel, plan: ShardPlan, pace: MachinePace) -> float:
+    """What Python does around the units or calls of one micro-batch."""
+    layout, ops = plan.layout, built.facts.num_ops
+    streamed = [p for p, where in zip(layout.pieces, plan.placement, strict=True) if where != "pinned"]
     if not built.chain.by_call:
-        around_s += pace.per_load_s * sum(
-            (2 * len(piece.shards) - 1) * passes
-            for piece, where in zip(layout.pieces, plan.placement, strict=True)
-            if where != "pinned"
-        )
-    return max(taken, compute_s) + around_s
+        loads = sum(2 * len(piece.shards) - 1 for piece in streamed)
+        return pace.per_unit_s * (2 * layout.num_shards - 1) + pace.per_load_s * loads
+    if not streamed:  # nothing stands around the calls
+        return 0.0
+    calls = layout.calls or ()
+    twice = sum(ops[s] for s in set(calls) if layout.recompute and layout.recompute[s])
+    seen_s = pace.per_called_op_s * sum(ops[s] for s in set(calls))
+    return 2 * len(calls) * pace.per_call_s + seen_s + pace.per_again_op_s * twice
 
 
 def _is_small(built: BuiltModel) -> bool:
