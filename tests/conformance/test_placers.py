@@ -206,7 +206,7 @@ class TestInfeasible:
     def test_an_op_larger_than_every_device(self, algorithm: str) -> None:
         placement = answered(algorithm, "too large")
         assert placement.status == Status.INFEASIBLE
-        assert "30 B on one device, the largest allowed has 25 B; free 5 B more" in placement.proof
+        assert "30 B on one device, the largest allowed has 25 B (5 B short)" in placement.proof
         assert int(placement.shortfall_bytes.sum()) >= 5
 
     @pytest.mark.parametrize("algorithm", [a for a in list_algorithms() if not reason(a, "too much")])
@@ -220,7 +220,7 @@ class TestInfeasible:
         for algorithm in ("single_device", "round_robin", "fastest_device", "chain_balance"):
             placement = answered(algorithm, "untold")
             assert placement.status == Status.NOT_FOUND
-            assert "needs 24 B of 20 B; free 4 B more" in placement.proof
+            assert "needs 24 B but has 20 B (4 B short)" in placement.proof
             assert placement.shortfall_bytes.tolist() == [4]  # three times 8 bytes in 20
 
     def test_trying_everything_is_a_certificate(self) -> None:

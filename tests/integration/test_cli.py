@@ -111,7 +111,9 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_reason_has_both_sizes(say
     command = ["plan", "gen:transformer:1500", "--devices", "RTX2080"]
     code, plain, _ = say(*command)
     json_code, machine, json_err = say(*command, "--json")
-    reason = r"gpu0 needs \d+\.\d GiB of 7\.5 GiB; free \d+\.\d GiB more: a smaller batch, a device more"
+    reason = (
+        r"gpu0 needs \d+\.\d GiB but has 7\.5 GiB \(\d+\.\d GiB short\): use a smaller batch, one more device"
+    )
     assert code == json_code == 1
     assert re.search(reason, plain)
     assert "no plan that fits was found" in plain

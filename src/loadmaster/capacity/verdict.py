@@ -89,4 +89,4 @@ def describe_shortfall(problem: Problem, peak_bytes: tuple[int, ...]) -> str:
     d = int((np.array(peak_bytes) - cluster.usable_bytes).argmax())
     need, have = peak_bytes[d], int(cluster.usable_bytes[d])
     needed, there = format_apart(need, have)
-    return f"{cluster.device_name[d]} needs {needed} of {there}; free {format_bytes(need - have)} more"
+    return f"{cluster.device_name[d]} needs {needed} but has {there} ({format_bytes(need - have)} short)"

@@ -27,15 +27,15 @@ def why_none_fits(placement: Placement, *, longer: str = "a longer --budget") ->
     proven = placement.status == Status.INFEASIBLE
     lines = [f"proven that no {kind} fits: {placement.proof}"] if proven else []
     spill = "" if cluster.on_host[cluster.kind].any() else ", host memory as a device (cpu-64GB)"
-    remedy = f": a smaller batch, a device more{spill}, or {longer}"
+    remedy = f": use a smaller batch, one more device{spill}, or {longer}"
     if proven:
         remedy = ""  # the proof says what would help
     for d in np.flatnonzero(placement.shortfall_bytes > 0):
         need, have = int(placement.peak_bytes[d]), int(cluster.usable_bytes[d])
         needed, there = format_apart(need, have)
         lines.append(
-            f"{cluster.device_name[d]} needs {needed} of {there}; free"
-            f" {format_bytes(need - have)} more{remedy}{_largest_holders(placement, int(d))}"
+            f"{cluster.device_name[d]} needs {needed} but has {there}"
+            f" ({format_bytes(need - have)} short){remedy}{_largest_holders(placement, int(d))}"
         )
     return lines or [placement.proof or "no plan was found"]
 

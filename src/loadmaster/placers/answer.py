@@ -183,8 +183,9 @@ def _describe_shortfall(problem: Problem, peak: Longs) -> str:
     need, have = int(peak[d]), int(cluster.usable_bytes[d])
     needed, there = format_apart(need, have)
     return (
-        f"in the nearest plan {cluster.device_name[d]} needs {needed} of {there};"
-        f" free {format_bytes(need - have)} more: a smaller batch, a device more, or host memory as a device"
+        f"in the nearest plan {cluster.device_name[d]} needs {needed} but has {there}"
+        f" ({format_bytes(need - have)} short): use a smaller batch, one more device, or host memory as"
+        " a device"
     )
 
 

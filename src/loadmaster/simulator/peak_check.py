@@ -26,6 +26,6 @@ def check_plan_and_peaks(problem: Problem, plan: Plan) -> list[Violation]:
     for d in np.flatnonzero(peak > cluster.usable_bytes):
         need, have = format_apart(peak[d], cluster.usable_bytes[d])
         short = format_bytes(peak[d] - cluster.usable_bytes[d])
-        text = f"{cluster.device_name[d]} needs {need} of {have}; free {short} more"
+        text = f"{cluster.device_name[d]} needs {need} but has {have} ({short} short)"
         found.append(Violation("memory", text))
     return found

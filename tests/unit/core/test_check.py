@@ -118,7 +118,7 @@ def test_peak_memory_needs_the_simulator() -> None:
     assert check_plan(problem, plan_on([0, 0])) == []
     found = api.check_plan(problem, plan_on([0, 0]))
     assert [v.rule for v in found] == ["memory"]
-    assert found[0].message == "ref0 needs 11 B of 10 B; free 1 B more"
+    assert found[0].message == "ref0 needs 11 B but has 10 B (1 B short)"
 
 
 def test_chain() -> None:

@@ -148,7 +148,7 @@ class TestProofsThatNothingFits:
         graph = graph_of({"group": 0, "resident_bytes": 12}, {"group": 0, "resident_bytes": 12})
         bound = lower_bound(problem_of(graph, star_cluster(3, memory=20), 1.0))
         assert "'op0' and the ops that belong with it need 24 B on one device" in bound.infeasible
-        assert "largest allowed has 20 B; free 4 B more" in bound.infeasible
+        assert "largest allowed has 20 B (4 B short)" in bound.infeasible
 
     def test_the_largest_device_does_not_help_a_pinned_op(self) -> None:
         graph = graph_of({"resident_bytes": 12})
@@ -169,7 +169,7 @@ class TestProofsThatNothingFits:
         graph = graph_of(*({"resident_bytes": 10} for _ in range(5)))
         bound = lower_bound(problem_of(graph, star_cluster(2, memory=20), 1.0))
         assert "all ops together hold 50 B" in bound.infeasible
-        assert "all devices have 40 B; free 10 B more" in bound.infeasible
+        assert "all devices have 40 B (10 B short)" in bound.infeasible
 
     def test_ops_of_few_devices_hold_more_than_those(self) -> None:
         """Three devices of 20 bytes; three ops of 15 that the third device cannot run."""
@@ -178,7 +178,7 @@ class TestProofsThatNothingFits:
         graph = graph_of(*({"resident_bytes": 15} for _ in range(3)))
         bound = lower_bound(problem_of(graph, cluster, [[1, INF]] * 3))
         assert "may run on d0, d1 only hold 45 B" in bound.infeasible
-        assert "those devices have 40 B; free 5 B more" in bound.infeasible
+        assert "those devices have 40 B (5 B short)" in bound.infeasible
 
     def test_pins_that_overfill_a_device(self) -> None:
         graph = graph_of(*({"resident_bytes": 15} for _ in range(3)))
@@ -202,7 +202,7 @@ class TestCopiesThatEverySplitMakes:
         assert "all ops together hold 40 B at the end of the step" in bound.infeasible
         assert "on 2 of 2 devices they copy at least 1 kept tensors" in bound.infeasible
         assert "need 42 B where there are 40 B" in bound.infeasible
-        assert "free 2 B more: a smaller batch or a device more" in bound.infeasible
+        assert "(2 B short): use a smaller batch or one more device" in bound.infeasible
 
     def test_with_room_for_the_copy_nothing_is_claimed(self) -> None:
         assert lower_bound(problem_of(kept_chain(4), star_cluster(2, memory=22), 1.0)).infeasible == ""
@@ -253,7 +253,7 @@ class TestCopiesThatEverySplitMakes:
         text = lower_bound(tight("fork_join", 300, 1.0)).infeasible
         assert (round(3585 / 1024, 3), round(3582 / 1024, 3)) == (3.501, 3.498)
         assert "need 3.501 GiB where there are 3.498 GiB" in text
-        assert "free 3.0 MiB more: a smaller batch or a device more" in text
+        assert "(3.0 MiB short): use a smaller batch or one more device" in text
 
 
 def kept_chain(num_ops: int) -> Graph:

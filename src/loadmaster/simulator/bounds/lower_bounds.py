@@ -93,8 +93,8 @@ def proof_of_infeasibility(problem: Problem, unit: Ints, allowed: Bools) -> str:
         op = graph.op_name[int(np.flatnonzero(unit == u)[0])]
         return (
             f"op {op!r} and the ops that belong with it need {format_bytes(need[u])} on one device,"
-            f" the largest allowed has {format_bytes(room[u])}; free {format_bytes(need[u] - room[u])} more:"
-            " a smaller batch or a larger device"
+            f" the largest allowed has {format_bytes(room[u])} ({format_bytes(need[u] - room[u])} short):"
+            " use a smaller batch or a larger device"
         )
     return _prove_no_room(problem, unit, allowed) or _prove_no_room_for_copies(problem, unit, len(allowed))
 
@@ -119,8 +119,8 @@ def _prove_no_room(problem: Problem, unit: Ints, allowed: Bools) -> str:
             text = (
                 f"{f'the ops that may run on {where} only' if some else 'all ops together'} hold"
                 f" {holds} at the end of the step, {'those' if some else 'all'} devices have"
-                f" {has}; free {format_bytes(worst)} more: a smaller batch"
-                f"{', other pins' if some else ''} or a device more"
+                f" {has} ({format_bytes(worst)} short): use a smaller batch"
+                f"{', other pins' if some else ''} or one more device"
             )
     return text
 
@@ -161,7 +161,7 @@ def _prove_no_room_for_copies(problem: Problem, unit: Ints, num_units: int) -> s
     return (
         f"all ops together hold {format_bytes(held)} at the end of the step; on {used} of {num_devices}"
         f" devices they {copies}need {need} where there are {have}; on any other number of devices they"
-        f" lack no less; free {format_bytes(lack)} more: a smaller batch or a device more"
+        f" lack no less ({format_bytes(lack)} short): use a smaller batch or one more device"
     )
 
 

@@ -67,7 +67,7 @@ def _prove_no_room(problem: Problem) -> str:
         return ""
     return (
         f"weights, gradients and optimizer state take {format_bytes(held)}, all devices have"
-        f" {format_bytes(room)}; free {format_bytes(held - room)} more: a device more, or an optimizer with"
+        f" {format_bytes(room)} ({format_bytes(held - room)} short): add a device, or use an optimizer with"
         " less state"
     )
 
