@@ -322,6 +322,7 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
     known = [
         "plan",
         "fit",
+        "ways",
         "run",
         "train",
         "report",
