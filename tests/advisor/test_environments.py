@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from loadmaster.advisor.environments.batched import BatchedRamp
-from loadmaster.advisor.environments.engine import Kind, Rule, replay
+from loadmaster.advisor.environments.engine import Cause, Kind, Rule, replay
 from loadmaster.advisor.environments.streams import DISTRIBUTIONS, draw_stream
+from loadmaster.advisor.policies.registry import policy
 from loadmaster.advisor.replay import table_rules
 from loadmaster.core.errors import InputError
-from tests.advisor.plain_ramp import ALL, BLOCKS
+from tests.advisor.plain_ramp import ALL, BLOCKS, play
 from tests.advisor.shared import GRAPHS, needs_graphs, profiles, world
 
 
@@ -188,3 +189,17 @@ def test_given_blocks_are_replayed_as_they_were_chosen() -> None:
     assert again.num_blocked == chosen.num_blocked
     with pytest.raises(InputError, match="without the leak"):
         replay(world("compat"), stream, Rule(Kind.BEST_FIT, 4))
+
+
+@needs_graphs
+def test_the_shipped_policy_chooses_alike_alone_and_in_a_batch_and_beats_best_fit() -> None:
+    from loadmaster.advisor.bench import learned_decider
+    from loadmaster.advisor.policies.learned import _SHIPPED
+
+    w, streams = world("fixed"), [draw_stream("A", s) for s in (6000, 6001, 6002, 6003)]
+    outcomes = learned_decider(_SHIPPED, w, GRAPHS)(streams)
+    alone = play(w, streams[0], policy("learned"), 60)
+    assert [word == "accepted" for word, _, _ in alone] == (outcomes[0].cause[:60] == Cause.ACCEPTED).tolist()
+    assert [degree for _, degree, _ in alone] == outcomes[0].degree[:60].tolist()
+    best_fit = np.mean([replay(w, s, Rule(Kind.BEST_FIT)).blocking for s in streams])
+    assert np.mean([outcome.blocking for outcome in outcomes]) < best_fit - 0.01

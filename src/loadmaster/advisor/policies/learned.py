@@ -18,7 +18,7 @@ from loadmaster.advisor.jobs.state import REJECT, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Run
 from loadmaster.core.errors import InputError
 
-_SHIPPED = Path(__file__).parents[1] / "learned" / "weights" / "fixed_A_mlp.safetensors"
+_SHIPPED = Path(__file__).parents[1] / "learned" / "weights" / "fixed_A_blocks.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
