@@ -1,6 +1,7 @@
 """Adapters replay recorded JSON; the log is joined with outcomes; Ray runs for real."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,31 @@ def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore
     assert "unknown scheduler 'lsf'" in err
 
 
+def test_outcomes_of_a_log_make_the_error_bar(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log, job = tmp_path / "log", tmp_path / "job.toml"
+    job.write_text('deadline = "200s"\n[times]\n1 = 100\n')
+    for i in range(20):
+        append_entry(log, AdviceEntry(str(i), "slurm", True, 2, 2, "fits", 50.0, 10.0, 9.0, 11.0, 1.0))
+        with log.open("a") as file:
+            row = {"kind": "outcome", "job": str(i), "devices": 2, "finish_s": 15.0}
+            file.write(json.dumps(row) + "\n")
+    code, out, _ = say("advise", str(job), "--cluster", "1xA100-80GB", "--log", str(log), "--json")
+    assert code == 0
+    assert json.loads(out)["finish_interval_s"] == [150.0, 150.0]
+    assert json.loads(out)["on_time_probability"] == 1.0
+
+
 @pytest.mark.slow
-def test_ray_reserves_the_bundles_that_were_advised() -> None:
+def test_ray_reserves_the_bundles_that_were_advised(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     from loadmaster.advisor.adapters.ray_cluster import advise_ray
 
     ray.init(num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         curve = measured_curve({1: 100.0, 2: 55.0, 4: 30.0})
-        entry, bundles = advise_ray("j", curve, deadline_s=60.0, resource="CPU")
+        log = tmp_path / "log"
+        entry, bundles = advise_ray("j", curve, deadline_s=60.0, resource="CPU", log=log)
+        assert read_log(log)[0] == [replace(entry)]
         assert entry.advised == 2
         assert bundles is not None
         assert bundles.strategy == "STRICT_PACK"

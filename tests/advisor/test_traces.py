@@ -271,3 +271,61 @@ def test_counts_that_no_host_has_are_not_counted_on() -> None:
     stream = TraceStream("s", ("g",), np.zeros(1), np.full(1, 9.0), duration, np.full(1, 3), np.ones(1))
     assert most_met(stream, np.array([8])) == pytest.approx(1.0, abs=1e-3)
     assert most_met(stream, np.array([4, 4])) == 0
+
+
+def _trace_env() -> object:
+    from loadmaster.advisor.environments.trace import TraceJob
+    from loadmaster.advisor.environments.trace_env import TraceEnv
+
+    rng = np.random.default_rng(4)
+    rate = np.cumsum(rng.uniform(0.4, 1.0, (2, 2, 3, len(LEVELS))), axis=3)
+    rate[:, 1] *= 0.7
+    rates = Throughputs(("v100", "k80"), ("a", "b", "c"), rate)
+    arrivals = np.sort(rng.uniform(0, 400, 30))
+    jobs = [TraceJob(i, "abc"[i % 3], 40.0 + i, float(at), 2) for i, at in enumerate(arrivals)]
+    kinds = {"kinds": ("v100", "k80"), "host_kind": np.array([0, 0, 1])}
+    return TraceEnv(Trace("t", tuple(jobs)), rates, np.array([2, 2, 4]), deadline="loose", **kinds)
+
+
+def test_gymnasiums_checker_passes_on_recorded_arrivals() -> None:
+    from gymnasium.utils.env_checker import check_env
+
+    env = _trace_env()
+    check_env(env, skip_render_check=True)  # type: ignore[arg-type]
+    first = [env.reset(seed=9)[0].tolist() for _ in range(2)]  # type: ignore[attr-defined]
+    assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mask_of_recorded_arrivals_offers_exactly_what_ends_in_time(seed: int) -> None:
+    env = _trace_env()
+    _, info = env.reset(seed=seed)  # type: ignore[attr-defined]
+    stream, rng = env._stream, np.random.default_rng(seed)  # type: ignore[attr-defined]
+    hosts, kinds = [(0, 1), (2, 3), (4, 5, 6, 7)], [0, 0, 1]
+    busy: list[tuple[float, float, set[int]]] = []
+    for j in range(len(stream.due_s)):
+        now, due = stream.arrival_s[j], stream.due_s[j]
+        ends = {d: max([e for _, e, held in busy if d in held], default=0.0) for d in range(8)}
+        for action in range(1, 9):
+            g, q = divmod(action - 1, len(LEVELS))
+            n, best = LEVELS[q], np.inf
+            for start in {now, *(e for e in ends.values() if e > now)}:
+                free = [
+                    [d for d in host if ends[d] <= start]
+                    for host, k in zip(hosts, kinds, strict=True)
+                    if k == g
+                ]
+                if any(len(one) >= n for one in free):
+                    best = min(best, start + stream.duration_s[j, g, 0, q])
+                elif sum(map(len, free)) >= n:
+                    best = min(best, start + stream.duration_s[j, g, 1, q])
+            assert info["action_mask"][action] == (best <= due * (1 + 1e-12))
+            assert env.plan_of(action)[1] == pytest.approx(best)  # type: ignore[attr-defined]
+        action = int(rng.choice(np.flatnonzero(info["action_mask"])))
+        if action:
+            start, end, devices = env.plan_of(action)  # type: ignore[attr-defined]
+            assert all(ends[d] <= start for d in devices), "a device is given twice"
+            busy.append((start, end, set(devices.tolist())))
+        _, reward, over, _, info = env.step(action)  # type: ignore[attr-defined]
+        assert reward == (action > 0)
+    assert over

@@ -3,7 +3,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -33,12 +33,14 @@ def advise(
     seq: int | None = None,
     objective: str = "throughput",
     budget: str = "60x",
+    residuals: Sequence[float] = (),
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
 
     `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
     last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
+    `residuals` are measured times over predicted ones of earlier jobs; from 20 on they make the error bar.
     """
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
@@ -65,9 +67,8 @@ def advise(
             progress=progress,
         )
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
-    return advise_job(
-        asked, where, deadline_s=math.inf if deadline_s is None and asked is not job else deadline_s, by=by
-    )
+    limit = math.inf if deadline_s is None and asked is not job else deadline_s
+    return advise_job(asked, where, deadline_s=limit, by=by, residuals=residuals)
 
 
 def layout_of(devices: "Cluster | str") -> Layout:

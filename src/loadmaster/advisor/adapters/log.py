@@ -147,6 +147,20 @@ def _parse(line: str) -> AdviceEntry | OutcomeEntry:
     return made
 
 
+def residuals_of(entries: Sequence[AdviceEntry | OutcomeEntry]) -> tuple[float, ...]:
+    """Measured over predicted ends of jobs that had the advised number of devices."""
+    advice = {e.job: e for e in entries if isinstance(e, AdviceEntry)}
+    return tuple(
+        e.finish_s / predicted
+        for e in entries
+        if isinstance(e, OutcomeEntry)
+        and (told := advice.get(e.job)) is not None
+        and told.advised == e.devices
+        and (predicted := told.finish_s or 0.0) > 0
+        and e.finish_s > 0
+    )
+
+
 def score_log(entries: Sequence[AdviceEntry | OutcomeEntry]) -> LogScore:
     """Join by job; the last advice before counts."""
     advice = {e.job: e for e in entries if isinstance(e, AdviceEntry)}

@@ -1,11 +1,12 @@
 """Ray: the state of a running cluster, and the placement group it would advise. Needs the extra `ray`."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from loadmaster.advisor.adapters.log import AdviceEntry
+from loadmaster.advisor.adapters.log import AdviceEntry, append_entry
 from loadmaster.advisor.adapters.requests import Pending, advise_pending
 from loadmaster.advisor.jobs.curve import ScalingCurve
 from loadmaster.advisor.jobs.state import ClusterState, host_layout
@@ -65,8 +66,18 @@ def advise_ray(
     requested: int = 1,
     deadline_s: float | None = None,
     resource: str = "GPU",
+    log: str | os.PathLike[str] | None = None,
 ) -> tuple[AdviceEntry, Bundles | None]:
-    """Advice on one job of the connected cluster, and the placement group for it."""
+    """Advice on one job of the connected cluster, and the placement group for it; appended to `log`."""
+    entry, bundles = _advise_ray(name, curve, requested, deadline_s, resource)
+    if log is not None:
+        append_entry(os.fspath(log), entry)
+    return entry, bundles
+
+
+def _advise_ray(
+    name: str, curve: ScalingCurve, requested: int, deadline_s: float | None, resource: str
+) -> tuple[AdviceEntry, Bundles | None]:
     state = ray_state(resource)
     pending = Pending(name, name, requested, deadline_s, {})
     answer, entry = advise_pending(pending, state, curve, "ray")

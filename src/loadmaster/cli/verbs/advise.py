@@ -71,6 +71,10 @@ def job(
             help="throughput (pipelined micro-batches) or step (one step alone).",
         ),
     ] = "throughput",
+    history: Annotated[
+        str | None,
+        typer.Option("--log", metavar="FILE", help="Earlier advice and outcomes, for the error bar."),
+    ] = None,
     json: o.Json = False,
 ) -> None:
     """Advise on one job: admit or not, which devices, when it will be done, and what would do instead.
@@ -102,6 +106,10 @@ def job(
         asked = given.source
         if given.times:
             asked = Job(given.name, measured_curve(given.times), math.inf, given.value, given.requested)
+    if history is not None:
+        from loadmaster.advisor.adapters.log import read_log, residuals_of
+
+        told["residuals"] = residuals_of(read_log(history)[0])
     with progress("advising") as say:
         advice = advise(asked, where, deadline_s=limit, by=by, progress=say, **told)
     if json:
