@@ -60,6 +60,15 @@ def _subclassed_with_sample_weights() -> Made:
     return _compiled(Own(), tf.keras.optimizers.RMSprop(schedule, clipnorm=1.0)), batch
 
 
+def _tokens_and_features() -> Made:
+    ids, features = tf.keras.Input((7,), dtype="int32"), tf.keras.Input((4,))
+    words = layers.Flatten()(layers.Embedding(50, 6)(ids))
+    both = layers.Concatenate()([words, layers.Dense(8, activation="tanh")(features)])
+    out = layers.Dense(3, activation="softmax")(layers.Dropout(0.2)(layers.Dense(16)(both)))
+    x = [np.arange(28, dtype=np.int32).reshape(4, 7), np.ones((4, 4), np.float32)]
+    return _compiled(tf.keras.Model([ids, features], out), "rmsprop"), (x, _CLASSES)
+
+
 def _mixed(policy: str) -> Made:
     tf.keras.config.set_dtype_policy(policy)
     try:
@@ -91,7 +100,15 @@ def test_a_float16_model_with_a_loss_scale_trains_as_before() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [_gru, _two_inputs_and_outputs, _subclassed_with_sample_weights])
+@pytest.mark.parametrize(
+    "build",
+    [
+        _gru,
+        _two_inputs_and_outputs,
+        _subclassed_with_sample_weights,
+        _tokens_and_features,
+    ],
+)
 def test_other_models_train_as_before(build: Callable[[], Made]) -> None:
     _check(build)
 
