@@ -39,7 +39,7 @@ from loadmaster.strategies.predict import predict
 from loadmaster.strategies.uniform_states import every_device, uniform_state
 
 SUITE = "strategies"
-ROW_S, SLOW = 0.02, "LOADMASTER_BENCHMARK_SLOWDOWN"  # seconds of a row, forward and backward each
+ROW_S, SLOW = 0.04, "LOADMASTER_BENCHMARK_SLOWDOWN"  # seconds of a row, forward and backward each
 BATCH, STEPS = 12, 6
 WIDTH, FEW, MANY, LINK = 4096, 96, 5120, 12.5e6  # of the layer; rows; bytes a second
 AIM_SHARES, AIM_ERROR, AIM_FACTORS = 1.25, 0.15, 10.0
