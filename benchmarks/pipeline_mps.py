@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from loadmaster.core.pipeline_order import ONE_F_ONE_B
 
 import loadmaster as lm
 from benchmarks import pipeline_gpt
 from benchmarks.pipeline_gpt import FULL, TINY, Gpt, Size, inputs, sgd
 from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.pipelines.order import ONE_F_ONE_B
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.runtime.distributed.launch import LaunchOptions, PipelineRun, launch
