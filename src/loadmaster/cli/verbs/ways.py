@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Compare every way to run a step: placed, spilled, pipelined, data parallel, ..."
+SUMMARY = "Compare every way to run a step, with the command that runs each."
 
 
 def command(
