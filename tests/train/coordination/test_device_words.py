@@ -1,5 +1,6 @@
 """The devices of a study: a cluster's words for devices of this machine, with a cap after the dash."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_capped_word_trains_as_memory_cap_does(tmp_path: Path) -> None:
     one = trial("adamw")
     plan = study(tmp_path / "cap", [one]).plan()
     capped = study(tmp_path / "word", [one], devices="cpu-18KiB", memory_cap=None)
-    assert str(capped.plan().trials[0]) == str(plan.trials[0])
+    ours, theirs = (replace(each.trials[0], step_s=0.0) for each in (capped.plan(), plan))  # it is timed
+    assert str(ours) == str(theirs)
     assert plan.trials[0].num_shards > 1
     assert digest(capped.fit()["adamw"].state_dict()) == digest(reference(one).state_dict)
