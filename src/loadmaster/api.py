@@ -158,6 +158,8 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
+    evaluate: str = "simulated",
+    repeats: int = 5,
     question: Question | None = None,
     progress: Callable[[str, float], None] | None = None,
     ways: None = None,
@@ -201,7 +203,8 @@ def plan(
     `question` says how a Problem's micro-batches are captured). With `spill` 'host' (or
     the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
     'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
-    of an algorithm is scored as it is (`Plan.from_device_map`).
+    of an algorithm is scored as it is (`Plan.from_device_map`). With `evaluate` 'measured' every plan of a
+    captured model is run on this machine's devices, `repeats` steps each (docs/learned.md).
 
     With `ways` 'any' the step is asked of every way there is (`lm.ways`), for so much budget each; the answer
     is the fastest that keeps the numbers: a Placement, or a StrategyAnswer for `lm.launch`.
@@ -224,6 +227,9 @@ def plan(
     asked = _resolve_problem(problem_or_source, devices, objective, links, split, pipeline)
     require_served(chosen, asked)
     limit = parse_budget(budget)
+    if _is_measured(evaluate, spill):
+        request = PlanRequest(chosen, limit, seed, "captured", None, progress or ignore_progress)
+        return _plan_by_measuring(asked, request, repeats)
     again = None
     if not isinstance(problem_or_source, Problem) and is_model(problem_or_source):
         again = Question(problem_or_source, devices, objective, links, split, pipeline=pipeline, target="cpu")
@@ -236,6 +242,26 @@ def plan(
         say = ignore_progress if live is None else live.say
         watch = ignore_news if live is None else live.watch
         return _ask(asked, PlanRequest(chosen, limit, seed, order, spill, say, watch), again)
+
+
+def _is_measured(evaluate: str, spill: str | None) -> bool:
+    if evaluate not in ("simulated", "measured"):
+        raise UnknownNameError("way to evaluate", evaluate, ("simulated", "measured"))
+    if evaluate == "measured" and spill is not None:
+        raise InputError("measured evaluations know no spilled weights; leave --spill out, or simulate")
+    return evaluate == "measured"
+
+
+def _plan_by_measuring(problem: Problem, request: PlanRequest, repeats: int) -> Placement:
+    """An algorithm's answer with times of real steps instead of simulated ones, and how sure they are."""
+    from loadmaster.placers.answer import with_note
+    from loadmaster.runtime.run.launch import rebuild_for_graph
+    from loadmaster.runtime.run.plan_timer import PlanTimer
+
+    rebuilt = rebuild_for_graph(problem.graph, seed=request.seed, progress=request.progress)
+    timer = PlanTimer(problem, rebuilt, repeats, request.seed)
+    found = find_placement(problem, replace(request, score=timer.score))
+    return with_note(found, "measured", timer.summary)
 
 
 def _ask(problem: Problem, asked: PlanRequest, again: Question | None) -> Placement:

@@ -77,6 +77,17 @@ Order = Annotated[
         help="captured: ops run in the graph's order, as torch trains; free: in the plan's.",
     ),
 ]
+Evaluate = Annotated[
+    str,
+    typer.Option(
+        "--evaluate",
+        metavar="HOW",
+        help="simulated, or measured: every plan of a captured model is run on this machine's devices.",
+    ),
+]
+Repeats = Annotated[
+    int, typer.Option("--repeats", metavar="N", help="Timed steps of each plan with --evaluate measured.")
+]
 Spill = Annotated[
     str | None,
     typer.Option(

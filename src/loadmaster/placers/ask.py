@@ -15,7 +15,7 @@ from loadmaster.core.findings import FOR_THIS_BRANCH
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Problem
-from loadmaster.core.run import Budget, PlanNews, Run, Score, ignore_news, ignore_progress
+from loadmaster.core.run import Bound, Budget, PlanNews, Run, Score, ignore_news, ignore_progress
 from loadmaster.placers.answer import broken_rules, make_placement
 from loadmaster.placers.registry import Placer
 
@@ -41,6 +41,7 @@ class PlanRequest:
     spill: str | None = None
     progress: Callable[[str, float], None] = ignore_progress
     watch: Callable[[PlanNews], None] = ignore_news  # told of every better plan
+    score: Callable[[Plan], Score] | None = None  # instead of the simulator: of plans in the captured order
 
     def __post_init__(self) -> None:
         """Refuse an unknown order."""
@@ -82,11 +83,13 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     simulator = Unrolled(problem) if problem.is_stepped else engine.prepare(problem)
     simulator.warm_up(ask.progress)
     warm_up_for(problem, ask.algorithm, ask.progress)
-    captured = ask.order == CAPTURED
+    captured, judge = ask.order == CAPTURED or ask.score is not None, ask.score or simulator.score
+    if ask.score is not None:  # what bounds a simulated time bounds no measured one
+        bound = Bound(0.0, "none: times are measured", bound.infeasible)
     best = _BestSoFar(
         problem,
-        _score_in_graph_order(simulator.score) if captured else simulator.score,
-        _arrange_in_graph_order(simulator.score) if captured else simulator.order_and_score,
+        _score_in_graph_order(judge) if captured else judge,
+        _arrange_in_graph_order(judge) if captured else simulator.order_and_score,
         lambda score: ask.watch(PlanNews(score.time_s, score.overflow_bytes, bound.seconds)),
     )
     run = Run(

@@ -29,6 +29,8 @@ def command(
     pipeline: o.PipelineName = None,
     spill: o.Spill = None,
     order: o.Order = "free",
+    evaluate: o.Evaluate = "simulated",
+    repeats: o.Repeats = 5,
     batch: o.Batch = None,
     seq: o.Seq = None,
     optimizer: o.Optimizer = None,
@@ -94,13 +96,16 @@ def command(
                     seed=seed,
                     spill=spill,
                     order=order,
+                    evaluate=evaluate,
+                    repeats=repeats,
                     pipeline=AUTO if pipeline == AUTO else None,
                     question=question,
                     progress=say,
                     **asked,
                 )
 
-            if target is None and pipeline is None and is_model(question.source):
+            measured = evaluate == "measured"
+            if target is None and pipeline is None and not measured and is_model(question.source):
                 from loadmaster.capacity.mixed_plan import plan_with_own_kernels
 
                 placement = plan_with_own_kernels(

@@ -14,13 +14,14 @@ from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.errors import InputError
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem
+from loadmaster.core.run import Budget
 from loadmaster.placers.answer import Meter, Tally
 from loadmaster.placers.fixed_plan import why_foreign
 from loadmaster.placers.learned._groups import Groups
 from loadmaster.placers.registry import placer
 
 _MET = 1.0 + 1e-9
-_WARM_STARTS = {Objective.THROUGHPUT: "linear_dp", Objective.STEP: "m_etf"}
+_WARM_STARTS = {Objective.THROUGHPUT: "linear_dp", Objective.STEP: "heft"}
 
 
 class Searcher(Protocol):
@@ -97,7 +98,7 @@ def _spent_share(tally: Tally) -> float:
 
 
 def offer_start(problem: Problem, tally: Tally, start: str | Plan) -> None:
-    """Begin with a plan, or with the answer of an algorithm, which is paid from the same budget."""
+    """Begin with a plan, or with the first plan of a constructor: either is one evaluation."""
     if isinstance(start, Plan):
         broken = why_foreign(problem, start)
         if broken:
@@ -105,7 +106,7 @@ def offer_start(problem: Problem, tally: Tally, start: str | Plan) -> None:
         tally.offer(start)
         return
     meter = Meter(tally.run)
-    tally.adopt(placer(start)(problem, replace(meter.member(), repair=False)))
+    tally.adopt(placer(start)(problem, replace(meter.member(), budget=Budget(count=1), repair=False)))
     tally.scored = max(tally.scored, meter.count)
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy: devices drawn from a table that is pulled to the best tenth of what was drawn.
 
 The plain half of Post, with what makes it better than published: it starts from the best cut of an order (for
-a step, from m_etf's plan), names devices that are alike in the order of first use, keeps the elite of earlier
+a step, from heft's plan), names devices that are alike in the order of first use, keeps the elite of earlier
 rounds, and spends the last part of its budget on single moves from the best plan. There is no network and
 nothing to load. Free splits only. Deterministic under a seed and a count budget; O(ops) a plan.
 """

@@ -15,6 +15,7 @@ from torch import nn
 from loadmaster.core.answers.run_report import Outcome
 from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import InputError, PlanError
+from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Objective, Origin
@@ -76,9 +77,20 @@ def rebuild_model(
 ) -> RebuiltModel:
     """The model of a plan from its source, or from `model`; it must still give the graph of the plan."""
     require_plan(placement)
-    source, asked = _find_source(placement, model)
+    return rebuild_for_graph(placement.problem.graph, model, seed=seed, progress=progress)
+
+
+def rebuild_for_graph(
+    graph: Graph,
+    model: str | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, float], None] = ignore_progress,
+) -> RebuiltModel:
+    """The model that a graph was captured from, made again; it must still give that graph."""
+    source, asked = _find_source(graph, model)
     progress(f"building {source}", 0.0)
-    _require_same_graph(placement, source, asked)
+    _require_same_graph(graph, source, asked)
     return RebuiltModel(source, asked, _build_model(source, asked, seed))
 
 
@@ -153,7 +165,7 @@ def _list_deviations(placement: Placement, predicted: Timeline) -> list[str]:
 def compute_plain_losses(given: Any, *, model: str | None = None, steps: int, seed: int = 0) -> list[float]:
     """The losses of the same steps without any plan: the model itself on the CPU."""
     placement = load_placement(given)
-    source, asked = _find_source(placement, model)
+    source, asked = _find_source(placement.problem.graph, model)
     parts = _build_model(source, asked, seed)
     training = Training(parts["model"], make_task(parts, asked), seed)
     return [training.step()[1] for _ in range(steps)]
@@ -168,14 +180,13 @@ def _build_model(source: str, asked: CaptureOptions, seed: int) -> dict[str, Any
     return parts
 
 
-def _find_source(placement: Placement, model: str | None) -> tuple[str, CaptureOptions]:
+def _find_source(graph: Graph, model: str | None) -> tuple[str, CaptureOptions]:
     """The model's source, and what was asked of it when it was captured."""
     if model is not None and not isinstance(model, str):
         raise InputError(
             f"model is a {type(model).__name__}; give its source (hf:NAME, zoo:NAME or"
             " file.py:function). For a model that you have at hand, use lm.place and your own loop"
         )
-    graph = placement.problem.graph
     found = origin_of(graph)
     if found is None and model is None:
         raise InputError(
@@ -186,9 +197,9 @@ def _find_source(placement: Placement, model: str | None) -> tuple[str, CaptureO
     return model or source, CaptureOptions(**fields)
 
 
-def _require_same_graph(placement: Placement, source: str, asked: CaptureOptions) -> None:
+def _require_same_graph(graph: Graph, source: str, asked: CaptureOptions) -> None:
     """The source must still give the graph of the plan; what changed is said."""
-    changed = list_differences(placement.problem.graph, capture_model(source, asked))
+    changed = list_differences(graph, capture_model(source, asked))
     if changed:
         raise PlanError(
             f"the plan is for another model than {source} gives now: {'; '.join(changed)}; plan it anew"
