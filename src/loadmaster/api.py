@@ -192,6 +192,8 @@ def plan(
     pipeline: str | None = None,
     spill: str | None = None,
     order: str = "free",
+    evaluate: str = "simulated",
+    repeats: int = 5,
     question: Question | None = None,
     progress: Callable[[str, float], None] | None = None,
     ways: str | None = None,

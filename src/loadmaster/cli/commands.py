@@ -17,6 +17,7 @@ from loadmaster.cli.verbs import (
     export,
     fit,
     import_,
+    learn,
     plan,
     probe,
     report,
@@ -56,6 +57,7 @@ for verb in (
 ):
     app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"), short_help=verb.SUMMARY)(verb.command)
 app.add_typer(advise.app, name="advise", short_help=advise.SUMMARY)
+app.add_typer(learn.app, name="learn", short_help=learn.SUMMARY)
 app.add_typer(costs.app, name="costs", short_help=costs.SUMMARY)
 
 

@@ -1,9 +1,9 @@
 """The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
 
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
-ones first, without repair; where none of them fits, for chains `ideal_dp`, whose proof may end it, then
-`memory_first`, then constructors that repair; the oracle
-where the problem is tiny; for training steps segments of the forward order; last, local search from
+ones first, without repair, and `learned_order` where its file of verdicts recommends it; where none of them
+fits, for chains `ideal_dp`, whose proof may end it, then `memory_first`, then constructors that repair; the
+oracle where the problem is tiny; for training steps segments of the forward order; last, local search from
 `m_etf`'s plan with a quarter of the budget, unless it is far behind, and from the best plan with the rest;
 before that CP-SAT for a better bound, or after it, where the graph is small, for a better plan too. It ends
 early when the best plan is within `good_enough` of the lower bound. It reports every member: who won, and why
@@ -24,6 +24,7 @@ from loadmaster.core.problem import Objective, Problem, Split
 from loadmaster.core.run import Bound, Budget, Run
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.placers.answer import Meter
+from loadmaster.placers.learned._verdict import is_recommended
 from loadmaster.placers.registry import (
     Placer,
     own_algorithms,
@@ -86,6 +87,8 @@ class Auto:
             return _search_stages(portfolio)
         for name in _list_constructors():
             portfolio.construct(name)
+        if is_recommended("learned_order", problem):
+            portfolio.search("learned_order", share=_QUICK)
         if problem.objective == Objective.THROUGHPUT:
             portfolio.search("linear_dp", share=_QUICK, to_the_end=True)
         if problem.split == Split.CHAIN and not portfolio.fits:
