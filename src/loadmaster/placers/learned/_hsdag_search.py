@@ -1,6 +1,6 @@
 """HSDAG's search: plans one after another, an update after so many, then from the original features again."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,17 +12,54 @@ from loadmaster.placers.learned._groups import Groups
 from loadmaster.placers.learned._hsdag_features import make_hsdag_graph
 from loadmaster.placers.learned._hsdag_network import HsdagNetwork
 
-if TYPE_CHECKING:
-    from loadmaster.placers.learned.hsdag import Hsdag
-
 _FORBIDDEN = 1e10  # the published code's latency of a plan on one device
 _LEAST_PER_DEVICE = 4  # groups that parsing leaves
+
+
+class Settings(Protocol):
+    """What `hsdag.Hsdag` says of a search."""
+
+    @property
+    def steps(self) -> int:
+        """Plans an update."""
+
+    @property
+    def passes(self) -> int:
+        """Of parsing, at most."""
+
+    @property
+    def width(self) -> int:
+        """Of the network."""
+
+    @property
+    def dropout(self) -> float:
+        """Share of features left out, as coded only."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of Adam."""
+
+    @property
+    def discount(self) -> float:
+        """Of returns."""
+
+    @property
+    def baseline(self) -> bool:
+        """Whether returns have one."""
+
+    @property
+    def merge_chains(self) -> bool:
+        """Whether chains are one node."""
+
+    @property
+    def as_coded(self) -> bool:
+        """Whether it does what the published code does."""
 
 
 class HsdagSearch:
     """A searcher (`_searcher.py`) with a network that is trained while it proposes."""
 
-    def __init__(self, problem: Problem, groups: Groups, settings: "Hsdag", seed: int) -> None:
+    def __init__(self, problem: Problem, groups: Groups, settings: Settings, seed: int) -> None:
         self.groups, self.settings = groups, settings
         coded = settings.as_coded
         self.graph = make_hsdag_graph(problem, groups, merge_chains=settings.merge_chains, as_coded=coded)
