@@ -20,13 +20,13 @@ from loadmaster.core.question import Question
 from loadmaster.core.run import Budget
 from loadmaster.questions.problem import build_problem
 from loadmaster.strategies.ask import StrategyRequest, find_strategy, make_evaluator
-from loadmaster.strategies.evaluator import Evaluator
-from loadmaster.strategies.factors import CutProblem, choose
 from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.learned.guide import SHIPPED
 from loadmaster.strategies.learned.training import random_cluster
 from loadmaster.strategies.predict import op_level
 from loadmaster.strategies.registry import make_search
+from loadmaster.strategies.scoring.evaluator import Evaluator
+from loadmaster.strategies.scoring.factors import CutProblem, choose
 from loadmaster.strategies.search.guided import Guided, Tree
 from loadmaster.strategies.search.tag_compat import TreeSearch as TagSearch
 from loadmaster.strategies.search.uniform import Uniform

@@ -16,16 +16,16 @@ from loadmaster.core.run import Budget, Score, ignore_progress
 from loadmaster.core.strategy import Strategy
 from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.units import format_bytes
-from loadmaster.strategies.actions import list_actions
-from loadmaster.strategies.evaluator import Evaluator
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.group_facts import find_facts
-from loadmaster.strategies.grouping import MOST_GROUPS, find_groups
+from loadmaster.strategies.lowering.row_costs import find_row_costs
 from loadmaster.strategies.predict import op_level
 from loadmaster.strategies.registry import Search, make_search
-from loadmaster.strategies.row_costs import find_row_costs
+from loadmaster.strategies.scoring.actions import list_actions
+from loadmaster.strategies.scoring.evaluator import Evaluator
+from loadmaster.strategies.scoring.group_facts import find_facts
+from loadmaster.strategies.scoring.grouping import MOST_GROUPS, find_groups
 from loadmaster.strategies.search_run import SearchRun
-from loadmaster.strategies.splits import find_splits
+from loadmaster.strategies.splitting.forms import Form, Splits
+from loadmaster.strategies.splitting.splits import find_splits
 from loadmaster.strategies.work_bound import NAME, work_bound
 
 DEFAULT_BUDGET = Budget(count=4000)

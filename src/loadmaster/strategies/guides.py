@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from loadmaster.core.arrays import Floats
-from loadmaster.strategies.evaluator import Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

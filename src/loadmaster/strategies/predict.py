@@ -6,12 +6,12 @@ import numpy as np
 
 from loadmaster.core.problem import Problem
 from loadmaster.core.run import Score
-from loadmaster.core.strategy import Mode, Strategy
+from loadmaster.core.strategy import Strategy
 from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.simulator.events.engine import prepare
-from loadmaster.strategies.forms import Splits
-from loadmaster.strategies.lowering import lower
-from loadmaster.strategies.row_costs import RowCosts
+from loadmaster.strategies.lowering.lower import lower
+from loadmaster.strategies.lowering.row_costs import RowCosts
+from loadmaster.strategies.splitting.forms import Splits
 from loadmaster.strategies.work_bound import NAME, work_bound
 
 
@@ -44,11 +44,3 @@ def op_level(
     usable = problem.cluster.usable_bytes.tolist()
     over = sum(max(peak - room, 0) for peak, room in zip(peaks, usable, strict=True))
     return Score(over, outcome.time_s, tuple(peaks))
-
-
-def find_semantics(strategy: Strategy, splits: Splits) -> tuple[str, ...]:
-    """How the numbers of a strategy differ from those of one device, one sentence each."""
-    apart = [g.ops for g in strategy.groups if len(g.devices) > 1 and g.mode == Mode.REPLICATE]
-    apart += [g.ops for g in strategy.groups if g.mode == Mode.PIPELINE and g.microbatches > 1]
-    ops = {int(op) for group in apart for op in group}
-    return tuple(sorted({text for op, text in splits.deviations.items() if op in ops}))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from loadmaster.core.errors import InputError, UnknownNameError
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 from loadmaster.strategies.search_run import SearchRun
 
 _SEARCHES = Path(__file__).parent / "search"

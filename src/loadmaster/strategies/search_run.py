@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loadmaster.core.run import Budget, ignore_progress
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 
 KEPT = 20
 

@@ -9,8 +9,8 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.question import Question
 from loadmaster.core.strategy import Mode, OpGroup, Strategy, Sync
 from loadmaster.questions.problem import build_problem
-from loadmaster.strategies.splits import find_splits
-from loadmaster.strategies.units import find_units
+from loadmaster.strategies.splitting.splits import find_splits
+from loadmaster.strategies.splitting.units import find_units
 from tests.unit.strategies.models import wide_step
 
 MIXED_DEVICES = "2xV100-16GB, 1xGTX1080Ti, 1xP100"

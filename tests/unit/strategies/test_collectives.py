@@ -4,7 +4,7 @@ import pytest
 
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.errors import PlanError
-from loadmaster.strategies.collectives import (
+from loadmaster.strategies.lowering.collectives import (
     Wires,
     cheapest_sum,
     gather,

@@ -9,14 +9,14 @@ pytest.importorskip("torch")
 from loadmaster.core.graph import Phase
 from loadmaster.core.strategy import Mode
 from loadmaster.core.strategy_check import check_strategy
-from loadmaster.strategies.actions import Action, device_classes, list_actions
-from loadmaster.strategies.evaluator import Evaluator
-from loadmaster.strategies.group_facts import find_facts
-from loadmaster.strategies.grouping import find_groups
+from loadmaster.strategies.lowering.row_costs import find_row_costs
 from loadmaster.strategies.predict import op_level
-from loadmaster.strategies.row_costs import find_row_costs
-from loadmaster.strategies.shares import VARIANTS, fill_shares, round_rows, solve_shares
-from loadmaster.strategies.splits import find_splits
+from loadmaster.strategies.scoring.actions import Action, device_classes, list_actions
+from loadmaster.strategies.scoring.evaluator import Evaluator
+from loadmaster.strategies.scoring.group_facts import find_facts
+from loadmaster.strategies.scoring.grouping import find_groups
+from loadmaster.strategies.scoring.shares import VARIANTS, fill_shares, round_rows, solve_shares
+from loadmaster.strategies.splitting.splits import find_splits
 from tests.unit.strategies.models import along_step, mixed_step
 from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, problem_for, wide_problem
 

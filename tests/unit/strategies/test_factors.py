@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from loadmaster.core.errors import InputError
-from loadmaster.strategies.factors import (
+from loadmaster.strategies.scoring.factors import (
     CutProblem,
     as_problem,
     break_even_rows,

@@ -15,8 +15,8 @@ from loadmaster.core.problem import Links
 from loadmaster.core.strategy import Mode, Sync
 from loadmaster.core.timeline import SpanKind
 from loadmaster.simulator.events.engine import prepare, simulate
-from loadmaster.strategies.lowering import LoweredStrategy, lower
-from loadmaster.strategies.splits import find_splits
+from loadmaster.strategies.lowering.lower import LoweredStrategy, lower
+from loadmaster.strategies.splitting.splits import find_splits
 from tests import reference
 from tests.unit.strategies.models import along_step, mixed_step
 from tests.unit.strategies.strategies import (

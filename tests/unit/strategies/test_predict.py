@@ -10,8 +10,9 @@ pytest.importorskip("torch")
 from loadmaster.core.errors import PlanError
 from loadmaster.core.io import load, save
 from loadmaster.core.strategy import Mode, Sync
-from loadmaster.strategies.predict import find_semantics, op_level, predict
-from loadmaster.strategies.splits import PER_REPLICA_NORM, PER_REPLICA_RANDOM, find_splits
+from loadmaster.strategies.predict import op_level, predict
+from loadmaster.strategies.splitting.semantics import find_semantics
+from loadmaster.strategies.splitting.splits import PER_REPLICA_NORM, PER_REPLICA_RANDOM, find_splits
 from loadmaster.strategies.work_bound import work_bound
 from tests.unit.strategies.models import mixed_step
 from tests.unit.strategies.strategies import (

@@ -10,11 +10,11 @@ import torch
 
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.cost.signature import TensorSpec, parse_signature
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.probe import Probe
-from loadmaster.strategies.rules import Arg, Call, Formed, Unsplittable, apply_rule
-from loadmaster.strategies.splits import PER_REPLICA_NORM, PER_REPLICA_RANDOM, find_splits
-from loadmaster.strategies.units import find_units
+from loadmaster.strategies.splitting.forms import Form, Splits
+from loadmaster.strategies.splitting.probe import Probe
+from loadmaster.strategies.splitting.rules import Arg, Call, Formed, Unsplittable, apply_rule
+from loadmaster.strategies.splitting.splits import PER_REPLICA_NORM, PER_REPLICA_RANDOM, find_splits
+from loadmaster.strategies.splitting.units import find_units
 from tests.unit.strategies.models import along_step, mixed_step, wide_step
 
 
@@ -106,7 +106,7 @@ def test_rules_say_what_the_probe_sees() -> None:
         if found is not None and "batch_norm" not in call.name:
             seen.append((call.name, apply_rule(call) or [], found))
 
-    from loadmaster.strategies import splits as module
+    from loadmaster.strategies.splitting import splits as module
 
     plain = module.apply_rule
     module.apply_rule = lambda call: (compare(call), plain(call))[1]  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.run import Budget
 from loadmaster.core.strategy import Mode
 from loadmaster.strategies.ask import make_evaluator
-from loadmaster.strategies.evaluator import COMPAT, Evaluator
 from loadmaster.strategies.registry import make_search
+from loadmaster.strategies.scoring.evaluator import COMPAT, Evaluator
+from loadmaster.strategies.scoring.uniform_states import every_device, uniform_state
 from loadmaster.strategies.search.tag_compat import TreeSearch
 from loadmaster.strategies.search_run import SearchRun
-from loadmaster.strategies.uniform_states import every_device, uniform_state
 from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, wide_problem
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from loadmaster.core.arrays import Floats
 from loadmaster.core.strategy import Mode, Sync
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
-from loadmaster.strategies.group_facts import SHARES
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.group_facts import SHARES
 
 MODES = 4  # place, replicate and sum, replicate with a server, duplicate
 GROUP, DEVICE, LINK, PLACE = 10, 6, 2, 5  # widths

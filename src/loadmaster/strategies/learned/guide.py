@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from loadmaster.core.arrays import Floats
-from loadmaster.strategies.evaluator import Evaluator
 from loadmaster.strategies.guides import Guess, Guide, UniformGuide
 from loadmaster.strategies.learned.features import Record, State, make_record, make_states
 from loadmaster.strategies.learned.network import Inputs, Network, load_network
+from loadmaster.strategies.scoring.evaluator import Evaluator
 
 SHIPPED = Path(__file__).parent / "weights" / "guide.safetensors"
 

@@ -19,10 +19,10 @@ from loadmaster.core.question import Question
 from loadmaster.core.run import Budget, ignore_progress
 from loadmaster.questions.problem import build_problem
 from loadmaster.strategies.ask import make_evaluator
-from loadmaster.strategies.evaluator import Evaluated
 from loadmaster.strategies.learned.features import Record, make_states
 from loadmaster.strategies.learned.guide import NetworkGuide, make_inputs
 from loadmaster.strategies.learned.network import Network, Spec
+from loadmaster.strategies.scoring.evaluator import Evaluated
 from loadmaster.strategies.search.guided import Guided, Node, Tree
 from loadmaster.strategies.search.uniform import Uniform
 from loadmaster.strategies.search_run import SearchRun

@@ -6,10 +6,10 @@ strategy.
 
 from dataclasses import dataclass
 
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.shares import EVEN
+from loadmaster.strategies.scoring.uniform_states import every_device, uniform_state
 from loadmaster.strategies.search_run import SearchRun
-from loadmaster.strategies.shares import EVEN
-from loadmaster.strategies.uniform_states import every_device, uniform_state
 
 
 @dataclass(frozen=True, slots=True)

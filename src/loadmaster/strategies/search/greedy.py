@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 from loadmaster.strategies.search.uniform import Uniform
 from loadmaster.strategies.search_run import SearchRun, best_first
 

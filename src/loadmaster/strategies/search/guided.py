@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loadmaster.core.arrays import Floats
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
 from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.guides import Guess, Guide, UniformGuide
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.uniform_states import uniform_state
 from loadmaster.strategies.search.greedy import Greedy
 from loadmaster.strategies.search_run import SearchRun, best_first
-from loadmaster.strategies.uniform_states import uniform_state
 
 _NO_NETWORK, _SHIPPED = "none", "shipped"
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from loadmaster.strategies.scoring.shares import PROPORTIONAL
 from loadmaster.strategies.search.data_parallel import DataParallel
-from loadmaster.strategies.shares import PROPORTIONAL
 
 
 @dataclass(frozen=True, slots=True)

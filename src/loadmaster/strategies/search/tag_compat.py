@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loadmaster.core.strategy import Mode, Sync
-from loadmaster.strategies.actions import device_classes
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.actions import device_classes
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.shares import EVEN
+from loadmaster.strategies.scoring.uniform_states import every_device
 from loadmaster.strategies.search_run import SearchRun
-from loadmaster.strategies.shares import EVEN
-from loadmaster.strategies.uniform_states import every_device
 
 _PLACED = -1  # the action "place on the least loaded device of the subset"
 

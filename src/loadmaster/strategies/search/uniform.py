@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from loadmaster.strategies.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
+from loadmaster.strategies.scoring.uniform_states import uniform_state
 from loadmaster.strategies.search_run import SearchRun, best_first
-from loadmaster.strategies.uniform_states import uniform_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,15 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Links, Objective, Origin, Problem, Split
 from loadmaster.core.strategy import Mode, Strategy, Sync
 from loadmaster.core.strategy_check import check_strategy
-from loadmaster.strategies.channels import Channels
-from loadmaster.strategies.collectives import Schedule, Wires, cheapest_sum, gather, pull, push
-from loadmaster.strategies.flat_graph import BACKWARD, FORWARD, UPDATE, FlatGraph
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.layouts import Layout, find_pieces, layout_of
-from loadmaster.strategies.pipeline_keys import stages_of
-from loadmaster.strategies.replicas import ReplicaMaker
-from loadmaster.strategies.row_costs import RowCosts, find_row_costs
-from loadmaster.strategies.splits import find_splits
+from loadmaster.strategies.lowering.channels import Channels
+from loadmaster.strategies.lowering.collectives import Schedule, Wires, cheapest_sum, gather, pull, push
+from loadmaster.strategies.lowering.flat_graph import BACKWARD, FORWARD, UPDATE, FlatGraph
+from loadmaster.strategies.lowering.layouts import Layout, find_pieces, layout_of
+from loadmaster.strategies.lowering.pipeline_keys import stages_of
+from loadmaster.strategies.lowering.replicas import ReplicaMaker
+from loadmaster.strategies.lowering.row_costs import RowCosts, find_row_costs
+from loadmaster.strategies.splitting.forms import Form, Splits
+from loadmaster.strategies.splitting.splits import find_splits
 
 BUCKET_BYTES = 25 * 2**20
 _AFTER, _BEFORE = 0.2, -0.2  # keys of what is added after its source, and before its user

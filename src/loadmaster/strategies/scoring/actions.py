@@ -15,8 +15,8 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Problem
 from loadmaster.core.strategy import Mode, OpGroup, Strategy, Sync
-from loadmaster.strategies.forms import Splits
-from loadmaster.strategies.predict import find_semantics
+from loadmaster.strategies.splitting.forms import Splits
+from loadmaster.strategies.splitting.semantics import find_semantics
 
 MOST_CLASSES = 4
 MOST_SETS = 48

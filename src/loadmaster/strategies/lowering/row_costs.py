@@ -15,7 +15,7 @@ from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Origin, Problem
 from loadmaster.cost.roofline import roofline_costs
-from loadmaster.strategies.forms import Form, Splits
+from loadmaster.strategies.splitting.forms import Form, Splits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

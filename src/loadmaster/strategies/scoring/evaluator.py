@@ -16,14 +16,21 @@ from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Problem
 from loadmaster.core.strategy import Mode, Strategy, Sync
-from loadmaster.strategies.actions import Action, strategy_of
-from loadmaster.strategies.collectives import Schedule, Wires, cheapest_sum, gather, push
-from loadmaster.strategies.factors import CutProblem, choose
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.group_facts import SHARES, GroupFacts
-from loadmaster.strategies.group_kernel import ALLREDUCE, BUCKET, SERVER, replay
-from loadmaster.strategies.row_costs import RowCosts
-from loadmaster.strategies.shares import BALANCED, EVEN, PROPORTIONAL, VARIANTS, fill_shares, round_rows
+from loadmaster.strategies.lowering.collectives import Schedule, Wires, cheapest_sum, gather, push
+from loadmaster.strategies.lowering.row_costs import RowCosts
+from loadmaster.strategies.scoring.actions import Action, strategy_of
+from loadmaster.strategies.scoring.factors import CutProblem, choose
+from loadmaster.strategies.scoring.group_facts import SHARES, GroupFacts
+from loadmaster.strategies.scoring.group_kernel import ALLREDUCE, BUCKET, SERVER, replay
+from loadmaster.strategies.scoring.shares import (
+    BALANCED,
+    EVEN,
+    PROPORTIONAL,
+    VARIANTS,
+    fill_shares,
+    round_rows,
+)
+from loadmaster.strategies.splitting.forms import Form, Splits
 
 DIVIDE_GRADIENTS, BROADCAST_PER_CONSUMER = COMPAT = ("divide_gradients", "broadcast_per_consumer")
 Rows = dict[tuple[int, ...], tuple[int, ...]]  # of each set of devices

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadmaster.cost.signature import Signature, TensorSpec
-from loadmaster.strategies.forms import Form
+from loadmaster.strategies.splitting.forms import Form
 
 Formed = tuple[Form, int]
 FULL: Formed = (Form.FULL, 0)

@@ -16,8 +16,8 @@ import numpy as np
 from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.cost.signature import Signature, TensorSpec, parse_signature
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.rules import FULL, Arg, Call, Formed, Unsplittable, apply_rule
+from loadmaster.strategies.splitting.forms import Form, Splits
+from loadmaster.strategies.splitting.rules import FULL, Arg, Call, Formed, Unsplittable, apply_rule
 
 Probe = Callable[[Call], list[Formed] | None]
 _SHAPE = re.compile(r"(?:input|param|buffer) ([a-z0-9_]+)\[([0-9,]*)\]")

@@ -14,11 +14,11 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.graph import NO_MIRROR, Phase
 from loadmaster.core.problem import Problem
 from loadmaster.core.strategy import Strategy, Sync
-from loadmaster.strategies.flat_graph import Replicas
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.layouts import Layout
-from loadmaster.strategies.pipeline_keys import pipeline_keys
-from loadmaster.strategies.row_costs import RowCosts
+from loadmaster.strategies.lowering.flat_graph import Replicas
+from loadmaster.strategies.lowering.layouts import Layout
+from loadmaster.strategies.lowering.pipeline_keys import pipeline_keys
+from loadmaster.strategies.lowering.row_costs import RowCosts
+from loadmaster.strategies.splitting.forms import Form, Splits
 
 
 class ReplicaMaker:

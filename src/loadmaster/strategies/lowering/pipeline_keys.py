@@ -9,7 +9,7 @@ from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.pipelines.order import NO_MICROBATCH, Work, make_order, needs
 from loadmaster.core.strategy import Mode, Strategy
-from loadmaster.strategies.layouts import Layout
+from loadmaster.strategies.lowering.layouts import Layout
 
 
 def stages_of(graph: Graph, strategy: Strategy) -> list[int]:

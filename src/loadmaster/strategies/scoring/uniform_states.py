@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from loadmaster.strategies.evaluator import Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluator
 
 
 def uniform_state(evaluator: Evaluator, action: int) -> tuple[int, ...]:

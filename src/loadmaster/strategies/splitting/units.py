@@ -9,7 +9,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Ints
 from loadmaster.core.graph import NO_GROUP, NO_MIRROR, Graph, Phase
-from loadmaster.strategies.forms import Form, Splits
+from loadmaster.strategies.splitting.forms import Form, Splits
 
 
 def find_units(graph: Graph, splits: Splits | None = None) -> tuple[Ints, int]:

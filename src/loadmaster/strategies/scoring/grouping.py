@@ -13,8 +13,8 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints
 from loadmaster.core.problem import Problem
-from loadmaster.strategies.forms import Splits
-from loadmaster.strategies.units import find_units
+from loadmaster.strategies.splitting.forms import Splits
+from loadmaster.strategies.splitting.units import find_units
 
 MOST_GROUPS = 40
 _BALANCE = 5.0  # times the mean

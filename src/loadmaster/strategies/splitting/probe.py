@@ -18,8 +18,8 @@ import torch
 from loadmaster.cost.signature import TensorSpec, Value
 from loadmaster.cost.timed.after_forward import CannotRebuild
 from loadmaster.cost.timed.rebuild import build_arguments, input_bytes
-from loadmaster.strategies.forms import Form
-from loadmaster.strategies.rules import FULL, SUM, WEIGHTED, Call, Formed, Unsplittable
+from loadmaster.strategies.splitting.forms import Form
+from loadmaster.strategies.splitting.rules import FULL, SUM, WEIGHTED, Call, Formed, Unsplittable
 
 MOST_BYTES = 2**28
 _TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster, process_engines
-from loadmaster.strategies.collectives import Wires
+from loadmaster.strategies.lowering.collectives import Wires
 
 CHANNEL = "channel"
 _INSIDE = "inside of devices"

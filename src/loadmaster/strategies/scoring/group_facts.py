@@ -14,8 +14,8 @@ from loadmaster.core.cluster import NO_LINK
 from loadmaster.core.graph import NO_STORAGE, Phase
 from loadmaster.core.problem import Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
-from loadmaster.strategies.forms import Form, Splits
-from loadmaster.strategies.row_costs import RowCosts
+from loadmaster.strategies.lowering.row_costs import RowCosts
+from loadmaster.strategies.splitting.forms import Form, Splits
 
 SHARES = np.array([0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0])
 
