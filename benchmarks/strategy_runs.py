@@ -36,7 +36,7 @@ from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions
 from loadmaster.strategies.ask import make_evaluator
 from loadmaster.strategies.predict import predict
-from loadmaster.strategies.uniform_states import every_device, uniform_state
+from loadmaster.strategies.scoring.uniform_states import every_device, uniform_state
 
 SUITE = "strategies"
 ROW_S, SLOW = 0.04, "LOADMASTER_BENCHMARK_SLOWDOWN"  # seconds of a row, forward and backward each
