@@ -69,6 +69,37 @@ def _tokens_and_features() -> Made:
     return _compiled(tf.keras.Model([ids, features], out), "rmsprop"), (x, _CLASSES)
 
 
+class ClippedAutoencoder(tf.keras.Model):  # type: ignore[misc]
+    """A training step of its own: a penalty on the weights, clipped gradients, a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers.Dense(6, activation="relu"), layers.Dense(4)
+        self.mean = tf.keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return self.decoder(self.encoder(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n([tf.nn.l2_loss(weight) for weight in self.trainable_variables])
+            loss = tf.reduce_mean(tf.abs(self(x, training=True) - x)) + 1e-3 * penalty
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 1.0)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.mean.update_state(loss)
+        return {"loss": self.mean.result()}
+
+
+def _clipped_autoencoder() -> Made:
+    model = ClippedAutoencoder()
+    model(np.zeros((1, 4), np.float32))  # its weights are made here: the step reads them
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
+    model.compile(tf.keras.optimizers.AdamW(schedule, weight_decay=0.01), jit_compile=False)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
+    return model, (x, x)
+
+
 def _mixed(policy: str) -> Made:
     tf.keras.config.set_dtype_policy(policy)
     try:
@@ -107,6 +138,7 @@ def test_a_float16_model_with_a_loss_scale_trains_as_before() -> None:
         _two_inputs_and_outputs,
         _subclassed_with_sample_weights,
         _tokens_and_features,
+        _clipped_autoencoder,
     ],
 )
 def test_other_models_train_as_before(build: Callable[[], Made]) -> None:
