@@ -7,7 +7,9 @@ from loadmaster.strategies.guides import Guide, UniformGuide
 
 
 def load_guide(name: str) -> Guide:
-    """The network of the weights that are shipped, or of a file; uniform where torch is not installed."""
+    """The network of the weights that are shipped, or of a file; uniform for 'none' and without torch."""
+    if name == "none":
+        return UniformGuide()
     if not is_installed():
         if name != "shipped":
             raise InputError("a network needs PyTorch; install it with: pip install 'loadmaster[torch]'")
