@@ -14,9 +14,9 @@ from rich.progress import Progress
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
 from loadmaster.questions.problem import build_problem
+from loadmaster.strategies.guide_training import Settings, train
 from loadmaster.strategies.learned.guide import SHIPPED
 from loadmaster.strategies.learned.network import save_network
-from loadmaster.strategies.learned.training import Settings, train
 
 MODELS = (("zoo:vgg16", 64), ("zoo:resnet50", 64), ("hf:bert-base", 32), ("hf:gpt2", 16))
 SEQ = 128

@@ -21,8 +21,8 @@ from loadmaster.core.run import Budget
 from loadmaster.questions.problem import build_problem
 from loadmaster.strategies.ask import StrategyRequest, find_strategy, make_evaluator
 from loadmaster.strategies.guide_choice import load_guide
+from loadmaster.strategies.guide_training import random_cluster
 from loadmaster.strategies.learned.guide import SHIPPED
-from loadmaster.strategies.learned.training import random_cluster
 from loadmaster.strategies.predict import op_level
 from loadmaster.strategies.registry import make_search
 from loadmaster.strategies.scoring.evaluator import Evaluator

@@ -339,6 +339,7 @@ def test_help_is_there_for_every_verb_and_for_none(say: Say) -> None:
         "demo",
         "doctor",
         "advise",
+        "learn",
         "costs",
     ]
     assert verbs == known

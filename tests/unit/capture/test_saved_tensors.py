@@ -33,7 +33,7 @@ def _left_by(action: Any, *, times: int) -> int:
 def test_a_spilled_model_that_is_only_evaluated_with_gradients_keeps_no_activation() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 2))
     placed = spilled_model(Example(model, (torch.randn(3, 6),)), lambda name: "weight" in name)
-    assert _left_by(lambda: placed(torch.randn(3, 6)).sum().item(), times=5) == 0
+    assert _left_by(lambda: placed(torch.randn(3, 6)).sum().item(), times=5) <= 0
 
 
 def test_planning_a_study_keeps_no_tensor_of_its_rehearsal(tmp_path: Path) -> None:
@@ -43,4 +43,4 @@ def test_planning_a_study_keeps_no_tensor_of_its_rehearsal(tmp_path: Path) -> No
     def plan() -> None:
         Study([trial("a", num_batches=2)], dir=tmp_path, devices="cpu", memory_cap=1 << 20).plan()
 
-    assert _left_by(plan, times=3) == 0
+    assert _left_by(plan, times=3) <= 0

@@ -211,6 +211,7 @@ class TestAuto:
         reasons = {member.name: member.reason for member in placement.members}
         elsewhere = {"brute_force", "ideal_dp", "cpsat_latency"}  # an oracle, chains, steps
         elsewhere |= {"pipeline", "pipeline_by_speed", "pipeline_equal"}  # steps of micro-batches
+        elsewhere |= {name for name, entry in list_algorithms().items() if entry.family == "learned"}
         assert {name.partition("(")[0] for name in reasons} == set(list_algorithms()) - {"auto", *elsewhere}
         assert list(reasons.values()).count("best") == 1
         assert reasons["chain_balance"] in ("best", "as good")

@@ -57,7 +57,7 @@ def test_a_plan_that_cannot_be_is_refused_with_its_proof() -> None:
         lm.place(Wide(), (ROWS,), devices="cpu#0-600kB, cpu#1-600kB", budget="5x")
     text = str(told.value)
     assert "wide.weight" in text
-    assert "more" in text
+    assert "MiB short): use a smaller batch or a larger device" in text
     assert "infeasible" not in text
     assert "lacks" not in text, "that is of the plan that came nearest, not of what is needed"
     need = re.search(r"need ([\d.]+) MiB on one device, the largest allowed has 585.9 KiB", text)

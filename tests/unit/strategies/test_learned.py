@@ -15,11 +15,11 @@ from loadmaster.core.errors import FormatError, InputError
 from loadmaster.core.run import Budget
 from loadmaster.strategies.ask import make_evaluator
 from loadmaster.strategies.guide_choice import load_guide
+from loadmaster.strategies.guide_training import Settings, random_cluster, train
 from loadmaster.strategies.guides import UniformGuide
 from loadmaster.strategies.learned.features import make_record, make_states
 from loadmaster.strategies.learned.guide import NetworkGuide, make_inputs
 from loadmaster.strategies.learned.network import Network, Spec, load_network, save_network
-from loadmaster.strategies.learned.training import Settings, random_cluster, train
 from loadmaster.strategies.scoring.evaluator import Evaluator
 from loadmaster.strategies.search.guided import Guided
 from loadmaster.strategies.search.uniform import Uniform
