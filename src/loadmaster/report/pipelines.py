@@ -49,7 +49,7 @@ def summary_text(placement: Placement, timeline: Timeline | None) -> str:
     found = stepped_plan(placement)
     assert found is not None
     plan, pipeline = found
-    ranks = f"{pipeline.num_stages} stages"
+    ranks = f"{pipeline.num_stages} stage{'s' * (pipeline.num_stages > 1)}"
     if pipeline.stages_per_rank > 1:
         ranks += f" on {pipeline.num_ranks} ranks"
     text = f"{pipeline.schedule}, {pipeline.num_microbatches} micro-batches through {ranks}"
