@@ -13,6 +13,7 @@ from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
 _LETTER_PX = 6.3  # the width of a letter of a label, on average and rounded up
+_NEAR_PX = 12
 
 
 def comparison_chart(
@@ -47,23 +48,28 @@ def comparison_chart(
             f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
             f' y="{y(at) + 4:.0f}" text-anchor="end">{format_seconds(at)}</text>'
         )
-    if bound_s > 0:
-        parts.append(
-            f'<path class="limit" d="M{left} {y(bound_s):.1f}H{width - 20}"/><text class="t limit-text"'
-            f' x="{width - 24}" y="{y(bound_s) + 13:.1f}" text-anchor="end">no plan is faster than'
-            f" {format_seconds(bound_s)}</text>"
-        )
     points = [(name, took, step, x(took), y(step)) for name, took, step in sorted(rows, key=lambda r: r[2])]
     taken = [(px - 5, py - 5, px + 5, py + 5) for *_, px, py in points]
+    if bound_s > 0:
+        said = f"no plan is faster than {format_seconds(bound_s)}"
+        parts.append(
+            f'<path class="limit" d="M{left} {y(bound_s):.1f}H{width - 20}"/><text class="t limit-text"'
+            f' x="{width - 24}" y="{y(bound_s) + 13:.1f}" text-anchor="end">{said}</text>'
+        )
+        taken.append((width - 24 - _LETTER_PX * len(said), y(bound_s) - 1, width - 20, y(bound_s) + 16))
+    room = (left, 0, width - 20, height - bottom + 2)
     for name, took, step, px, py in points:
         label = shorten(name, 28)
-        box, anchor = _label_spot(px, py, _LETTER_PX * len(label), width - 20, taken)
+        box, anchor = _label_spot(px, py, _LETTER_PX * len(label), room, taken)
         taken.append(box)
         text = escape_for_xml(f"{name}: {format_seconds(step)}, planned in {format_seconds(took)}")
         lx = {"start": box[0], "middle": (box[0] + box[2]) / 2, "end": box[2]}[anchor]
+        far = box[3] < py - _NEAR_PX or box[1] > py + _NEAR_PX  # too far to be seen to belong together
+        ly = box[3] if box[3] < py else box[1]
+        lead = f'<path class="lead" d="M{px:.1f} {py:.1f}V{ly:.1f}"/>' if far else ""
         parts.append(
-            f'<g><title>{text}</title><circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
-            f'<text class="t" x="{lx:.1f}" y="{box[3] - 2:.1f}" text-anchor="{anchor}">{escape_for_xml(label)}</text></g>'
+            f'<g><title>{text}</title>{lead}<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
+            f'<text class="t halo" x="{lx:.1f}" y="{box[3] - 2:.1f}" text-anchor="{anchor}">{escape_for_xml(label)}</text></g>'
         )
     parts.append(f'<text class="t" x="{left - 6}" y="11" text-anchor="end">{escape_for_xml(upright)}</text>')
     parts.append(
@@ -78,19 +84,27 @@ def comparison_chart(
 _Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def _label_spot(px: float, py: float, wide: float, most: float, taken: Iterable[_Box]) -> tuple[_Box, str]:
-    """Where the label of a point covers nothing: right of it, left, above or below, else farther up."""
+def _label_spot(px: float, py: float, wide: float, room: _Box, taken: Iterable[_Box]) -> tuple[_Box, str]:
+    """Where the label of a point covers nothing: right of it, left, above or below, else farther away.
+
+    Where all is covered it still stands within the room.
+    """
     spots: list[tuple[_Box, str]] = [
         ((px + 9, py - 8, px + 9 + wide, py + 6), "start"),
         ((px - 9 - wide, py - 8, px - 9, py + 6), "end"),
     ]
-    for away in (13, -13, 26, -26, 39, -39):
-        spots.append(((px - wide / 2, py - away - 8, px + wide / 2, py - away + 6), "middle"))
-    for box, anchor in spots:
-        inside = box[0] > 0 and box[2] < most and box[1] > 0
-        if inside and not any(_overlap(box, other) for other in taken):
-            return box, anchor
-    return spots[0]
+    for away in (14, -14, 29, -29, 44, -44, 59, 74, 89):
+        up, down = py - away - 8, py - away + 6
+        spots.append(((px - wide / 2, up, px + wide / 2, down), "middle"))
+        spots.append(((px - 4, up, px - 4 + wide, down), "start"))
+        spots.append(((px + 4 - wide, up, px + 4, down), "end"))
+    within = [spot for spot in spots if _within(spot[0], room)] or spots[:1]
+    free = [spot for spot in within if not any(_overlap(spot[0], other) for other in taken)]
+    return (free or within)[0]
+
+
+def _within(box: _Box, room: _Box) -> bool:
+    return box[0] > room[0] and box[1] > room[1] and box[2] < room[2] and box[3] < room[3]
 
 
 def _overlap(one: _Box, other: _Box) -> bool:

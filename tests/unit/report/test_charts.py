@@ -75,12 +75,16 @@ def test_a_long_name_of_a_device_ends_before_what_stands_beside_it() -> None:
 def test_labels_of_algorithms_cover_neither_each_other_nor_a_point() -> None:
     near = [("chain_balance", 0.2, 1.11), ("cpsat_latency", 0.6, 1.11), ("segments", 2.0, 0.824)]
     near += [("refine(segments)", 1.75, 0.824), ("m_etf", 0.125, 2.76), ("m_sct", 0.09, 2.76)]
+    near += [("fastest_device", 0.0021, 1.11), ("heft", 0.0025, 1.11), ("cpop", 0.0028, 1.11)]
+    near += [("single_device", 0.00275, 1.12), ("m_topo", 0.0015, 1.4), ("layers", 1.2, 0.83)]
     root = ElementTree.fromstring(comparison_chart(near, 0.5))
     boxes, dots = [], []
     for group in root.iter("g"):
         (text,), (dot,) = group.findall("text"), group.findall("circle")
         x, y, wide = float(text.get("x") or 0), float(text.get("y") or 0), 6.0 * len(text.text or "")
         left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[text.get("text-anchor") or ""]
+        assert left > 96, text.text  # the numbers of the axis stand left of it
+        assert left + wide < 940, text.text
         boxes.append((left, y - 9, left + wide, y + 2))
         dots.append((float(dot.get("cx") or 0), float(dot.get("cy") or 0)))
     assert len(boxes) == len(near)
