@@ -11,8 +11,10 @@ from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.units import format_bytes, parse_bytes
+from loadmaster.graph.origin import samples_in_a_pass
 from loadmaster.review.look import shown_plan
 from loadmaster.review.replanning import Replanner
+from loadmaster.review.settings import Changed as ChangedProblem
 from loadmaster.review.settings import Settings, change_problem
 from loadmaster.review.steps import samples_of
 
@@ -20,16 +22,21 @@ _RANGE = re.compile(r"\s*([0-9.]+)\s*([A-Za-z/]*)\s*\.\.\s*([0-9.]+)\s*([A-Za-z/
 _MOST_POINTS = 64
 _WHOSE = {"given": "the plan as it was", "refine": "the plan improved", "auto": "a new plan"}
 _OF_SOURCE = ("batch", "seq")
+_REFUSED = "cannot be asked: "
 
 
 def try_changes(
     placement: Placement, changes: Sequence[Settings], replanner: Replanner
 ) -> tuple[Outcomes, list[Placement | None]]:
-    """Each of the changes on its own, with the plan as it is in the first row; and what was planned."""
+    """Each of the changes on its own, with the plan as it is in the first row; and what was planned.
+
+    What cannot be asked is refused before anything is planned.
+    """
+    asked = [change_problem(placement.problem, settings, progress=replanner.progress) for settings in changes]
     rows, found = [_as_it_is(placement)], list[Placement | None]([placement])
-    for at, settings in enumerate(changes):
+    for at, (settings, changed) in enumerate(zip(changes, asked, strict=True)):
         replanner.progress(f"{settings} ({at + 1} of {len(changes)})", at / max(len(changes), 1))
-        row, answer = try_change(placement, settings, replanner)
+        row, answer = _plan_again(placement, settings, changed, replanner)
         rows.append(row)
         found.append(answer)
     lead = (
@@ -43,7 +50,10 @@ def try_changes(
 def sweep(
     placement: Placement, text: str, settings: Settings, replanner: Replanner
 ) -> tuple[Outcomes, list[Placement | None]]:
-    """One setting at several values ('batch=1..64', 'gpu1.memory=8GB..24GB:5', 'batch=1,2,3')."""
+    """One setting at several values ('batch=1..64', 'gpu1.memory=8GB..24GB:5', 'batch=1,2,3').
+
+    Values that cannot be asked have a row that says why; where none can, the sweep is refused.
+    """
     name, values = parse_sweep(text)
     rows, found = list[Changed](), list[Placement | None]()
     for at, value in enumerate(values):
@@ -53,6 +63,8 @@ def sweep(
         row, answer = try_change(placement, asked, replanner, before)
         rows.append(replace(row, value=value))
         found.append(answer)
+    if all(answer is None for answer in found):
+        raise InputError(f"--sweep {text!r}: no value can be asked: {rows[0].note.removeprefix(_REFUSED)}")
     lead = (
         f"The same question at every value of {name}, planned again each time ({replanner.budget}"
         " plans each)."
@@ -126,6 +138,16 @@ def try_change(
         changed = change_problem(placement.problem, settings, progress=replanner.progress)
     except LoadmasterError as problem:
         return _refused(str(settings), str(problem)), None
+    return _plan_again(placement, settings, changed, replanner, neighbour)
+
+
+def _plan_again(
+    placement: Placement,
+    settings: Settings,
+    changed: ChangedProblem,
+    replanner: Replanner,
+    neighbour: Placement | None = None,
+) -> tuple[Changed, Placement]:
     start = changed.carry(placement.problem, shown_plan(placement))
     near = _plan_of_neighbour(changed.problem, neighbour) if neighbour is not None else None
     found = replanner.find(changed.problem, start, near)
@@ -143,7 +165,7 @@ def _plan_of_neighbour(problem: Problem, neighbour: Placement) -> Plan | None:
 
 
 def _refused(name: str, reason: str) -> Changed:
-    return Changed(name, None, None, 0.0, (), (), f"cannot be asked: {reason}")
+    return Changed(name, None, None, 0.0, (), (), f"{_REFUSED}{reason}")
 
 
 def _as_it_is(placement: Placement) -> Changed:
@@ -177,7 +199,9 @@ def make_row(name: str, found: Placement, notes: Sequence[str]) -> Changed:
 
 def _per_sample(found: Placement) -> float | None:
     """Seconds a sample, where the batch is known."""
-    if found.score_s is None or found.problem.objective == Objective.THROUGHPUT:
-        return found.score_s
+    if found.score_s is None:
+        return None
+    if found.problem.objective == Objective.THROUGHPUT:
+        return found.score_s / (samples_in_a_pass(found.problem.graph) or 1)
     samples = samples_of(found.problem, found.plan)
     return found.score_s / samples if samples else None

@@ -119,9 +119,19 @@ def test_the_last_device_cannot_be_removed() -> None:
 
 
 def test_a_batch_needs_a_source(answer: Placement) -> None:
-    found, _ = api.whatif(answer, batch=2, budget="5x")
-    assert found.rows[-1].time_s is None
-    assert "does not say what it was captured from" in found.rows[-1].note
+    with pytest.raises(InputError, match="does not say what it was captured from"):
+        api.whatif(answer, batch=2, budget="5x")
+
+
+def test_a_change_that_cannot_be_asked_is_refused(answer: Placement) -> None:
+    for wrong, words in (
+        ({"set": "gpu9.memory=2GB"}, "unknown device or link 'gpu9'"),
+        ({"set": ["gpu0.speed=2x", "gpu0.memory=much"]}, "'much' is not a size"),
+        ({"remove": "gpu9"}, "unknown device 'gpu9'"),
+        ({"sweep": "gpu9.memory=8GB..16GB:2"}, "no value can be asked: unknown device or link 'gpu9'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            api.whatif(answer, **wrong, budget="5x")  # type: ignore[arg-type]
 
 
 def test_sweeps_double_or_take_equal_steps() -> None:
