@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.question import Question
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER
-from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ
+from loadmaster.graph.models import DEFAULT_SEQ
+from loadmaster.graph.origin import DEFAULT_BATCH
 from loadmaster.graph.source import is_model
 
 

@@ -25,14 +25,13 @@ from loadmaster.core.question import Question
 from loadmaster.core.raised import shorten_error
 from loadmaster.graph.capture import DEFAULT_OPTIMIZER, capture
 from loadmaster.graph.framework import is_tensorflow_model
-from loadmaster.graph.origin import add_origin
+from loadmaster.graph.origin import DEFAULT_BATCH, add_origin
 
 if TYPE_CHECKING:
     from loadmaster.zoo.example import Example
 
 MODEL = re.compile(r"(hf|zoo|keras):(.*)|(.+\.py):(\w+)", re.DOTALL)
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
-DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
 _FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "train", "accumulation", "autocast", "grad_scaler")
 _MOST = 2**20

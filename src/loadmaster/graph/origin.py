@@ -15,6 +15,8 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph
 
 TENSORFLOW = "tensorflow"  # how the capture of a TensorFlow graph begins
+DEFAULT_BATCH = 8  # of a model by name
+_NAMED = ("hf:", "zoo:", "keras:")
 _FROM = "; from "
 _REASON = "; not exported: "
 _ADVICE = re.compile(r" (While executing|consider using|Caused by:) .*")  # what torch adds to an error
@@ -71,3 +73,13 @@ def origin_of(graph: Graph) -> tuple[str, dict[str, Any]] | None:
         return source, {option[word]: _NUMBERS.get(option[word], str)(value) for word, value in pairs.items()}
     except (ValueError, KeyError):
         raise InputError(f"the plan says that it was made from {text!r}, which cannot be read") from None
+
+
+def samples_in_a_pass(graph: Graph) -> int | None:
+    """Samples that one run of the graph takes; None where nobody wrote it down."""
+    origin = origin_of(graph)
+    if origin is None:
+        return None
+    source, asked = origin
+    batch = asked.get("batch", DEFAULT_BATCH if source.startswith(_NAMED) else None)
+    return None if batch is None else int(batch) * int(asked.get("accumulation") or 1)

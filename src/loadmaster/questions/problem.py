@@ -26,8 +26,8 @@ from loadmaster.cost.cost_request import (
     measure_unasked,
 )
 from loadmaster.cost.roofline import roofline_costs
-from loadmaster.graph.models import DEFAULT_BATCH, CaptureOptions
-from loadmaster.graph.origin import origin_of
+from loadmaster.graph.models import CaptureOptions
+from loadmaster.graph.origin import DEFAULT_BATCH, origin_of
 from loadmaster.graph.source import is_model, read_source
 
 

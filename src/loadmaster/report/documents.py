@@ -15,6 +15,7 @@ from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.cost.error_bar import step_error
 from loadmaster.cost.measure import measured_share
+from loadmaster.graph.origin import samples_in_a_pass
 from loadmaster.report import pipelines
 from loadmaster.report.trace import chrome_trace
 from loadmaster.simulator.pipelines.lowering import lower
@@ -43,7 +44,7 @@ def placement_document(placement: Placement, timeline: Timeline | None = None) -
         "bound_s": placement.bound_s,
         "bound_name": placement.bound_name,
         "gap": placement.gap,
-        "samples_per_s": _samples_per_s(placement),
+        "samples_per_s": samples_per_s(placement),
         "devices": list(problem.cluster.device_name),
         "peak_bytes": placement.peak_bytes.tolist(),
         "memory_bytes": problem.cluster.usable_bytes.tolist(),
@@ -101,11 +102,11 @@ def recomputed_stages(placement: Placement) -> list[int]:
     return again
 
 
-def _samples_per_s(placement: Placement) -> float | None:
-    """Samples a second of a pipelined plan."""
+def samples_per_s(placement: Placement) -> float | None:
+    """Samples a second of a pipelined plan, while it runs."""
     if placement.problem.objective != Objective.THROUGHPUT or not placement.score_s:
         return None
-    return 1.0 / placement.score_s
+    return (samples_in_a_pass(placement.problem.graph) or 1) / placement.score_s
 
 
 def predicted_error(placement: Placement) -> float | None:

@@ -81,7 +81,7 @@ def _nameless_graph(timeline: Timeline) -> Graph:
 
 def _render_placement(placement: Placement) -> str:
     problem = placement.problem
-    word = tables.time_word(problem.objective)
+    word = tables.time_word(problem)
     rows = [("status", tables.status_text(placement)), ("algorithm", placement.algorithm)]
     if placement.score_s is not None:
         rows.append((word, format_seconds(placement.score_s)))

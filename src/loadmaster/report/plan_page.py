@@ -14,7 +14,7 @@ from loadmaster.core.reasons import why_none_fits
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
 from loadmaster.report import charts, curves, pipelines, tables
-from loadmaster.report.documents import predicted_error
+from loadmaster.report.documents import predicted_error, samples_per_s
 from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 from loadmaster.report.plain_text import escape_control_characters
@@ -83,7 +83,7 @@ def render_plan_page(parts: PlanPage) -> bytes:
 def _cards(parts: PlanPage) -> list[Card]:
     placement, review = parts.placement, parts.review
     fits = placement.fits
-    word = tables.time_word(placement.problem.objective)
+    word = tables.time_word(placement.problem)
     found = [
         Card(
             "memory",
@@ -124,9 +124,8 @@ def _cards(parts: PlanPage) -> list[Card]:
 def _rate_card(placement: Placement, review: Review) -> Card:
     seconds = placement.score_s or review.timeline.step_s
     if placement.problem.objective == Objective.THROUGHPUT:
-        return Card(
-            "throughput", f"{_number(1 / seconds)} samples/s" if seconds else "-", "while the pipeline runs"
-        )
+        rate = samples_per_s(placement)
+        return Card("throughput", f"{_number(rate)} samples/s" if rate else "-", "while the pipeline runs")
     if review.samples is not None and seconds:
         return Card(
             "throughput", f"{_number(review.samples / seconds)} samples/s", f"{review.samples} samples a step"
@@ -502,7 +501,7 @@ def _comparison_section(parts: PlanPage) -> list[Section]:
     chart = curves.comparison_chart(
         [(name, took, seconds) for name, seconds, took, _ in rows if seconds is not None],
         placement.bound_s,
-        upright=tables.time_word(placement.problem.objective),
+        upright=tables.time_word(placement.problem),
     )
     bound = placement.bound_s
     table = Rows(

@@ -15,11 +15,12 @@ from loadmaster.core.findings import FOR_THIS_BRANCH, describe_findings
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Member, Placement, Status
 from loadmaster.core.plan import Pipeline
-from loadmaster.core.problem import Objective
+from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.cost.error_bar import format_error
+from loadmaster.graph.origin import samples_in_a_pass
 from loadmaster.report import pipelines
 from loadmaster.report.documents import measured_part, predicted_error, recomputed_stages
 from loadmaster.report.plain_text import escape_control_characters
@@ -48,9 +49,12 @@ def fields(rows: dict[str, object]) -> Table:
     return table
 
 
-def time_word(objective: Objective) -> str:
-    """What the objective's seconds are called."""
-    return "step time" if objective == Objective.STEP else "time per sample"
+def time_word(problem: Problem) -> str:
+    """What the objective's seconds are called; a captured graph may take many samples at a time."""
+    if problem.objective == Objective.STEP:
+        return "step time"
+    samples = samples_in_a_pass(problem.graph) or 1
+    return "time per sample" if samples == 1 else f"time per {samples} samples"
 
 
 def memory_text(num_bytes: int) -> str:
@@ -77,9 +81,7 @@ def summary(placement: Placement, timeline: Timeline | None = None) -> Table:
         "status": Text(status_text(placement), style="green" if placement.fits else "red"),
     }
     if placement.score_s is not None:
-        rows[time_word(placement.problem.objective)] = format_error(
-            placement.score_s, predicted_error(placement)
-        )
+        rows[time_word(placement.problem)] = format_error(placement.score_s, predicted_error(placement))
     if placement.plan is not None and placement.plan.pipeline is not None:
         rows["pipeline"] = _pipeline_text(placement, placement.plan.pipeline, timeline)
     rows["lower bound"] = bound_text(placement)
@@ -233,7 +235,7 @@ def comparison(rows: Sequence[tuple[str, Placement | str]]) -> Table:
     """Algorithms side by side: best first, those that do not fit or do not apply last."""
     placements = [p for _, p in rows if isinstance(p, Placement)]
     names = placements[0].problem.cluster.device_name if placements else ()
-    word = time_word(placements[0].problem.objective) if placements else "time"
+    word = time_word(placements[0].problem) if placements else "time"
     few = len(names) <= _MOST_PEAKS
     shown = " / ".join(one_line(name, 24).plain for name in names) if few else "fullest device"
     unit = "GiB" if max((int(p.peak_bytes.max()) for p in placements), default=0) >= 2**29 else "MiB"

@@ -222,12 +222,12 @@ def _describe_busiest(placement: Placement) -> str:
     problem = placement.problem
     loads = steady_state(problem, shown_plan(placement))
     at = int(loads.load_s.argmax())
-    text = f"{problem.cluster.device_name[at]}, busy for {format_seconds(float(loads.load_s[at]))} a sample"
+    text = f"{problem.cluster.device_name[at]}, busy for {format_seconds(float(loads.load_s[at]))} a pass"
     if len(loads.link_s) and float(loads.link_s.max()) > float(loads.load_s[at]):
         link = int(loads.link_s.argmax())
         text = (
             f"link {problem.cluster.link_name[link]}, busy for"
-            f" {format_seconds(float(loads.link_s[link]))} a sample"
+            f" {format_seconds(float(loads.link_s[link]))} a pass"
         )
     return f"the busiest resource is {text}"
 
@@ -236,9 +236,9 @@ def _list_notes(problem: Problem, plan: Plan) -> list[str]:
     notes = []
     if problem.objective == Objective.THROUGHPUT:
         notes.append(
-            "The plan is for throughput: the timeline shows one sample on its way through all devices;"
+            "The plan is for throughput: the timeline shows one pass of the graph through all devices;"
             " while the"
-            " pipeline runs, the next samples follow behind it."
+            " pipeline runs, the next passes follow behind it."
         )
     if has_steps(problem, plan):
         notes.append(

@@ -14,7 +14,7 @@ from loadmaster.core.pipelines.order import NO_MICROBATCH
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.graph.origin import origin_of
+from loadmaster.graph.origin import samples_in_a_pass
 from loadmaster.simulator.pipelines.lowering import Lowered, lower
 
 _WEIGHTS, _OPTIMIZER = MEMORY_KINDS.index("weights"), MEMORY_KINDS.index("optimizer")
@@ -98,21 +98,10 @@ def on_flat_graph(problem: Problem, plan: Plan, flat: Lowered, measured: Timelin
 
 def samples_of(problem: Problem, plan: Plan | None = None) -> int | None:
     """Samples in a step, where the graph remembers how it was captured."""
-    from loadmaster.graph.models import DEFAULT_BATCH
-
-    origin = origin_of(problem.graph)
-    if origin is None:
+    samples = samples_in_a_pass(problem.graph)
+    if samples is None:
         return None
-    if (
-        plan is not None
-        and problem.is_stepped
-        and plan.pipeline is not None
-        and plan.pipeline.microbatch_rows
-    ):
-        return sum(plan.pipeline.microbatch_rows)
-    source, asked = origin
-    named = source.startswith(("hf:", "zoo:"))
-    batch = asked.get("batch", DEFAULT_BATCH if named else None)
-    if batch is None:
-        return None
-    return int(batch) * int(asked.get("accumulation") or 1) * microbatches_of(problem, plan)
+    pipeline = plan.pipeline if plan is not None and problem.is_stepped else None
+    if pipeline is not None and pipeline.microbatch_rows:
+        return sum(pipeline.microbatch_rows)
+    return samples * microbatches_of(problem, plan)

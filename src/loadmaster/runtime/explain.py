@@ -38,7 +38,7 @@ def describe_prediction(placement: Placement | None) -> str:
     if placement is None or placement.plan is None or placement.score_s is None:
         return ""
     error = step_error(placement.problem, placement.plan)
-    what = "a step" if placement.problem.objective == Objective.STEP else "a sample"
+    what = "a step" if placement.problem.objective == Objective.STEP else "a pass"
     return "" if error is None else f"predicted: {what} takes {format_error(placement.score_s, error)}"
 
 

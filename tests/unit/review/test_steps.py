@@ -12,11 +12,16 @@ from loadmaster import api
 from loadmaster.core.answers.review import MEMORY_KINDS
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective
 from loadmaster.core.run import Budget
 from loadmaster.core.timeline import SpanKind, TimelineOrigin
+from loadmaster.report.documents import samples_per_s
+from loadmaster.report.tables import time_word
 from loadmaster.review.explain import explain_plan
 from loadmaster.review.look import review_measured, review_plan
 from loadmaster.review.replanning import Replanner
+from loadmaster.review.steps import samples_of
+from tests.builders import chain, plan_on, problem_of, star_cluster
 from tests.pipeline_steps import Layer, layers_problem
 
 
@@ -119,3 +124,15 @@ def test_exports_of_steps_speak_of_the_right_ops(answer: Placement, to: str) -> 
         assert "F3 of stage 0" in content.decode()
     else:
         assert any("one micro-batch alone" in line for line in lost)
+
+
+def test_a_pipeline_of_a_captured_graph_counts_every_sample_of_a_pass() -> None:
+    graph = replace(chain(4), capture="joint; from hf:gpt2 --batch 16")
+    problem = problem_of(graph, star_cluster(2, memory=100), 1.0, objective=Objective.THROUGHPUT)
+    placement = api.plan(problem, algorithm=plan_on([0, 0, 1, 1]))
+    assert samples_of(problem, placement.plan) == 16
+    assert placement.score_s is not None
+    assert samples_per_s(placement) == pytest.approx(16 / placement.score_s)
+    assert time_word(problem) == "time per 16 samples"
+    rows = api.whatif(placement, set="ref0-ref1.rate=2x", budget="5x")[0].rows
+    assert rows[0].per_sample_s == pytest.approx(placement.score_s / 16)

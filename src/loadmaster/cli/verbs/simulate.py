@@ -106,12 +106,12 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     from loadmaster.report.plain_text import escape_control_characters
 
     objective, error = placement.problem.objective, predicted_error(placement)
-    rows: dict[str, object] = {tables.time_word(objective): format_error(document["step_s"], error)}
+    rows: dict[str, object] = {tables.time_word(placement.problem): format_error(document["step_s"], error)}
     if placement.score_s is not None:
         rows["as planned"] = format_error(placement.score_s, error)
     rows["links"] = document["links"]
     if objective == Objective.THROUGHPUT:
-        rows["one sample alone"] = format_seconds(document["pass_s"])
+        rows["one pass alone"] = format_seconds(document["pass_s"])
     if not document["fits"]:
         rows["memory"] = "does not fit: a peak is above the device's memory"
     console = stdout()

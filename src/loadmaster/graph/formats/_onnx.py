@@ -13,7 +13,8 @@ from typing import Any
 from loadmaster.core.errors import FormatError, InputError, SchemaError
 from loadmaster.graph.formats._inference import MOST_AXES, Value
 from loadmaster.graph.formats._onnx_sizes import MOST_ELEMENTS, evaluate_sizes
-from loadmaster.graph.models import DEFAULT_BATCH, DEFAULT_SEQ
+from loadmaster.graph.models import DEFAULT_SEQ
+from loadmaster.graph.origin import DEFAULT_BATCH
 
 _MOST_OPS = 5_000_000
 _FEW = 5

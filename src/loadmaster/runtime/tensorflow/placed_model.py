@@ -58,7 +58,7 @@ class PlacedFunction:
             )
         error = step_error(self.placement.problem, plan)
         if error is not None and self.placement.score_s is not None:
-            what = "a step" if self.placement.problem.objective == Objective.STEP else "a sample"
+            what = "a step" if self.placement.problem.objective == Objective.STEP else "a pass"
             lines.append(f"predicted: {what} takes {format_error(self.placement.score_s, error)}")
         return "\n".join([*lines, *(f"note: {note}" for note in graph.notes)])
 
