@@ -25,6 +25,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8a8a", "#cc79a7")  # of Okabe an
 _MOST_PAIRS = 24
 _MANY_DEVICES = 8
 _MOST_SUBROWS = 3
+_SLACK_S = 5e-10  # spans that overlap by less touch: traces count whole nanoseconds
 _MOST_LETTERS = 24  # of the name of a lane
 _LANE_PX, _LINK_PX, _GAP_PX, _TITLE_PX, _AXIS_PX = 22, 14, 4, 150, 26
 _BAR_PX, _MEMORY_PX = 70, 215
@@ -123,7 +124,7 @@ def _add_lane(
     title: str,
     is_link: bool,
 ) -> None:
-    start, end = timeline.start_s[spans], timeline.end_s[spans]
+    start, end = timeline.start_s[spans], timeline.end_s[spans] - _SLACK_S
     order = np.lexsort((end, start))
     spans, start, end = spans[order], start[order], end[order]
     if len(spans) > 1 and (start[1:] < end[:-1]).any():

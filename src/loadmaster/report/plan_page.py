@@ -23,6 +23,7 @@ from loadmaster.report.question_tables import outcome_text
 _MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
 _OPEN_MODULES = 30
 _LEAST_SHARE = 1e-3  # of the step
+_LEAST_ERROR = 5e-4  # of a prediction; less is shown as 0.0 %
 _LEAST_HELD = 1e-3  # of a device, against the fullest one: less has no chart
 _WORDS = {
     "transfer": "a transfer from {source}",
@@ -100,9 +101,8 @@ def _cards(parts: PlanPage) -> list[Card]:
         seconds = parts.measured.timeline.step_s
         error = review.timeline.step_s / seconds - 1 if seconds else 0.0
         way = "too long" if error > 0 else "too short"
-        found.append(
-            Card("measured", format_seconds(seconds), f"the prediction is {format_percent(abs(error))} {way}")
-        )
+        off = f"{format_percent(abs(error))} {way}" if abs(error) >= _LEAST_ERROR else "the same"
+        found.append(Card("measured", format_seconds(seconds), f"the prediction is {off}"))
     if placement.status == Status.OPTIMAL:
         found.append(Card("gap", "0 %: optimal", "proven", "good"))
     elif placement.gap is not None:

@@ -72,12 +72,13 @@ def difference_summary(found: Difference) -> Table:
     time = f"{_time(found, 0)} -> {_time(found, 1)}"
     if found.time_s[0]:
         time += f" ({_signed(found.time_s[1], found.time_s[0])})"
+    how = ", ".join(f"{num} {word}" for word, num in found.how_matched)
     rows: dict[str, object] = {
         "plans": f"{before} -> {after}",
         "time": time,
         "sent": f"{format_bytes(found.sent_bytes[0])} -> {format_bytes(found.sent_bytes[1])}",
         "ops": f"{found.num_ops[0]} -> {found.num_ops[1]}; {found.num_matched} in both"
-        f" ({', '.join(f'{num} {how}' for how, num in found.how_matched)})",
+        + (f" ({how})" if how else ""),
         "moved": f"{found.num_moved} ops in {len(found.modules)} modules",
     }
     return fields(rows)

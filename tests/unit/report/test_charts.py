@@ -10,8 +10,11 @@ import pytest
 from loadmaster import api
 from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve
 from loadmaster.core.placement import Placement
+from loadmaster.core.timeline import Timeline
 from loadmaster.report.charts import cluster_picture, memory_chart
 from loadmaster.report.curves import comparison_chart, line_chart
+from loadmaster.report.documents import save_trace
+from loadmaster.report.gantt import draw_gantt
 from loadmaster.review.look import review_plan
 from tests.builders import chain, plan_on, problem_of, star_cluster
 
@@ -110,3 +113,12 @@ def test_the_page_of_a_plan_that_does_not_fit_says_memory_and_not_what_limits_it
     text = (tmp_path / "page.html").read_text()
     assert "does not fit" in text
     assert "What limits it" not in text
+
+
+def test_spans_of_a_trace_that_touch_share_a_row(tmp_path: Path) -> None:
+    problem = problem_of(chain(40), star_cluster(1, memory=10**6), np.linspace(1e-4, 3e-4, 40))
+    placement = api.plan(problem, algorithm=plan_on([0] * 40))
+    save_trace(placement, review_plan(placement).timeline, str(tmp_path / "trace.json"))
+    found, _ = api.import_file(str(tmp_path / "trace.json"), placement)
+    assert isinstance(found, Timeline)
+    assert [lane.num_rows for lane in draw_gantt(problem.graph, {"measured": found}).lanes] == [1]

@@ -137,15 +137,16 @@ def _list_lost(
             torn.add(module)
     if torn:
         some = ", ".join(sorted(torn)[:4])
+        are = "modules are" if len(torn) > 1 else "module is"
         lost.append(
-            f"{len(torn)} modules are split between devices in the plan ({some}): each goes whole to"
-            " the stage of"
+            f"{len(torn)} {are} split between devices in the plan ({some}): each goes whole to the stage of"
             " most of its ops"
         )
     if returns > 0:
+        times = "times" if returns > 1 else "time"
         lost.append(
-            f"the plan comes back to a device it has left, {returns} times: these parts need a schedule"
-            " that gives a"
-            " rank several of them (Interleaved1F1B); plan with --pipeline 1f1b:N for one part a device"
+            f"the plan comes back to a device it has left, {returns} {times}: these parts need a schedule"
+            " that gives a rank several of them (Interleaved1F1B); plan with --pipeline 1f1b:N for one part"
+            " a device"
         )
     return lost
