@@ -128,12 +128,8 @@ def _capture_tensorflow(parts: Mapping[str, Any], asked: CaptureOptions, source:
 
 
 def _tensorflow_capture(source: str) -> Any:
-    try:
-        import tensorflow  # noqa: F401
-    except ImportError:
-        raise InputError(
-            f"{source} needs TensorFlow; install it with: pip install 'loadmaster[tensorflow]'"
-        ) from None
+    if importlib.util.find_spec("tensorflow") is None:
+        raise InputError(f"{source} needs TensorFlow; install it with: pip install 'loadmaster[tensorflow]'")
     from loadmaster.graph.tf_capture import request
 
     return request
