@@ -14,6 +14,7 @@ from loadmaster.report.plain_text import escape_for_xml
 _WIDTH = 960
 _LETTER_PX = 6.3  # the width of a letter of a label, on average and rounded up
 _NEAR_PX = 12
+_FEW_POWERS = 3  # of ten: an axis of fewer has ticks between them
 
 
 def comparison_chart(
@@ -36,13 +37,12 @@ def comparison_chart(
         return top + (high_y - math.log10(step)) / (high_y - low_y) * (height - top - bottom)
 
     parts = []
-    for power in range(math.floor(low_x), math.ceil(high_x) + 1):
-        at = 10.0**power
-        if low_x <= power <= high_x:
-            parts.append(
-                f'<path class="grid" d="M{x(at):.0f} {top}V{height - bottom}"/><text class="t" x="{x(at):.0f}"'
-                f' y="{height - 22}" text-anchor="middle">{format_seconds(at)}</text>'
-            )
+    digits = (1, 2, 5) if high_x - low_x < _FEW_POWERS else (1,)
+    for at in _log_ticks(10**low_x, 10**high_x, digits):
+        parts.append(
+            f'<path class="grid" d="M{x(at):.0f} {top}V{height - bottom}"/><text class="t" x="{x(at):.0f}"'
+            f' y="{height - 22}" text-anchor="middle">{format_seconds(at)}</text>'
+        )
     for at in _log_ticks(10**low_y, 10**high_y):
         parts.append(
             f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
@@ -111,11 +111,11 @@ def _overlap(one: _Box, other: _Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _log_ticks(low: float, high: float, digits: Sequence[int] = (1, 2, 5)) -> list[float]:
     found = [
         digit * 10.0**power
         for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for digit in (1, 2, 5)
+        for digit in digits
     ]
     return [at for at in found if low <= at <= high] or [low]
 

@@ -18,7 +18,7 @@ from loadmaster.report.documents import predicted_error, samples_per_s
 from loadmaster.report.gantt import draw_gantt, idle_devices
 from loadmaster.report.page import Card, Page, Rows, Section, render_page
 from loadmaster.report.plain_text import escape_control_characters
-from loadmaster.report.question_tables import outcome_text
+from loadmaster.report.question_tables import change_text, outcome_text
 
 _MOST_WAITS, _MOST_PARTS, _MOST_LINKS, _MOST_MODULES = 6, 40, 24, 2500
 _OPEN_MODULES = 30
@@ -527,7 +527,9 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
         (
             row.name,
             outcome_text(row),
-            _change_text(row.time_s, outcomes.before_s),
+            "-"
+            if row.time_s is None or not outcomes.before_s
+            else change_text(row.time_s, outcomes.before_s),
             "-" if row.per_sample_s is None else format_seconds(row.per_sample_s),
             row.note,
         )
@@ -541,10 +543,6 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
     table = Rows(("change", *numbers, "why"), rows, numbers)
     title = f"Sweep of {outcomes.sweep}" if outcomes.sweep else "What if"
     return Section(f"outcomes-{at}", title, outcomes.lead, [table], figures)
-
-
-def _change_text(after: float | None, before: float | None) -> str:
-    return "-" if after is None or not before else f"{after / before - 1:+.1%}"
 
 
 def _about_section(placement: Placement) -> Section:

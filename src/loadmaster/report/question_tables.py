@@ -26,7 +26,7 @@ def elsewhere(found: Explanation) -> Table:
         table.add_row(
             one_line(f"{row.device} (now)" if row.is_here else row.device),
             format_seconds(row.time_s),
-            "" if row.is_here else _signed(row.time_s, found.time_s),
+            "" if row.is_here else change_text(row.time_s, found.time_s),
             format_bytes(row.moved_bytes),
             "-" if row.replanned_s is None else format_seconds(row.replanned_s),
             one_line(over),
@@ -53,7 +53,7 @@ def outcomes(rows: tuple[Changed, ...], before_s: float | None) -> Table:
         table.add_row(
             one_line(row.name, _LONG),
             outcome_text(row),
-            "-" if row.time_s is None or not before_s else _signed(row.time_s, before_s),
+            change_text(row.time_s, before_s),
             *sample,
             one_line(row.note, _LONG),
             style="" if row.time_s is not None else "red",
@@ -71,7 +71,7 @@ def difference_summary(found: Difference) -> Table:
     before, after = found.names
     time = f"{_time(found, 0)} -> {_time(found, 1)}"
     if found.time_s[0]:
-        time += f" ({_signed(found.time_s[1], found.time_s[0])})"
+        time += f" ({change_text(found.time_s[1], found.time_s[0])})"
     how = ", ".join(f"{num} {word}" for word, num in found.how_matched)
     rows: dict[str, object] = {
         "plans": f"{before} -> {after}",
@@ -120,6 +120,9 @@ def difference_modules(found: Difference) -> Table:
     return table
 
 
-def _signed(after: float, before: float) -> str:
+def change_text(after: float | None, before: float | None) -> str:
+    """A change in percent, 'same', or a dash where there is nothing to compare."""
+    if after is None or not before:
+        return "-"
     share = after / before - 1
     return "same" if abs(share) < 5e-4 else f"{'+' if share > 0 else ''}{format_percent(share)}"

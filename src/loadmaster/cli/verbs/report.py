@@ -80,8 +80,7 @@ def _write_plan(source: str, out: str, measured: str | None, compare: list[str],
         other = read_placement(path, limit)
         if other.problem.digest != placement.problem.digest:
             raise PlanError(f"{path} answers another question than {source}; compare answers to one question")
-        name = other.algorithm if other.algorithm not in others else f"{other.algorithm} ({path})"
-        others[name] = other
+        others[f"{other.algorithm} ({path})"] = other
     api.write_report(placement, out, measured=seen, compare=others)
     return "plan"
 
