@@ -233,10 +233,12 @@ def render_svg(
     title: str = "",
     standalone: bool = False,
     memory: Mapping[str, tuple[int, int]] | None = None,
+    words: Sequence[str] = CLASSES,
 ) -> str:
     """A picture of the whole; `standalone` brings its own colours, for light and for dark.
 
-    `memory` is the peak and the limit of each device in bytes, drawn as a bar beside its lane.
+    `words` are what the legend calls the classes of spans. `memory` is the peak and the limit of each device
+    in bytes, drawn as a bar beside its lane.
     """
     many = len({lane.series for lane in gantt.lanes}) > 1
     inner = width - _TITLE_PX - 10 - (_MEMORY_PX if memory else 0)
@@ -264,7 +266,7 @@ def render_svg(
     if memory:
         axis += f'<text class="g-title" x="{_TITLE_PX + inner + 10}" y="{_AXIS_PX - 9}">peak of memory</text>'
     style = f"<style>{_STYLE}</style>" if standalone else ""
-    legend = _legend(gantt, top + 14) if standalone else ""
+    legend = _legend(gantt, top + 14, words) if standalone else ""
     height = top + (34 if standalone else 6)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gantt" viewBox="0 0 {width} {height}" role="img"'
@@ -349,12 +351,12 @@ def axis_ticks(end: float, most: int) -> list[float]:
     return [step * at for at in range(int(end / step + 1e-9) + 1)]
 
 
-def _legend(gantt: Gantt, y: int) -> str:
+def _legend(gantt: Gantt, y: int, words: Sequence[str]) -> str:
     """The colours that the picture has."""
     there = np.unique(gantt.span_class).tolist()
     return "".join(
         f'<rect class="g{kind}" x="{_TITLE_PX + 100 * at}" y="{y - 9}" width="10" height="10"/>'
-        f'<text class="g-title" x="{_TITLE_PX + 100 * at + 15}" y="{y}">{CLASSES[kind]}</text>'
+        f'<text class="g-title" x="{_TITLE_PX + 100 * at + 15}" y="{y}">{words[kind]}</text>'
         for at, kind in enumerate(there)
     )
 

@@ -1,5 +1,6 @@
 """What Jupyter shows of a plan, a timeline and a placement: a small table, and the one drawing of a Gantt."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.report import tables
-from loadmaster.report.gantt import draw_gantt, render_svg
+from loadmaster.report.gantt import CLASSES, draw_gantt, render_svg
 from loadmaster.report.plain_text import escape_for_xml
 
 _TABLE = '<table style="font-variant-numeric:tabular-nums;text-align:left">'
@@ -33,7 +34,9 @@ def render_picture(noun: Placement | Timeline | Plan, of: Graph | Problem | None
     """The Gantt as SVG, with its own colours for light and dark."""
     if isinstance(noun, Timeline):
         graph = of.graph if isinstance(of, Problem) else of
-        return _draw(graph if graph is not None else _nameless_graph(noun), noun)
+        if graph is not None:
+            return _draw(graph, noun)
+        return _draw(_nameless_graph(noun), noun, words=("compute", *CLASSES[1:]))  # phases are the graph's
     if isinstance(noun, Plan):
         assert isinstance(of, Problem), "a plan is drawn on its problem"
         return _draw(*_simulate(of, noun), of.cluster)
@@ -53,12 +56,14 @@ def _simulate(problem: Problem, plan: Plan) -> tuple[Graph, Timeline]:
     return problem.graph, simulate(problem, plan)
 
 
-def _draw(graph: Graph, timeline: Timeline, cluster: Cluster | None = None) -> str:
+def _draw(
+    graph: Graph, timeline: Timeline, cluster: Cluster | None = None, words: Sequence[str] = CLASSES
+) -> str:
     """The picture; where the cluster is known, with the memory of its devices."""
     title = f"{graph.name}: {format_seconds(timeline.step_s)}, {timeline.origin.value}"
     gantt = draw_gantt(graph, {timeline.origin.value: timeline})
     if cluster is None:
-        return render_svg(gantt, title=title, standalone=True)
+        return render_svg(gantt, title=title, standalone=True, words=words)
     kinds = [cluster.kind_name[kind] for kind in cluster.kind.tolist()]
     shown = {name: f"{name} {kind}" for name, kind in zip(cluster.device_name, kinds, strict=True)}
     lanes = tuple(replace(lane, title=shown.get(lane.title, lane.title)) for lane in gantt.lanes)

@@ -527,9 +527,7 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
         (
             row.name,
             outcome_text(row),
-            "-"
-            if row.time_s is None or not outcomes.before_s
-            else change_text(row.time_s, outcomes.before_s),
+            change_text(row.time_s, outcomes.before_s),
             "-" if row.per_sample_s is None else format_seconds(row.per_sample_s),
             row.note,
         )

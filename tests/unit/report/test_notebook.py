@@ -70,6 +70,15 @@ def test_the_legend_of_a_picture_has_the_colours_that_are_there() -> None:
     assert ">update</text>" not in svg
 
 
+def test_a_timeline_alone_knows_no_forward_pass() -> None:
+    answer = two_devices()
+    assert answer.plan is not None
+    timeline = api.simulate(answer.problem, answer.plan)
+    assert ">compute</text>" in timeline._repr_html_()
+    assert ">forward</text>" not in timeline._repr_html_()
+    assert ">forward</text>" in timeline.plot(answer.problem.graph).svg
+
+
 def test_every_span_of_a_small_plan_is_in_the_picture() -> None:
     svg = two_devices().plot().svg
     assert svg.count('class="g0"') == 2 + 1  # one path a device, and the legend
