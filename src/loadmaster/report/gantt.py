@@ -380,9 +380,10 @@ def _shorten(text: str, most: int) -> str:
 
 
 _STYLE = (  # of this picture alone: in a notebook it stands in the document of others
-    "svg.gantt .g-pass{fill:#fff}"
+    "svg.gantt{background:#fff}svg.gantt .g-pass{fill:#fff}"
     "svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
     "svg.gantt .g-memory{fill:#56b4e9}svg.gantt .g-full{fill:#d55e00}"
     + "".join(f"svg.gantt .g{at}{{fill:{colour}}}" for at, colour in enumerate(COLOURS))
-    + "@media (prefers-color-scheme:dark){svg.gantt .g-title{fill:#ddd}}"
+    # the page around may be light while the system is dark, so the picture brings its background
+    + "@media (prefers-color-scheme:dark){svg.gantt{background:#14181d}svg.gantt .g-title{fill:#ddd}}"
 )

@@ -1,6 +1,7 @@
 """What a notebook shows, and the live table of a search."""
 
 import io
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_the_legend_of_a_picture_has_the_colours_that_are_there() -> None:
     assert ">forward</text>" in svg
     assert ">transfer</text>" in svg
     assert ">update</text>" not in svg
+
+
+def test_a_picture_can_be_read_on_a_light_page_of_a_dark_system() -> None:
+    svg = two_devices().plot().svg
+    dark = svg[svg.index("prefers-color-scheme:dark") :]
+    for style in (svg, dark):
+        assert re.search(r"svg\.gantt\{background:#[0-9a-f]+\}", style)
 
 
 def test_a_timeline_alone_knows_no_forward_pass() -> None:
