@@ -99,15 +99,21 @@ def _size_axis(ceiling: float, left: int, right: int, y: _Scale) -> str:
     return "".join(lines)
 
 
-def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> str:
-    """Devices as boxes and what they send each other as arrows, wider where more time goes by."""
+def cluster_picture(
+    cluster: Cluster, review: Review, peaks: Sequence[int], period_s: float | None = None
+) -> str:
+    """Devices as boxes and what they send each other as arrows, wider where more time goes by.
+
+    `period_s` is what shares of time are of, where it is not the step.
+    """
     num = cluster.num_devices
     small = num > 10
     width, height = _WIDTH, 420 if num > 2 else 220
     box_w, box_h = (70, 34) if small else (150, 74)
     spot = _spots(num, width, height, box_w, box_h)
     timeline = review.timeline
-    step = timeline.step_s or 1.0
+    step = period_s or timeline.step_s or 1.0
+    of = "the step" if period_s in (None, timeline.step_s) else "the time"
     moved = np.flatnonzero(timeline.kind == SpanKind.TRANSFER)
     busy: dict[int, list[float]] = {}
     for pair, span in zip(timeline.resource[moved].tolist(), moved.tolist(), strict=True):
@@ -124,7 +130,7 @@ def cluster_picture(cluster: Cluster, review: Review, peaks: Sequence[int]) -> s
         wide = 1 + 7 * (seconds / most if most else 0)
         text = (
             f"{cluster.device_name[source]} to {cluster.device_name[target]}: {int(count)} transfers,"
-            f" {format_seconds(seconds)}, {format_percent(seconds / step)} of the step"
+            f" {format_seconds(seconds)}, {format_percent(seconds / step)} of {of}"
         )
         label = format_seconds(seconds) if pair in labelled else ""
         arrows.append(_arrow(spot[source], spot[target], (box_w, box_h), wide, text, label=label))

@@ -123,7 +123,7 @@ def _cards(parts: PlanPage) -> list[Card]:
 
 def _rate_card(placement: Placement, review: Review) -> Card:
     seconds = placement.score_s or review.timeline.step_s
-    if placement.problem.objective == Objective.THROUGHPUT:
+    if _is_throughput(placement):
         rate = samples_per_s(placement)
         return Card("throughput", f"{_number(rate)} samples/s" if rate else "-", "while the pipeline runs")
     if review.samples is not None and seconds:
@@ -133,6 +133,10 @@ def _rate_card(placement: Placement, review: Review) -> Card:
     return Card(
         "steps", f"{_number(1 / seconds)} a second" if seconds else "-", "the graph does not say its batch"
     )
+
+
+def _is_throughput(placement: Placement) -> bool:
+    return placement.problem.objective == Objective.THROUGHPUT
 
 
 def _number(value: float) -> str:
@@ -227,11 +231,12 @@ def _device_section(parts: PlanPage) -> Section:
     assert plan is not None
     bars = []
     idle = idle_devices([timeline])
+    period = tables.period_s(placement, timeline)
     for device, name in enumerate(cluster.device_name):
         if device in idle and not placement.peak_bytes[device]:
             continue
         usable, peak = int(cluster.usable_bytes[device]), int(placement.peak_bytes[device])
-        busy = float(timeline.busy_s[device]) / timeline.step_s if timeline.step_s else 0.0
+        busy = float(timeline.busy_s[device]) / period if period else 0.0
         bars.append(
             {
                 "name": escape_control_characters(name),
@@ -266,9 +271,8 @@ def _device_section(parts: PlanPage) -> Section:
                 title="Predicted and measured",
             )
         )
-    return Section(
-        "devices", "Devices", "How busy each device is during the step, and how full.", rows, bars=bars
-    )
+    when = "while the pipeline runs" if _is_throughput(placement) else "during the step"
+    return Section("devices", "Devices", f"How busy each device is {when}, and how full.", rows, bars=bars)
 
 
 def _waiting_section(parts: PlanPage) -> Section:
@@ -378,13 +382,18 @@ def _path_section(parts: PlanPage) -> Section:
         "The chain of ops and transfers that the step time is made of: to be faster, something here"
         " must change."
     )
+    if _is_throughput(parts.placement):
+        lead = (
+            "The chain of ops and transfers that one pass is made of. How fast passes follow each other is up"
+            " to the busiest device or link."
+        )
     return Section("critical-path", "Critical path", lead, [total, table])
 
 
 def _cluster_section(placement: Placement, review: Review) -> Section:
     cluster = placement.problem.cluster
-    picture = charts.cluster_picture(cluster, review, placement.peak_bytes.tolist())
-    step = review.timeline.step_s or 1.0
+    period = tables.period_s(placement, review.timeline) or 1.0
+    picture = charts.cluster_picture(cluster, review, placement.peak_bytes.tolist(), period)
     rows = [
         (
             link.name,
@@ -392,12 +401,13 @@ def _cluster_section(placement: Placement, review: Review) -> Section:
             f"{link.num_transfers:,}",
             f"{format_bytes(link.bytes_per_s)}/s",
             format_seconds(link.busy_s),
-            format_percent(link.busy_s / step),
+            format_percent(link.busy_s / period),
         )
         for link in review.links[:_MOST_LINKS]
     ]
     more = len(review.links) - len(rows)
-    numbers = ("bytes", "transfers", "rate", "busy", "of the step")
+    share = "of the time" if _is_throughput(placement) else "of the step"
+    numbers = ("bytes", "transfers", "rate", "busy", share)
     table = Rows(
         ("link", *numbers),
         rows or [("-", "nothing is sent", "", "", "", "")],

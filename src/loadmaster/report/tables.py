@@ -158,9 +158,14 @@ def _busy_texts(placement: Placement, timeline: Timeline | None) -> list[str]:
     """Share of the time each device computes: of the step, or of a pipeline's time per sample."""
     if timeline is None:
         return []
-    per_sample = placement.problem.objective == Objective.THROUGHPUT and placement.score_s
-    period_s = placement.score_s if per_sample else timeline.step_s
-    return [format_percent(busy_s / period_s) if period_s else "-" for busy_s in timeline.busy_s.tolist()]
+    period = period_s(placement, timeline)
+    return [format_percent(busy_s / period) if period else "-" for busy_s in timeline.busy_s.tolist()]
+
+
+def period_s(placement: Placement, timeline: Timeline) -> float:
+    """What shares of time are of: the step, or the time from one pass of a full pipeline to the next."""
+    throughput = placement.problem.objective == Objective.THROUGHPUT
+    return (throughput and placement.score_s) or timeline.step_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,3 +136,12 @@ def test_a_pipeline_of_a_captured_graph_counts_every_sample_of_a_pass() -> None:
     assert time_word(problem) == "time per 16 samples"
     rows = api.whatif(placement, set="ref0-ref1.rate=2x", budget="5x")[0].rows
     assert rows[0].per_sample_s == pytest.approx(placement.score_s / 16)
+
+
+def test_the_page_of_a_pipeline_says_how_busy_devices_are_while_it_runs(tmp_path: Path) -> None:
+    problem = problem_of(chain(4), star_cluster(2, memory=100), 1.0, objective=Objective.THROUGHPUT)
+    placement = api.plan(problem, algorithm=plan_on([0, 0, 1, 1]))
+    api.write_report(placement, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "How busy each device is while the pipeline runs" in page
+    assert page.count(">busy 100.0 %<") == 2  # both run all the time, one sample after the other
