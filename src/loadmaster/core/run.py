@@ -83,7 +83,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class PlanNews:
-    """A better plan was found."""
+    """A better plan was found, or more is proven."""
 
     time_s: float
     overflow_bytes: int  # 0 = it fits
@@ -91,6 +91,10 @@ class PlanNews:
 
 
 def ignore_news(_news: PlanNews) -> None:
+    """A listener that does nothing."""
+
+
+def ignore_bound(_bound: Bound) -> None:
     """A listener that does nothing."""
 
 
@@ -110,6 +114,7 @@ class Run:
     ]  # the plan in the order in which its ops start, and its score
     bound: Bound
     progress: Callable[[str, float], None] = ignore_progress
+    prove: Callable[[Bound], None] = ignore_bound  # told of a better bound before the answer has it
     repair: bool = True  # whether a constructor may spend time on plans that do not fit
     started: float = field(default_factory=lambda: time.perf_counter())  # looked up at the call
 

@@ -86,11 +86,12 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
     captured, judge = ask.order == CAPTURED or ask.score is not None, ask.score or simulator.score
     if ask.score is not None:  # what bounds a simulated time bounds no measured one
         bound = Bound(0.0, "none: times are measured", bound.infeasible)
+    news = _News(ask.watch, bound.seconds)
     best = _BestSoFar(
         problem,
         _score_in_graph_order(judge) if captured else judge,
         _arrange_in_graph_order(judge) if captured else simulator.order_and_score,
-        lambda score: ask.watch(PlanNews(score.time_s, score.overflow_bytes, bound.seconds)),
+        news.tell_plan,
     )
     run = Run(
         budget=ask.budget,
@@ -99,6 +100,7 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
         arrange=best.arrange,
         bound=bound,
         progress=ask.progress,
+        prove=news.tell_bound,
     )
     try:
         answer = ask.algorithm(problem, run)
@@ -120,6 +122,28 @@ def _run_algorithm(problem: Problem, ask: PlanRequest) -> Placement:
         plan=None if answer.plan is None else in_graph_order(answer.plan),
         least_overflow_plan=None if nearest is None else in_graph_order(nearest),
     )
+
+
+class _News:
+    """Tells a listener of better plans and of better bounds."""
+
+    def __init__(self, watch: Callable[[PlanNews], None], bound_s: float) -> None:
+        self._watch, self._bound_s = watch, bound_s
+        self._best: Score | None = None
+
+    def tell_plan(self, score: Score) -> None:
+        """A better plan."""
+        self._best = score
+        self._tell(score)
+
+    def tell_bound(self, bound: Bound) -> None:
+        """More is proven."""
+        self._bound_s = bound.seconds
+        if self._best is not None:
+            self._tell(self._best)
+
+    def _tell(self, score: Score) -> None:
+        self._watch(PlanNews(score.time_s, score.overflow_bytes, self._bound_s))
 
 
 class _BestSoFar:

@@ -36,7 +36,7 @@ class LivePlan:
         self.message, self.changed = message, True
 
     def watch(self, news: PlanNews) -> None:
-        """A better plan."""
+        """A better plan, or a better bound."""
         self.news, self.changed = news, True
 
     def rows(self) -> dict[str, str]:

@@ -9,10 +9,13 @@ import pytest
 from rich.console import Console
 
 from loadmaster import api
+from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Problem
 from loadmaster.core.run import PlanNews
 from loadmaster.core.units import format_bytes
 from loadmaster.report.live_plan import LivePlan, show_live
 from tests.browser.pages import HOSTILE, hostile, two_devices
+from tests.builders import plan_on
 
 
 def test_a_placement_shows_a_table_and_a_picture() -> None:
@@ -123,6 +126,25 @@ def test_better_plans_are_told_as_they_are_found() -> None:
     ranks = [(news.overflow_bytes, news.time_s) for news in heard]
     assert ranks == sorted(ranks, reverse=True)
     assert heard[-1].time_s == answer.score_s
+    assert heard[-1].bound_s == answer.bound_s
+
+
+def test_a_bound_that_is_proven_while_it_searches_is_told() -> None:
+    from loadmaster.core.run import Bound, Budget, Run
+    from loadmaster.placers.answer import best_of
+    from loadmaster.placers.ask import PlanRequest, find_placement
+
+    problem = two_devices().problem
+    plan = plan_on([0, 0, 0, 1, 1, 1])
+
+    def prove(problem: Problem, run: Run) -> Placement:
+        found = run.score(plan)
+        run.prove(Bound(0.9 * found.time_s, "mine"))
+        return best_of(problem, run, [plan], algorithm="prove")
+
+    heard: list[PlanNews] = []
+    find_placement(problem, PlanRequest(prove, Budget(count=1), watch=heard.append))
+    assert heard[-1].bound_s == 0.9 * heard[-1].time_s > heard[0].bound_s
 
 
 def test_a_plan_too_large_says_so() -> None:

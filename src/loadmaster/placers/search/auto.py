@@ -284,6 +284,7 @@ class _Portfolio:
         self.results.append((label, result))
         if result.bound_s > self.bound.seconds:
             self.bound = Bound(result.bound_s, result.bound_name, self.bound.infeasible)
+            self.run.prove(self.bound)
         if self.best is None or _rank_key(result) < _rank_key(self.best):
             self.best = result
 
