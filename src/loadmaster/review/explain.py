@@ -349,7 +349,7 @@ def _after_replanning(row: Elsewhere, time_s: float) -> str:
 
 
 def _explain_whole(placement: Placement, review: Review, found: Explanation) -> list[str]:
-    said = [f"What limits the step: {review.limit}."] if review.limit else []
+    said = [f"What limits the step: {review.limit}."] if review.limit and placement.fits else []
     unit = "a pass" if placement.problem.objective == Objective.THROUGHPUT else "a step"
     before = next((row for row in found.changes if row.name == "as it is"), None)
     if before is None:
