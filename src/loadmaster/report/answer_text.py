@@ -18,7 +18,7 @@ _WIDTH = 100
 
 def print_answer(answer: object, console: Console) -> None:
     """Print an answer: sentences as long as they are, tables as wide as the console."""
-    for part in _list_parts(answer):
+    for part in _list_parts(answer, console.width):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
@@ -29,9 +29,9 @@ def render_text(answer: object) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _list_parts(answer: object) -> Iterator[RenderableType]:
+def _list_parts(answer: object, width: int) -> Iterator[RenderableType]:
     if isinstance(answer, Fit):
-        return _describe_fit(answer)
+        return _describe_fit(answer, width)
     if isinstance(answer, Explanation):
         return _describe_explanation(answer)
     if isinstance(answer, Outcomes):
@@ -47,15 +47,15 @@ def _sentence(text: str, style: str = "") -> Text:
     return Text(escape_control_characters(text), style=style)
 
 
-def _describe_fit(answer: Fit) -> Iterator[RenderableType]:
+def _describe_fit(answer: Fit, width: int) -> Iterator[RenderableType]:
     yield fit_tables.summary(answer)
     for line in fit_tables.findings(answer):
         yield _sentence(line, "yellow")
     shown = [
         ("each device alone:", fit_tables.devices(answer)),
-        ("all devices, by a plan:", fit_tables.cluster(answer)),
+        ("all devices, by a plan:", fit_tables.cluster(answer, width)),
         ("every preset alone:", fit_tables.presets(answer)),
-        ("at the peak, on one device that holds everything:", fit_tables.modules(answer)),
+        ("at the peak, on one device that holds everything:", fit_tables.modules(answer, width)),
         ("what would make it fit, the cheapest first:", fit_tables.changes(answer)),
     ]
     for title, table in shown:

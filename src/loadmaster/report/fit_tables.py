@@ -1,5 +1,7 @@
 """Tables of `loadmaster fit`: verdicts, breakdowns, presets, changes."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
@@ -10,6 +12,9 @@ from loadmaster.report.tables import Bar, fields
 from loadmaster.report.text_columns import columns, one_line
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
+_OTHER = "other"
+_FEWEST = 3  # columns of parts
+_LONGEST_SIZE, _LONGEST_NAME, _SHORTEST_BAR, _PADDING = 10, 24, 4, 2  # letters
 
 
 def summary(answer: Fit) -> Table:
@@ -79,12 +84,14 @@ def verdict_text(fits: bool | None, *, proven: bool = False) -> Text:
     return Text("no (proven)" if proven else "no", style="red")
 
 
-def cluster(answer: Fit) -> Table | None:
+def cluster(answer: Fit, width: int) -> Table | None:
     """What each device holds at its peak in the plan that was found, or came nearest."""
     whole = answer.cluster
     if whole is None or len(whole.devices) < 2:
         return None
-    titles = ("device", *_parts_to_show(whole.parts), "peak", "memory", "")
+    names = min(max(map(len, whole.devices)), _LONGEST_NAME)
+    room = width - names - _PADDING - _letters_of(("peak", "memory")) - _SHORTEST_BAR
+    titles = ("device", *_parts_to_show(whole.parts, room), "peak", "memory", "")
     table = columns(*titles, right=titles[1:-1], whole=titles[1:-1])
     for name, parts, memory in zip(whole.devices, whole.parts, whole.memory_bytes, strict=True):
         sizes = [format_bytes(size) for size in _sizes_of(parts, titles[1:-3])]
@@ -95,9 +102,11 @@ def cluster(answer: Fit) -> Table | None:
     return table
 
 
-def modules(answer: Fit) -> Table:
+def modules(answer: Fit, width: int) -> Table:
     """The tree of modules, what each holds when the whole holds most."""
-    shown = _parts_to_show([row.parts for row in answer.modules])
+    names = max((len(row.module.rpartition(".")[2]) + row.depth for row in answer.modules), default=0)
+    room = width - min(names, _LONGEST_NAME) - _PADDING - _letters_of(("all",))
+    shown = _parts_to_show([row.parts for row in answer.modules], room)
     table = columns("module", *shown, "all", right=(*shown, "all"), whole=(*shown, "all"))
     for row, num in _merge_alike_rows(answer.modules):
         name = row.module.rpartition(".")[2] if row.module else "whole model"
@@ -165,10 +174,25 @@ def notes(answer: Fit) -> list[str]:
     return lines
 
 
-def _parts_to_show(rows: "tuple[Parts, ...] | list[Parts]") -> tuple[str, ...]:
-    """The parts of which there is something to show."""
-    return tuple(name for name in _PARTS if any(getattr(row, f"{name}_bytes") for row in rows))
+def _parts_to_show(rows: Sequence[Parts], room: int) -> tuple[str, ...]:
+    """The parts of which there is something to show; where there is no room for all, the smaller ones are
+    one column."""
+    most = {name: max((getattr(row, f"{name}_bytes") for row in rows), default=0) for name in _PARTS}
+    there = [name for name in _PARTS if most[name]]
+    if _letters_of(there) <= room or len(there) <= _FEWEST:
+        return tuple(there)
+    largest = sorted(there, key=lambda name: -most[name])
+    for num in range(len(there) - 2, _FEWEST - 2, -1):
+        shown = [name for name in there if name in largest[:num]]
+        if _letters_of([*shown, _OTHER]) <= room:
+            break
+    return (*shown, _OTHER)
 
 
-def _sizes_of(parts: Parts, names: tuple[str, ...]) -> list[int]:
-    return [int(getattr(parts, f"{name}_bytes")) for name in names]
+def _letters_of(titles: Sequence[str]) -> int:
+    return sum(max(len(title), _LONGEST_SIZE) + _PADDING for title in titles)
+
+
+def _sizes_of(parts: Parts, names: Sequence[str]) -> list[int]:
+    named = {name: int(getattr(parts, f"{name}_bytes")) for name in names if name != _OTHER}
+    return [named.get(name, parts.total_bytes - sum(named.values())) for name in names]
