@@ -1,5 +1,6 @@
 """Raised: an exception in one line, and where in the user's own code it came from."""
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -7,6 +8,7 @@ from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LONGEST_MESSAGE = 300
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal: Keras writes its messages bold
 
 
 def where_raised(problem: BaseException) -> str:
@@ -26,5 +28,5 @@ def where_raised(problem: BaseException) -> str:
 
 def shorten_error(problem: BaseException) -> str:
     """The first lines of an error, in one, and where in the user's own code it was raised."""
-    text = " ".join(str(problem).split())
+    text = " ".join(_COLOURS.sub("", str(problem)).split())
     return f"{type(problem).__name__}: {text[:_LONGEST_MESSAGE]}{where_raised(problem)}"

@@ -184,8 +184,7 @@ class _Writer:
         """Flops, bytes moved, and the bytes of each result."""
         if is_control_flow(op):
             found = loop_work(op, self._library, self._lists)
-            turns = "turns not known, counted once" if found.turns is None else f"{found.turns} turns"
-            self._loops.append(f"{op.name} ({op.type}, {turns})")
+            self._loops.append(f"{op.name} ({op.type}{_describe_turns(op, found.turns)})")
             for out, size in zip(op.outputs, found.output_bytes, strict=True):
                 self._lists[out.name] = size
             return found.flops, found.bytes_moved, list(found.output_bytes)
@@ -231,6 +230,12 @@ class _Writer:
             more = f" and {len(self._free) - 1} more" if len(self._free) > 1 else ""
             notes.append(f"the size of {self._free[0]}{more} depends on values; a free axis is counted as 1")
         return notes
+
+
+def _describe_turns(op: Any, turns: int | None) -> str:
+    if "While" not in op.type:
+        return ""
+    return ", turns not known, counted once" if turns is None else f", {turns} turn{'s' * (turns != 1)}"
 
 
 def _live_ops(ops: Sequence[Any], step: OptimisedStep) -> list[Any]:
