@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.cost.keys import collect_keys
-from loadmaster.cost.timed.tensorflow_timing import time_signature
+from loadmaster.cost.signature import parse_signature
+from loadmaster.cost.timed.tensorflow_timing import make_function, time_signature
 from loadmaster.graph.differences import list_differences
 from loadmaster.graph.tf_capture.canonical import canonical_names
 from loadmaster.graph.tf_capture.op_work import op_flops
@@ -127,3 +128,16 @@ def test_a_kept_activation_lives_until_its_gradient_is_made() -> None:
     users = np.bincount(graph.use_tensor, minlength=graph.num_tensors)
     relu = next(at for at, name in enumerate(graph.op_name) if name.endswith("/Relu"))
     assert users[np.flatnonzero(graph.tensor_op == relu)[0]] >= 2
+
+
+def test_a_timed_function_runs_every_copy_and_gives_one_tensor() -> None:
+    signature = parse_signature("tf.Mul.default float32[8] float32[8]")
+    assert signature is not None
+    once, few = make_function(signature, 1, 9)
+    often, many = make_function(signature, 9, 9)
+    assert len(few) == len(many) == 18  # taking what one call costs from the other leaves ops alone
+    for function, copies in ((once, 1), (often, 9)):
+        assert [op.type for op in function.graph.get_operations()].count("Mul") == copies
+        assert len(function.outputs) == 1
+    last = next(op for op in often.graph.get_operations() if op.type == "Mul" and op.name == "Mul_8")
+    assert [op.type for op in last.control_inputs] == ["Mul"]  # one after the other

@@ -1,9 +1,10 @@
 """TensorFlow timing: fills the database with the times of TensorFlow ops on this machine's CPU. [tensorflow]
 
-An op is timed as it runs in a step: in a function, without Python in between. The function runs the op some
-times, one after the other and on data of its own each time; what the same function takes with one of them
-is taken off, so that calling it is not counted. Other work on the machine is not: wall time or processor
-time, whichever is less.
+An op is timed as it runs in a step: in a function, without Python in between and without TensorFlow's own
+optimiser. The function runs the op some times, one after the other and on data of its own each time; what a
+function with as many arguments and one such op takes is taken off, so that calling it is not counted. Both
+give one tensor: a tensor that Python gets costs more than many an op. Other work on the machine is not
+counted: wall time or processor time, whichever is less.
 """
 
 import inspect
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context as eager_context  # options of a single call are nowhere else
 from tensorflow.python.framework import op_def_registry  # which inputs are lists is nowhere else
 
 import tensorflow as tf
@@ -24,6 +27,7 @@ from loadmaster.cost.database import CostDatabase, CostRow, today
 from loadmaster.cost.keys import Keys
 from loadmaster.cost.signature import PlainWord, Signature, TensorSpec, Value, parse_signature
 
+_WAY = "one result"
 _COPIES = 8
 _ROUNDS = 7
 _LONG_S = 5e-3  # an op that takes longer is timed with fewer copies
@@ -33,8 +37,8 @@ Say = Callable[[str, float], None]
 
 
 def version() -> str:
-    """As rows write it, beside torch's."""
-    return f"tensorflow {tf.__version__}"
+    """As rows write it, beside torch's; rows of another way of timing are not read."""
+    return f"tensorflow {tf.__version__} ({_WAY})"
 
 
 def measure_missing(
@@ -83,16 +87,31 @@ def time_signature(key: str) -> tuple[float, float, int]:
     signature = parse_signature(key)
     if signature is None or signature.op[0] != "tf":
         raise ValueError("its signature cannot be read")
-    once, _ = _time_function(signature, 1)
+    once, _ = _time_function(signature, 1, 1)
     copies = _COPIES if once < _LONG_S else 2
-    base, _ = _time_function(signature, 1)
-    many, spread = _time_function(signature, 1 + copies)
+    base, _ = _time_function(signature, 1, 1 + copies)
+    many, spread = _time_function(signature, 1 + copies, 1 + copies)
     return max((many - base) / copies, 1e-8), spread, _ROUNDS * copies
 
 
-def _time_function(signature: Signature, copies: int) -> tuple[float, float]:
+def _time_function(signature: Signature, copies: int, sets: int) -> tuple[float, float]:
     """The lower quartile of calls of a function that runs an op some times, and how far they lie apart."""
-    call = _make_function(signature, copies)
+    function, data = make_function(signature, copies, sets)
+    context = eager_context.context()
+    config = config_pb2.ConfigProto()
+    config.CopyFrom(context.config)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True  # it drops what gives no result
+    before, context.function_call_options = (
+        context.function_call_options,
+        eager_context.FunctionCallOptions(config_proto=config),
+    )
+    try:
+        return _time_calls(lambda: function(*data))
+    finally:
+        context.function_call_options = before
+
+
+def _time_calls(call: Callable[[], Any]) -> tuple[float, float]:
     call()
     rounds = []
     for _ in range(_ROUNDS):
@@ -103,17 +122,18 @@ def _time_function(signature: Signature, copies: int) -> tuple[float, float]:
     return low, (high - low) / 2 / low if low > 0 else 0.0
 
 
-def _make_function(signature: Signature, copies: int) -> Callable[[], Any]:
+def make_function(signature: Signature, copies: int, sets: int) -> tuple[Any, list[Any]]:
+    """A function of so many sets of data that runs the op on the first ones and gives the last result."""
     operation = getattr(tf.raw_ops, signature.op[1])
     draw = np.random.default_rng(0)
     data = [
         [_make_tensor(word, draw) for word in signature.args if isinstance(word, TensorSpec)]
-        for _ in range(copies)
+        for _ in range(sets)
     ]
     flat = [tensor for one in data for tensor in one]
 
     def body(*tensors: Any) -> Any:
-        rest, results = iter(tensors), []
+        rest, last = iter(tensors), None
         before: list[Any] = []
         for _ in range(copies):
             inputs = [
@@ -122,13 +142,12 @@ def _make_function(signature: Signature, copies: int) -> Callable[[], Any]:
             with tf.control_dependencies(before):
                 made = operation(**_arguments(signature, inputs, operation))
             outputs = [part for part in tf.nest.flatten(made) if tf.is_tensor(part)]
-            before = [outputs[0].op]
-            results.append(outputs[0])
-        return results
+            last, before = outputs[0], [outputs[0].op]
+        return last
 
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat]
     function = tf.function(body, autograph=False, input_signature=specs).get_concrete_function()
-    return lambda: function(*flat)
+    return function, flat
 
 
 def _arguments(signature: Signature, inputs: list[Any], operation: Any) -> dict[str, Any]:
