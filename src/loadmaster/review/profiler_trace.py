@@ -16,6 +16,7 @@ import difflib
 import os
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from loadmaster.graph.formats import own
 from loadmaster.review.look import shown_plan
 
 _BACKWARD = "autograd::engine::evaluate_function"
+_ACCUMULATION = "AccumulateGrad"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#[0-9]+")
 _PAIR = re.compile(r"(.*?) (?:to|→) (.*)")
@@ -176,11 +178,13 @@ def _match_profile(events: list[dict[str, Any]], placement: Placement) -> tuple[
     graph = placement.problem.graph
     begin, end = _choose_step(events)
     ops, kernels = _collect_ops(events, begin, end)
-    forward = [event for event in ops if not event.name.startswith(_BACKWARD)]
-    inside = _outermost(forward, [event for event in ops if event.name.startswith(_BACKWARD)])
     planned = [
         op for op in range(graph.num_ops) if graph.phase[op] == Phase.FORWARD and _base(graph.op_kind[op])
     ]
+    backward = [event for event in ops if event.name.startswith(_BACKWARD)]
+    last_s = max((event.start_s for event in backward), default=np.inf)  # updates come after it
+    forward = [event for event in ops if not event.name.startswith(_BACKWARD) and event.start_s < last_s]
+    inside = _outermost(forward, backward, {_base(graph.op_kind[op]) for op in planned})
     pairs = _align([_base(graph.op_kind[op]) for op in planned], [_base(event.name) for event in inside])
     spans, device = _Spans(), shown_plan(placement).device.tolist()
     by_sequence: dict[int, int] = {}
@@ -241,8 +245,12 @@ def _inside(ops: list[_Event], event: _Event) -> list[_Event]:
     return [each for each in ops[low:high] if each.end_s <= event.end_s]
 
 
-def _outermost(forward: list[_Event], backward: list[_Event]) -> list[_Event]:
-    """Ops that stand inside of no other op of a known kind, and in no backward pass."""
+def _outermost(forward: list[_Event], backward: list[_Event], kinds: Collection[str] = ()) -> list[_Event]:
+    """Ops that stand inside of no other op, and in no backward pass.
+
+    An op that is of none of the `kinds` and has ops of them within stands for those: a cross_entropy_loss for
+    its log_softmax and nll_loss.
+    """
     found: list[_Event] = []
     free_s = -np.inf
     spans = sorted((event.start_s, event.end_s) for event in backward)
@@ -254,7 +262,10 @@ def _outermost(forward: list[_Event], backward: list[_Event]) -> list[_Event]:
             continue
         if event.start_s < free_s or not event.name.startswith("aten::"):
             continue
-        if event.name.startswith("aten::") and event.end_s > free_s:
+        if event.end_s > free_s:
+            within = _inside(forward, event) if kinds and _base(event.name) not in kinds else []
+            if any(_base(each.name) in kinds for each in within if each.name.startswith("aten::")):
+                continue
             found.append(event)
             free_s = event.end_s
     return found
@@ -316,9 +327,10 @@ def _match_backward(
             continue
         forward = by_sequence.get(event.sequence, -1)
         if not mirrored.get(forward):
-            lost += 1
+            lost += _ACCUMULATION not in event.name  # adding to a weight's gradient is no op of a plan
             continue
-        found.setdefault(forward, []).extend(_outermost(_inside(ops, event), []))
+        kinds = {_base(graph.op_kind[op]) for op in mirrored[forward]}
+        found.setdefault(forward, []).extend(_outermost(_inside(ops, event), [], kinds))
     for forward, events in found.items():
         backward = mirrored[forward]
         kinds = [_base(graph.op_kind[op]) for op in backward]

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -319,6 +320,31 @@ def test_a_trace_of_the_profiler_is_matched_to_the_plan(tmp_path: Path) -> None:
     assert max(start[op] for op in linear) < min(start[op] for op in products)
     assert any("ops were found" in note for note in notes)
     api.write_report(answer, tmp_path / "page.html", measured=timeline)
+
+
+def test_ops_inside_of_a_loss_are_found_and_updates_are_not_counted_as_lost(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from loadmaster.graph.capture import capture
+
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Flatten(), torch.nn.Linear(64, 5))
+    batch, wanted = torch.randint(0, 20, (8, 4)), torch.zeros(8, dtype=torch.long)
+
+    def loss(out: object) -> object:
+        return torch.nn.functional.cross_entropy(out, wanted.to(out.device))  # type: ignore[attr-defined]
+
+    answer = api.plan(capture(model, batch, loss=loss, optimizer="adamw"), "cpu", algorithm="single_device")
+    updates = torch.optim.AdamW(model.parameters())
+    with torch.profiler.profile() as profile:
+        loss(model(batch)).backward()  # type: ignore[attr-defined]
+        updates.step()
+    profile.export_chrome_trace(str(tmp_path / "profile.json"))
+    timeline, (note,) = api.import_file(tmp_path / "profile.json", answer)
+    assert not isinstance(timeline, Placement)
+    kinds = {answer.problem.graph.op_kind[op] for op in timeline.item.tolist()}
+    assert kinds >= {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "embedding_dense_backward"}
+    lost = re.search(r"([0-9]+) events of the forward pass and ([0-9]+) of the backward", note)
+    assert lost is not None
+    assert int(lost[1]) + int(lost[2]) <= 3, note  # those of the optimizer alone are many more
 
 
 if __name__ == "__main__":
