@@ -40,9 +40,9 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
 
     parts = [_size_axis(ceiling, left, width - 12, y)]
     for at in axis_ticks(end, 6):
-        parts.append(
-            f'<text class="t" x="{x(at):.1f}" y="{height - 8}" text-anchor="middle">{format_seconds(at)}</text>'
-        )
+        text = format_seconds(at)
+        place = min(x(at), width - 2 - _LETTER_PX * len(text) / 2)  # the last one is not cut off
+        parts.append(f'<text class="t" x="{place:.1f}" y="{height - 8}" text-anchor="middle">{text}</text>')
     stacked = np.cumsum(curve.held_bytes, axis=1)
     edges = [*curve.time_s.tolist(), end]
     for kind in range(len(MEMORY_KINDS)):

@@ -67,6 +67,16 @@ def test_the_limit_is_drawn_while_there_is_something_to_see_beside_it() -> None:
     assert "peak 10.0 MiB of 1000.0 MiB" in far
 
 
+def test_the_last_time_of_the_axis_is_not_cut_off() -> None:
+    held = np.zeros((1, len(MEMORY_KINDS)), dtype=np.int64)
+    held[0, 0] = 5
+    svg = memory_chart("gpu0", MemoryCurve(np.zeros(1), held, 5, 0.0), 100, 10_000.0)
+    texts = [text for text in ElementTree.fromstring(svg).iter("text") if text.get("text-anchor") == "middle"]
+    assert len(texts) > 3
+    for text in texts:
+        assert float(text.get("x") or 0) + 6.0 * len(text.text or "") / 2 < 480
+
+
 def test_a_long_name_of_a_device_ends_before_what_stands_beside_it() -> None:
     svg = memory_chart("a very long name of a device of some cluster", curve_of(30 << 20), 10 << 20, 1.0)
     name, said = [text for text in ElementTree.fromstring(svg).iter("text") if text.get("y") == "14"]
