@@ -20,6 +20,8 @@ _LETTER_PX = 6.3  # the width of a letter of a label, on average and rounded up
 _MOST_LABELS = 12
 _MOST_ROOM = 12  # a limit so many times the peak would leave nothing to see of what is held
 _Scale = Callable[[float], float]
+_Point = tuple[float, float]
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, *, width: int = 480) -> str:
@@ -120,7 +122,8 @@ def cluster_picture(
         row = busy.setdefault(pair, [0.0, 0])
         row[0] += float(timeline.end_s[span] - timeline.start_s[span])
         row[1] += 1
-    arrows = []
+    arrows, labels = [], []
+    taken = [(x - box_w / 2, y - box_h / 2, x + box_w / 2, y + box_h / 2) for x, y in spot]
     most = max((seconds for seconds, _ in busy.values()), default=0.0)
     labelled = set() if small else set(sorted(busy, key=lambda pair: -busy[pair][0])[:_MOST_LABELS])
     for pair, (seconds, count) in sorted(busy.items(), key=lambda each: each[1][0]):
@@ -132,8 +135,12 @@ def cluster_picture(
             f"{cluster.device_name[source]} to {cluster.device_name[target]}: {int(count)} transfers,"
             f" {format_seconds(seconds)}, {format_percent(seconds / step)} of {of}"
         )
-        label = format_seconds(seconds) if pair in labelled else ""
-        arrows.append(_arrow(spot[source], spot[target], (box_w, box_h), wide, text, label=label))
+        arrow = _bend(spot[source], spot[target], (box_w, box_h))
+        arrows.append(_draw_arrow(arrow, wide, text))
+        if pair in labelled:
+            label, box = _label_arrow(arrow, wide, format_seconds(seconds), taken)
+            labels.append(label)
+            taken.append(box)
     boxes = []
     for device, (cx, cy) in enumerate(spot):
         share = float(timeline.busy_s[device]) / step
@@ -163,7 +170,7 @@ def cluster_picture(
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>Devices and what they send each'
         f' other</title><defs><marker id="tip" viewBox="0 0 10 10" refX="2" refY="5" markerWidth="12"'
         f' markerHeight="12" markerUnits="userSpaceOnUse" orient="auto"><path class="tip" d="M0 0L10 5L0 10z"/>'
-        f"</marker></defs>{''.join(arrows)}{''.join(boxes)}</svg>"
+        f"</marker></defs>{''.join(arrows)}{''.join(boxes)}{''.join(labels)}</svg>"
     )
 
 
@@ -178,35 +185,45 @@ def _spots(num: int, width: int, height: int, box_w: int, box_h: int) -> list[tu
     return [(width / 2 + across * math.cos(a), height / 2 + up * math.sin(a)) for a in angles]
 
 
-def _arrow(
-    start: tuple[float, float],
-    end: tuple[float, float],
-    box: tuple[float, float],
-    wide: float,
-    text: str,
-    *,
-    label: str,
-) -> str:
+def _bend(start: _Point, end: _Point, box: _Point) -> tuple[_Point, _Point, _Point]:
     """From the edge of one box to the edge of another, bent to its right, so that both ways stand apart."""
     (x0, y0), (x1, y1) = start, end
     far = math.hypot(x1 - x0, y1 - y0) or 1.0
-    nx, ny = -(y1 - y0) / far, (x1 - x0) / far
     bend = min(44.0, far / 5)
-    mx, my = (x0 + x1) / 2 + nx * bend, (y0 + y1) / 2 + ny * bend
-    (x0, y0), (x1, y1) = _on_edge(start, (mx, my), box, 2), _on_edge(end, (mx, my), box, 12)
-    lx, ly = _on_curve(x0, y0, mx, my, x1, y1, 0.5)
-    lx, ly = lx + nx * (wide / 2 + 5), ly + ny * (wide / 2 + 9) + 4
-    anchor = "start" if nx > 0.4 else "end" if nx < -0.4 else "middle"
-    shown = (
-        f'<text class="t halo" x="{lx:.0f}" y="{ly:.0f}" text-anchor="{anchor}">{label}</text>'
-        if label
-        else ""
-    )
+    middle = (x0 + x1) / 2 - (y1 - y0) / far * bend, (y0 + y1) / 2 + (x1 - x0) / far * bend
+    return _on_edge(start, middle, box, 2), middle, _on_edge(end, middle, box, 12)
+
+
+def _draw_arrow(arrow: tuple[_Point, _Point, _Point], wide: float, text: str) -> str:
+    (x0, y0), (mx, my), (x1, y1) = arrow
     return (
         f"<g><title>{escape_for_xml(text)}</title>"
         f'<path class="wire" d="M{x0:.0f} {y0:.0f}Q{mx:.0f} {my:.0f} {x1:.0f} {y1:.0f}" stroke-width="{wide:.1f}"'
-        f' marker-end="url(#tip)"/>{shown}</g>'
+        f' marker-end="url(#tip)"/></g>'
     )
+
+
+def _label_arrow(
+    arrow: tuple[_Point, _Point, _Point], wide: float, label: str, taken: Sequence[_Box]
+) -> tuple[str, _Box]:
+    """Beside the middle of an arrow, or nearer to an end where something else stands there."""
+    (x0, y0), _, (x1, y1) = arrow
+    far = math.hypot(x1 - x0, y1 - y0) or 1.0
+    nx, ny = -(y1 - y0) / far, (x1 - x0) / far
+    anchor = "start" if nx > 0.4 else "end" if nx < -0.4 else "middle"
+    letters = _LETTER_PX * len(label)
+    before = {"start": 0.0, "middle": letters / 2, "end": letters}[anchor]
+    found: list[tuple[float, float, _Box]] = []
+    for part in (0.5, 0.38, 0.62, 0.28, 0.72, 0.2, 0.8):
+        x, y = _on_curve(*(number for point in arrow for number in point), part)
+        x, y = x + nx * (wide / 2 + 5), y + ny * (wide / 2 + 9) + 4
+        found.append((x, y, (x - before, y - 11, x - before + letters, y + 3)))
+    x, y, box = next((spot for spot in found if not any(_meet(spot[2], other) for other in taken)), found[0])
+    return f'<text class="t halo" x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{label}</text>', box
+
+
+def _meet(one: _Box, other: _Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _on_edge(

@@ -54,6 +54,22 @@ def test_two_ways_between_two_devices_have_labels_apart() -> None:
         assert all(abs(x - a) > 30 or abs(y - b) > 10 for a, b in places[:at])
 
 
+def test_labels_of_arrows_that_cross_do_not_cover_each_other() -> None:
+    devices = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0, 1, 3, 1, 2, 0, 3, 2, 1, 0]  # every pair, both ways
+    problem = problem_of(chain(len(devices), num_bytes=5), star_cluster(4, memory=10**6, rate=5.0), 1.0)
+    placement = api.plan(problem, algorithm=plan_on(devices))
+    svg = cluster_picture(problem.cluster, review_plan(placement), placement.peak_bytes.tolist())
+    marks = [text for text in ElementTree.fromstring(svg).iter("text") if "halo" in (text.get("class") or "")]
+    assert len(marks) == 12
+    boxes = []
+    for mark in marks:
+        x, y, wide = float(mark.get("x") or 0), float(mark.get("y") or 0), 6.0 * len(mark.text or "")
+        left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[mark.get("text-anchor") or ""]
+        boxes.append((left, y - 9, left + wide, y + 2))
+    for at, (left, top, right, bottom) in enumerate(boxes):
+        assert not any(left < c and a < right and top < d and b < bottom for a, b, c, d in boxes[:at])
+
+
 def curve_of(size: int) -> MemoryCurve:
     held = np.zeros((1, len(MEMORY_KINDS)), np.int64)
     held[0, 0] = size
