@@ -56,7 +56,7 @@ def test_two_ways_between_two_devices_have_labels_apart() -> None:
 
 def test_labels_of_arrows_that_cross_do_not_cover_each_other() -> None:
     devices = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0, 1, 3, 1, 2, 0, 3, 2, 1, 0]  # every pair, both ways
-    problem = problem_of(chain(len(devices), num_bytes=5), star_cluster(4, memory=10**6, rate=5.0), 1.0)
+    problem = problem_of(chain(len(devices), num_bytes=5), star_cluster(4, memory=10**6, rate=4070.0), 1.0)
     placement = api.plan(problem, algorithm=plan_on(devices))
     svg = cluster_picture(problem.cluster, review_plan(placement), placement.peak_bytes.tolist())
     marks = [text for text in ElementTree.fromstring(svg).iter("text") if "halo" in (text.get("class") or "")]
