@@ -60,6 +60,14 @@ def test_a_full_cluster_tells_when_devices_come_free() -> None:
     assert all(o.start_s == 100.0 for o in answer.offers)
 
 
+def test_devices_taken_until_nobody_knows_when_reject_without_an_offer() -> None:
+    busy = ClusterState(host_layout([4]), np.full(4, np.inf))
+    answer = advise(JOB, busy, deadline_s=1e6)
+    assert not answer.admit
+    assert (answer.code, answer.offers) == (Reason.NO_CAPACITY_UNTIL, ())
+    assert "nobody has told when 4 of them come free" in answer.reason
+
+
 def test_free_devices_without_a_block_are_fragmented() -> None:
     layout = Layout(
         tuple("abcd"),
@@ -96,6 +104,8 @@ def test_without_a_curve_the_requested_number_is_given_and_nothing_promised() ->
         (lambda: lm.advise(TIMES, "8xA100-80GB", deadline_s=-1), "-1"),
         (lambda: lm.advise({16: 5.0}, "8xA100-80GB"), "at least 16 devices and the cluster has 8"),
         (lambda: lm.advise({1: -5.0}, "8xA100-80GB"), "-5.0 s on 1 devices"),
+        (lambda: lm.advise({1.5: 5.0}, "8xA100-80GB"), "5.0 s on 1.5 devices"),  # type: ignore[dict-item]
+        (lambda: lm.advise({1: "x"}, "8xA100-80GB"), "'x' s on 1 devices"),  # type: ignore[dict-item]
         (lambda: lm.advise({1: math.nan}, "8xA100-80GB"), "nan"),
         (lambda: lm.advise({0: 5.0}, "8xA100-80GB"), "0 devices"),
         (lambda: lm.advise("hf:no-such-model", "2xA100-80GB"), "no-such-model"),

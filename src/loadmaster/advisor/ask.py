@@ -50,9 +50,10 @@ def advise(
     elif isinstance(job, Mapping):
         if not (0 < steps < math.inf):
             raise InputError(f"steps is {steps!r}. Pass a number above 0.")
-        asked = Job("job", measured_curve({count: seconds * steps for count, seconds in job.items()}))
+        of_a_step = measured_curve(job).seconds
+        asked = Job("job", measured_curve({n: steps * seconds for (_, n, _), seconds in of_a_step.items()}))
     else:
-        most = int(np.isfinite(where.free_at_s).sum())
+        most = max(1, int(np.isfinite(where.free_at_s).sum()))
         counts = [n for n in COUNTS if n <= most] or [most]
         kinds = where.layout.kinds
         curve = planned_curve(

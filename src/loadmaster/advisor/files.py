@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from loadmaster.advisor.jobs.state import ClusterState, Layout
-from loadmaster.core.errors import FileError, FormatError
+from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.core.units import parse_seconds
 
 _MAX_BYTES = 16 * 2**20
@@ -145,6 +145,8 @@ def _whole(path: str | Path, what: str, value: Any) -> int | None:
 
 def _seconds(path: str | Path, what: str, value: Any) -> float:
     if isinstance(value, str):
-        seconds = parse_seconds(value)
-        return seconds
+        try:
+            return parse_seconds(value)
+        except InputError as trouble:
+            raise FormatError(f"{path}: {what}: {trouble}") from None
     return _number(path, what, value)

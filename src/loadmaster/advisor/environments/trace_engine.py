@@ -113,7 +113,7 @@ def replay_trace(
     else:
         if len(stream.kinds) > 1 or rule.order not in ELASTIC_ORDERS:
             raise InputError(
-                "an elastic replay serves one kind of device and the rules LIST, RESERVE and SET"[:]
+                "an elastic replay serves one kind of device and the rules LIST, RESERVE and SET"
             )
         duration = np.where(levels <= hosts.max(), stream.duration_s[:, 0, 0], stream.duration_s[:, 0, 1])
         end, start, devices, admitted, device_s, history = replay_elastic(
