@@ -249,3 +249,21 @@ def test_seconds_of_a_step_are_taken_as_many_times_as_there_are_steps() -> None:
     assert of_steps.finish_s == whole.finish_s == 2200.0
     with pytest.raises(InputError, match="steps is 0"):
         lm.advise({1: 4.0}, "2xA100-80GB", steps=0)
+
+
+def test_a_state_tells_which_jobs_may_come_and_a_rollout_looks_ahead_to_them(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    job, state = tmp_path / "job.toml", tmp_path / "s.json"
+    job.write_text('deadline = "1000s"\n[times]\n4 = 900\n')
+    coming = {"mean_gap_s": 20, "jobs": [{"times": {"2": 10}, "deadline_s": 12}]}
+    state.write_text(json.dumps({"coming": coming}))
+    command = ("advise", str(job), "--cluster", "4xT4", "--state", str(state), "--policy")
+    assert say(*command, "smallest")[0] == 0
+    code, out, _ = say(*command, "rollout")
+    assert code == 1
+    assert "would not give it these devices" in out
+    state.write_text(json.dumps({"coming": {"mean_gap_s": 0, "jobs": coming["jobs"]}}))
+    code, _, err = say(*command, "rollout")
+    assert code == 2
+    assert "mean_gap_s" in err
+    state.write_text(json.dumps({"coming": {"jobs": [{"times": {"0": 1}}]}}))
+    assert say(*command, "rollout")[0] == 2

@@ -158,8 +158,12 @@ def _admitted(
         cheapest=min(in_time, key=lambda o: (o.device_s, o.degree), default=None),
         offers=tuple(in_time),
         curve_origin=job.curve.origin,
-        warnings=job.curve.findings(),
+        warnings=_warnings(job, decision),
     )
+
+
+def _warnings(job: Job, decision: Decision) -> tuple[str, ...]:
+    return (*job.curve.findings(), *([decision.warning] if decision.warning else []))
 
 
 def _count(n: int) -> str:
@@ -230,7 +234,7 @@ def _rejected(
         cheapest=min(in_time, key=lambda o: (o.device_s, o.degree), default=None),
         offers=tuple(offers),
         curve_origin=job.curve.origin,
-        warnings=job.curve.findings(),
+        warnings=_warnings(job, decision),
     )
 
 

@@ -14,7 +14,7 @@ from loadmaster.advisor.jobs.curve import measured_curve
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import ClusterState, Layout, idle
 from loadmaster.advisor.planned_curve import COUNTS, planned_curve
-from loadmaster.advisor.policies.registry import Policy
+from loadmaster.advisor.policies.registry import Policy, Run
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError
@@ -34,6 +34,8 @@ def advise(
     objective: str = "throughput",
     budget: str = "60x",
     residuals: Sequence[float] = (),
+    coming: Sequence[Job] = (),
+    mean_gap_s: float = 0.0,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
@@ -41,9 +43,13 @@ def advise(
     `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
     last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
     `residuals` are measured times over predicted ones of earlier jobs; from 20 on they make the error bar.
+    `coming` are jobs that may come, one every `mean_gap_s` seconds on average: policy rollout looks ahead to
+    them.
     """
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
+    if not (0 <= mean_gap_s < math.inf) or (coming and not mean_gap_s):
+        raise InputError(f"mean_gap_s is {mean_gap_s!r}; give the seconds between jobs that may come")
     where = state if isinstance(state, ClusterState) else idle(layout_of(state))
     if isinstance(job, Job):
         asked = job
@@ -69,7 +75,8 @@ def advise(
         )
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
     limit = math.inf if deadline_s is None and asked is not job else deadline_s
-    return advise_job(asked, where, deadline_s=limit, by=by, residuals=residuals)
+    run = Run(future=tuple(coming), mean_gap_s=mean_gap_s)
+    return advise_job(asked, where, deadline_s=limit, by=by, residuals=residuals, run=run)
 
 
 def layout_of(devices: "Cluster | str") -> Layout:

@@ -106,6 +106,8 @@ def job(
         asked = given.source
         if given.times:
             asked = Job(given.name, measured_curve(given.times), math.inf, given.value, given.requested)
+    if state is not None:
+        told["coming"], told["mean_gap_s"] = files.read_coming(state)
     if history is not None:
         from loadmaster.advisor.adapters.log import read_log, residuals_of
 
