@@ -296,6 +296,14 @@ def test_gymnasiums_checker_passes_on_recorded_arrivals() -> None:
     assert first[0] == first[1]
 
 
+def test_an_action_outside_of_the_space_is_refused() -> None:
+    env = _trace_env()
+    env.reset(seed=1)  # type: ignore[attr-defined]
+    for action in (-1, 9):
+        with pytest.raises(InputError, match=f"action {action} is not in Discrete"):
+            env.step(action)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_mask_of_recorded_arrivals_offers_exactly_what_ends_in_time(seed: int) -> None:
     env = _trace_env()
