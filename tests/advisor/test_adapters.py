@@ -96,6 +96,20 @@ def test_malformed_kubernetes_records_are_told(document: dict[str, object]) -> N
         advise_kubernetes(document)
 
 
+def test_a_master_counts_as_a_worker_and_pods_of_more_gpus_are_not_advised() -> None:
+    template = {"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "4"}}}]}}
+    notes = {"loadmaster.dev/seconds": '{"1": 100, "4": 30}', "loadmaster.dev/deadline-seconds": "50"}
+    roles = {"Master": {"replicas": 1}, "Worker": {"replicas": 1}}
+    nodes = [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}]
+    with_master = {"metadata": {"name": "m", "annotations": notes}, "spec": {"pytorchReplicaSpecs": roles}}
+    wide = {"metadata": {"name": "w", "annotations": notes}, "spec": {"parallelism": 2, "template": template}}
+    one, two = advise_kubernetes({"nodes": nodes, "pending": [with_master, wide]})
+    assert (one.requested, one.advised) == (2, 4)
+    assert json.loads(one.action)["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
+    assert (two.admit, two.requested, two.action) == (False, 8, "")
+    assert "asks for 4 GPUs" in two.reason
+
+
 def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log = tmp_path / "log"
     append_entry(log, AdviceEntry("1", "slurm", True, 2, 2, "fits", 50.0, 10.0, 9.0, 11.0, 1.0))

@@ -26,6 +26,7 @@ def test_the_smallest_number_in_time_with_reason_and_interval() -> None:
     assert answer.admit
     assert len(answer.devices) == 4
     assert answer.finish_s == 1200.0
+    assert lm.advise(TIMES, "8xA100-80GB", deadline_s="25min") == answer
     low, high = answer.finish_interval_s or (0, 0)
     assert low < 1200 < high
     assert answer.on_time_probability > 0.99

@@ -246,7 +246,7 @@ def _advise_unknown(job: Job, state: ClusterState) -> Advice:
             f" {state.layout.num_devices}; ask for fewer"
         )
     block = next(state.free_blocks(job.requested), None)
-    asked = f"{job.requested} devices as requested, no prediction"
+    asked = f"{job.requested} device{'s' * (job.requested > 1)} as requested, no prediction"
     told = f"nothing is known of how job {job.name!r} scales: {asked}"
     free_at = float(np.sort(state.free_at_s)[job.requested - 1]) - state.now_s
     offers = () if block is not None else (Offer(job.requested, "", max(0.0, free_at), math.inf, math.inf),)

@@ -20,13 +20,14 @@ from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError
 from loadmaster.core.question import Source
 from loadmaster.core.run import ignore_progress
+from loadmaster.core.units import parse_seconds
 
 
 def advise(
     job: "Job | str | os.PathLike[str] | Mapping[int, float] | object",
     state: "ClusterState | Cluster | str",
     *,
-    deadline_s: float | None = None,
+    deadline_s: float | str | None = None,
     by: str | Policy = "smallest",
     steps: float = 1.0,
     batch: int | None = None,
@@ -40,12 +41,15 @@ def advise(
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
 
+    `deadline_s` counts from now: seconds, or text such as '6h'.
     `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
     last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
     `residuals` are measured times over predicted ones of earlier jobs; from 20 on they make the error bar.
     `coming` are jobs that may come, one every `mean_gap_s` seconds on average: policy rollout looks ahead to
     them.
     """
+    if isinstance(deadline_s, str):
+        deadline_s = parse_seconds(deadline_s)
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
     if not (0 <= mean_gap_s < math.inf) or (coming and not mean_gap_s):

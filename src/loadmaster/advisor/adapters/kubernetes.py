@@ -42,8 +42,14 @@ def advise_kubernetes(document: dict[str, Any]) -> list[AdviceEntry]:
             raise FormatError(
                 f"job {name!r}: an annotation {_SECONDS} or {_DEADLINE} is malformed: {trouble}"
             ) from None
-        job = Pending(name, name, _replicas(manifest), limit, manifest)
-        answer, entry = advise_pending(job, state, curve, "kubernetes")
+        requested = _replicas(manifest)
+        if (each := _gpus_of_a_pod(manifest, name)) > 1:
+            why = f"each pod of job {name!r} asks for {each} GPUs; only jobs of one GPU a pod can be advised"
+            entries.append(AdviceEntry(name, "kubernetes", False, requested * each, 0, why, limit))
+            continue
+        answer, entry = advise_pending(
+            Pending(name, name, requested, limit, manifest), state, curve, "kubernetes"
+        )
         if answer is not None and answer.admit:
             entry = replace(entry, action=_manifest(manifest, len(answer.devices)))
         entries.append(entry)
@@ -78,9 +84,27 @@ def kubernetes_state(document: dict[str, Any]) -> ClusterState:
 
 
 def _replicas(manifest: dict[str, Any]) -> int:
-    worker = _at(manifest, "spec", "pytorchReplicaSpecs", "Worker", "replicas")
     told = f"job {_at(manifest, 'metadata', 'name')}"
-    return max(1, _count(worker or _at(manifest, "spec", "parallelism") or 1, told))
+    worker = _at(manifest, "spec", "pytorchReplicaSpecs", "Worker", "replicas")
+    if worker is None:
+        return max(1, _count(_at(manifest, "spec", "parallelism") or 1, told))
+    return max(1, _count(worker, told) + _masters(manifest))
+
+
+def _masters(manifest: dict[str, Any]) -> int:
+    """A PyTorchJob may have a master beside its workers: it trains like them."""
+    return 1 if _at(manifest, "spec", "pytorchReplicaSpecs", "Master") is not None else 0
+
+
+def _gpus_of_a_pod(manifest: dict[str, Any], name: str) -> int:
+    """The most GPUs that a pod of the job asks for; 1 where none are named."""
+    roles = _at(manifest, "spec", "pytorchReplicaSpecs")
+    templates = [_at(role, "template") for role in roles.values()] if isinstance(roles, dict) else []
+    most = 1
+    for template in (*templates, _at(manifest, "spec", "template")):
+        containers = _list(_at(template, "spec", "containers") or [], f"job {name}")
+        most = max(most, sum(_count(_at(c, "resources", "limits", _GPU), f"job {name}") for c in containers))
+    return most
 
 
 def _count(value: Any, told: str) -> int:
@@ -102,7 +126,7 @@ def _manifest(manifest: dict[str, Any], count: int) -> str:
     changed = copy.deepcopy(manifest)
     spec = changed["spec"]
     if "pytorchReplicaSpecs" in spec:
-        spec["pytorchReplicaSpecs"]["Worker"]["replicas"] = count
+        spec["pytorchReplicaSpecs"]["Worker"]["replicas"] = count - _masters(manifest)
     else:
         spec["parallelism"] = count
         if "completions" in spec:
