@@ -6,7 +6,8 @@ add up to at most one, and spreads the work of each over the slots of its window
 devices    in every slot, the device time that is used is there
 rate       in no slot a job does more than its option can in the time they have in common
 one place  a rigid job runs without a pause: wherever it starts, it has a least time in common with each slot
-hosts      options in one host of q devices and more share the pieces of q that the hosts have (rigid)
+pieces     options of q devices and more share the whole pieces of q that there are
+hosts      the same for options in one host and the pieces of the hosts (rigid)
 
 Slots are only merged, never cut, so it stays a bound. Elastic jobs change options at will and need no host.
 
@@ -134,6 +135,12 @@ def _solve(
         )
     rows = [_room(options, shares, o, y, len(span), options.level.astype(np.float64))]
     limits = [sizes.sum() * span]
+    total = int(sizes.sum())
+    for q in np.unique(options.level):
+        if total % q:  # at no moment more than so many options of q devices and more
+            piece = np.where(options.level >= q, options.level / q, 0.0)
+            rows.append(_room(options, shares, o, y, len(span), piece))
+            limits.append(total // q * span)
     if not elastic:
         for q in np.unique(options.level[options.in_host]):
             if (sizes % q == 0).all():
