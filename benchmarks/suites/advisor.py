@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.measure import Report
 from loadmaster.advisor.advise import advise
+from loadmaster.advisor.bounds.hindsight import best_found
 from loadmaster.advisor.bounds.ramp import least_blocking
 from loadmaster.advisor.environments.blocks import all_blocks
 from loadmaster.advisor.environments.engine import Kind, Rule, replay, replay_many
@@ -106,6 +107,9 @@ def _blocking(report: Report, world: World, label: str) -> None:
         report.add(
             SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share"
         )
+        if label == "compat":
+            known = [best_found(world, s, [rules[best]], tries=400_000).blocking for s in test[:5]]
+            report.add(SUITE, f"{name}: found in hindsight", float(np.mean(known)), "share")
         for other, rule in table_rules(world).items():
             report.add(SUITE, f"{name}: {other}", float(_blocked(world, test, rule).mean()), "share")
 
