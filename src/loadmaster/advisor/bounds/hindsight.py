@@ -1,8 +1,8 @@
 """What a policy could have done had it known all arrivals: a stream's answers, improved one by one.
 
 Starts from the answers of the best of some rules. Each try changes the answers of up to three arrivals at or
-shortly before one that was blocked, replays the whole stream, and keeps the change unless more are blocked. The
-result is an incumbent: least blocking lies between the bounds of `ramp` and it. Cost: one replay a try.
+shortly before one that was blocked, replays the whole stream, and keeps the change unless more are blocked.
+The result is an incumbent: least blocking lies between the bounds of `ramp` and it. Cost: a replay a try.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -45,21 +45,28 @@ def best_found(
     rule = Rule(Kind.GIVEN_BLOCK if chooses_block else Kind.GIVEN)
     level = {degree: k for k, degree in enumerate(DEGREES)} | {0: -1}
     given = best.block.astype(np.int64) if chooses_block else np.array([level[int(d)] for d in best.degree])
-    choices = len(world.blocks.mask) if chooses_block else len(DEGREES)
-    arguments: Any = (*_tables(world), *_columns(stream, world), rule.numbers, given, choices, tries, seed)
+    arguments: Any = (
+        *_tables(world),
+        *_columns(stream, world),
+        rule.numbers,
+        given,
+        chooses_block,
+        tries,
+        seed,
+    )
     found = replay(world, stream, rule, given=_climb(*arguments))
     return found if found.num_blocked <= best.num_blocked else best
 
 
 @kernel
 def _climb(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline, arrival,
-           uniform, future, horizon, period, rule, given, choices, tries, seed):  # fmt: skip
+           uniform, future, horizon, period, rule, given, chooses_block, tries, seed):  # fmt: skip
     num = len(model) - 1
     state = np.zeros(1, np.uint64)
     state[0] = np.uint64(seed)
     none = np.zeros(2, np.int64)
-    cause = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline, arrival,
-                    uniform, future, horizon, period, rule, given, none, 0)[0]  # fmt: skip
+    cause = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline,
+                    arrival, uniform, future, horizon, period, rule, given, none, 0)[0]  # fmt: skip
     blocked = np.sum((cause[:num] > 0) & (cause[:num] < 5))
     places = np.empty(_MOST_CHANGES, np.int64)
     before = np.empty(_MOST_CHANGES, np.int64)
@@ -74,13 +81,17 @@ def _climb(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, mod
             back = 0 if c == 0 else int(_next_random(state) * _LOOK_BACK)
             j = max(0, target - back)
             places[c], before[c] = j, given[j]
-            answer = int(_next_random(state) * (choices + 1)) - 1
-            for _ in range(8):  # one that is in time, or a rejection
-                block = answer if choices > len(degrees) else first[answer]
-                if answer < 0 or jct[model[j], block] <= deadline[j]:
+            given[j] = -1
+            for _ in range(8):  # a degree that is in time, or a rejection
+                k = int(_next_random(state) * (len(degrees) + 1)) - 1
+                if k < 0:
                     break
-                answer = int(_next_random(state) * (choices + 1)) - 1
-            given[j] = answer
+                block = first[k]
+                if chooses_block:
+                    block += int(_next_random(state) * (first[k + 1] - first[k]))
+                if jct[model[j], block] <= deadline[j]:
+                    given[j] = block if chooses_block else k
+                    break
         after = _replay(jct, nominal, seq, needs, masks, first, flags, degrees, conflict, model, deadline,
                         arrival, uniform, future, horizon, period, rule, given, none, 0)[0]  # fmt: skip
         now_blocked = np.sum((after[:num] > 0) & (after[:num] < 5))
