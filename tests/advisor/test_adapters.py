@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from loadmaster.advisor.adapters.kubernetes import advise_kubernetes
 from loadmaster.advisor.adapters.log import AdviceEntry, OutcomeEntry, append_entry, read_log, score_log
+from loadmaster.advisor.adapters.slurm import advise_slurm
 from loadmaster.advisor.jobs.curve import measured_curve
 from loadmaster.core.errors import FormatError
 
@@ -41,7 +43,17 @@ def test_score_joins_advice_and_outcomes() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["[]", "{", '{"kind": "advice"}', '{"kind": "outcome", "job": 1, "devices": 0, "finish_s": 1}']
+    "line",
+    [
+        "[]",
+        "{",
+        '{"kind": "advice"}',
+        '{"kind": "outcome", "job": 1, "devices": 0, "finish_s": 1}',
+        '{"kind": "advice", "job": [1], "scheduler": "s", "admit": true, "requested": 1,'
+        ' "advised": 1, "reason": ""}',
+        '{"kind": "advice", "job": "1", "scheduler": "s", "admit": true, "requested": 1,'
+        ' "advised": "1", "reason": ""}',
+    ],
 )
 def test_a_malformed_log_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     log = tmp_path / "log"
@@ -53,6 +65,49 @@ def test_a_malformed_log_line_is_told_with_its_number(tmp_path: Path, line: str)
     entries, skipped = read_log(log, skip_malformed=True)
     assert len(entries) == 1
     assert skipped[0].startswith("line 2")
+
+
+def test_gpus_spread_unevenly_over_nodes_are_asked_for_the_whole_job() -> None:
+    nodes = [
+        {"name": "n", "gres": "gpu:a100:4", "gres_used": "gpu:a100:2"},
+        {"name": "m", "gres": "gpu:a100:2", "gres_used": "gpu:a100:1"},
+    ]
+    job = {"job_id": 5, "name": "j", "job_state": ["PENDING"], "tres_req_str": "gres/gpu=3"}
+    found = advise_slurm({"nodes": nodes, "jobs": [job], "now": 0, "curves": {"j": {"3": 100}}})
+    assert found[0].action == "scontrol update JobId=5 NumNodes=2 TresPerJob=gres/gpu:3"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"nodes": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "two"}}}]},
+        {
+            "nodes": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}}],
+            "pending": [{"metadata": {"name": "j"}, "spec": {"parallelism": "x"}}],
+        },
+        {
+            "nodes": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}}],
+            "pending": [{"metadata": {"name": "j", "annotations": [3]}, "spec": 7}],
+        },
+    ],
+)
+def test_malformed_kubernetes_records_are_told(document: dict[str, object]) -> None:
+    with pytest.raises(FormatError):
+        advise_kubernetes(document)
+
+
+def test_a_master_counts_as_a_worker_and_pods_of_more_gpus_are_not_advised() -> None:
+    template = {"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "4"}}}]}}
+    notes = {"loadmaster.dev/seconds": '{"1": 100, "4": 30}', "loadmaster.dev/deadline-seconds": "50"}
+    roles = {"Master": {"replicas": 1}, "Worker": {"replicas": 1}}
+    nodes = [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}]
+    with_master = {"metadata": {"name": "m", "annotations": notes}, "spec": {"pytorchReplicaSpecs": roles}}
+    wide = {"metadata": {"name": "w", "annotations": notes}, "spec": {"parallelism": 2, "template": template}}
+    one, two = advise_kubernetes({"nodes": nodes, "pending": [with_master, wide]})
+    assert (one.requested, one.advised) == (2, 4)
+    assert json.loads(one.action)["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
+    assert (two.admit, two.requested, two.action) == (False, 8, "")
+    assert "asks for 4 GPUs" in two.reason
 
 
 def test_score_on_the_command_line(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -26,6 +26,7 @@ def test_the_smallest_number_in_time_with_reason_and_interval() -> None:
     assert answer.admit
     assert len(answer.devices) == 4
     assert answer.finish_s == 1200.0
+    assert lm.advise(TIMES, "8xA100-80GB", deadline_s="25min") == answer
     low, high = answer.finish_interval_s or (0, 0)
     assert low < 1200 < high
     assert answer.on_time_probability > 0.99
@@ -58,6 +59,14 @@ def test_a_full_cluster_tells_when_devices_come_free() -> None:
     assert (answer.code == Reason.NO_CAPACITY_UNTIL and "1 min" in answer.reason) or "100 s" in answer.reason
     assert {o.degree for o in answer.offers} == {2, 4, 8}
     assert all(o.start_s == 100.0 for o in answer.offers)
+
+
+def test_devices_taken_until_nobody_knows_when_reject_without_an_offer() -> None:
+    busy = ClusterState(host_layout([4]), np.full(4, np.inf))
+    answer = advise(JOB, busy, deadline_s=1e6)
+    assert not answer.admit
+    assert (answer.code, answer.offers) == (Reason.NO_CAPACITY_UNTIL, ())
+    assert "nobody has told when 4 of them come free" in answer.reason
 
 
 def test_free_devices_without_a_block_are_fragmented() -> None:
@@ -96,6 +105,8 @@ def test_without_a_curve_the_requested_number_is_given_and_nothing_promised() ->
         (lambda: lm.advise(TIMES, "8xA100-80GB", deadline_s=-1), "-1"),
         (lambda: lm.advise({16: 5.0}, "8xA100-80GB"), "at least 16 devices and the cluster has 8"),
         (lambda: lm.advise({1: -5.0}, "8xA100-80GB"), "-5.0 s on 1 devices"),
+        (lambda: lm.advise({1.5: 5.0}, "8xA100-80GB"), "5.0 s on 1.5 devices"),  # type: ignore[dict-item]
+        (lambda: lm.advise({1: "x"}, "8xA100-80GB"), "'x' s on 1 devices"),  # type: ignore[dict-item]
         (lambda: lm.advise({1: math.nan}, "8xA100-80GB"), "nan"),
         (lambda: lm.advise({0: 5.0}, "8xA100-80GB"), "0 devices"),
         (lambda: lm.advise("hf:no-such-model", "2xA100-80GB"), "no-such-model"),
@@ -239,3 +250,21 @@ def test_seconds_of_a_step_are_taken_as_many_times_as_there_are_steps() -> None:
     assert of_steps.finish_s == whole.finish_s == 2200.0
     with pytest.raises(InputError, match="steps is 0"):
         lm.advise({1: 4.0}, "2xA100-80GB", steps=0)
+
+
+def test_a_state_tells_which_jobs_may_come_and_a_rollout_looks_ahead_to_them(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    job, state = tmp_path / "job.toml", tmp_path / "s.json"
+    job.write_text('deadline = "1000s"\n[times]\n4 = 900\n')
+    coming = {"mean_gap_s": 20, "jobs": [{"times": {"2": 10}, "deadline_s": 12}]}
+    state.write_text(json.dumps({"coming": coming}))
+    command = ("advise", str(job), "--cluster", "4xT4", "--state", str(state), "--policy")
+    assert say(*command, "smallest")[0] == 0
+    code, out, _ = say(*command, "rollout")
+    assert code == 1
+    assert "would not give it these devices" in out
+    state.write_text(json.dumps({"coming": {"mean_gap_s": 0, "jobs": coming["jobs"]}}))
+    code, _, err = say(*command, "rollout")
+    assert code == 2
+    assert "mean_gap_s" in err
+    state.write_text(json.dumps({"coming": {"jobs": [{"times": {"0": 1}}]}}))
+    assert say(*command, "rollout")[0] == 2

@@ -87,6 +87,22 @@ def test_no_policy_blocks_less_than_the_bounds(name: str) -> None:
 
 
 @needs_graphs
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compat", "own"])
+def test_answers_found_in_hindsight_lie_between_the_bound_and_every_rule(name: str) -> None:
+    from loadmaster.advisor.bounds.hindsight import best_found
+    from loadmaster.advisor.bounds.ramp import least_blocking
+
+    w, stream = world(name), draw_stream("A", 32)
+    rules = list(table_rules(w).values())
+    found, again = (best_found(w, stream, rules, tries=2000, seed=5) for _ in range(2))
+    least = min(replay(w, stream, rule, seed=5).num_blocked for rule in rules)
+    assert found.num_blocked <= least - 5 * (name == "compat")
+    assert found.blocking >= least_blocking(w, stream).every_moment
+    assert (found.cause == again.cause).all()
+
+
+@needs_graphs
 def test_a_rollout_beats_its_base_on_the_same_streams() -> None:
     streams = [draw_stream("A", s) for s in range(60, 64)]
     base = Rule(Kind.MEETS, 4, False)

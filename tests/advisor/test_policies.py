@@ -92,3 +92,42 @@ def test_superlinear_and_falling_curves_are_scanned_whole() -> None:
     assert any("proportional" in n for n in curve.findings())
     state = ClusterState(host_layout([8]), np.zeros(8))
     assert policy("smallest")(Job("j", curve, 20), state, Run()).degree == 8
+
+
+def test_a_compiled_future_lets_in_what_the_policy_does_step_by_step() -> None:
+    from loadmaster.advisor.environments.host_futures import draw_futures, future_value, job_table
+    from loadmaster.advisor.jobs.curve import ScalingCurve
+    from loadmaster.advisor.policies.rollout import play_futures
+
+    rng = np.random.default_rng(1)
+    layout = host_layout([4, 4, 2, 3], ["a", "b", "a", "a"])
+    spread = {("a", n, "spread"): 50.0 / n + 3 * n for n in (2, 4, 8)}
+    curves = [
+        measured_curve({1: 60, 2: 33, 4: 20}),
+        ScalingCurve({("a", 1, "host"): 40, ("a", 2, "host"): 25, ("b", 4, "host"): 9} | spread),
+    ]
+    jobs = tuple(
+        Job(str(i), curves[i % 2], float(limit), value=1.0 + i) for i, limit in enumerate((15, 30, 45, 70))
+    )
+    futures = draw_futures(rng, len(jobs), 6.0, (5, 25))
+    table = job_table(jobs, layout)
+    for share in (0.0, 0.4, 0.8):
+        free_at = np.where(rng.random(13) < share, 100.0 + rng.integers(1, 60, 13), 0.0)
+        state = ClusterState(layout, free_at, now_s=100.0)
+        plain = play_futures(state, policy("smallest"), jobs, futures)
+        assert future_value(state, table, futures) == plain
+        assert plain > 0
+
+
+def test_a_rollout_refuses_a_job_whose_devices_serve_more_valuable_ones() -> None:
+    slow, fast = Job("slow", measured_curve({4: 900}), 1000), Job("fast", measured_curve({2: 10}), 12)
+    state = ClusterState(host_layout([4]), np.zeros(4))
+    with_fast = Run(np.random.default_rng(0), (fast,), 20.0)
+    assert policy("smallest")(slow, state, with_fast).admit
+    assert not policy("rollout")(slow, state, with_fast).admit
+    alone = policy("rollout")(slow, state, Run())
+    assert alone.admit
+    assert "smallest answered" in alone.warning
+    assert "no price" in policy("shadow_price")(slow, state, Run()).warning
+    with pytest.raises(InputError, match="constant has 0 devices"):
+        policy("constant:0")

@@ -11,11 +11,11 @@ from loadmaster.advisor.environments.streams import draw_stream
 from loadmaster.advisor.environments.trace import TraceStream
 from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
 from loadmaster.advisor.history import BINS, history_of_decisions, history_of_trace
-from loadmaster.advisor.page import write_page
+from loadmaster.advisor.page import plus_minus, write_page
 from loadmaster.advisor.prices import fit_prices, fluid_price
 from loadmaster.advisor.replay import bench_ramp
 from loadmaster.core.errors import InputError
-from tests.advisor.shared import needs_graphs, world
+from tests.advisor.shared import GRAPHS, needs_graphs, world
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,6 +92,29 @@ def test_a_page_has_lines_over_time_and_escapes_names(tmp_path) -> None:  # type
     assert rows[1].details_half["utilisation"] > 0
     write_page(tmp_path / "p.html", "t", "blocking", [*rows, replace(rows[0], setting="B", history={})])
     text = (tmp_path / "p.html").read_text()
-    assert text.count("<polyline") == 2 * 3
-    assert "<b>" not in text
+    # an interval and two lines for each of three policies; the last of them has no history
+    assert text.count('class="stroke s') == 3 + 2 * 2
+    assert "<b>const" not in text
     assert "±" in text
+    assert plus_minus(99.91, 110.0) == "100±110"
+    assert plus_minus(0.3671, 0.0621) == "0.367±0.062"
+    assert plus_minus(5.0, float("inf")) == "5"
+
+
+@needs_graphs
+def test_every_column_of_a_table_fits_80_characters(say) -> None:  # type: ignore[no-untyped-def]
+    command = (
+        "advise",
+        "bench",
+        "fixed",
+        "--graphs",
+        str(GRAPHS),
+        "--seeds",
+        "2",
+        "--policy",
+        "smallest >= 4",
+    )
+    code, out, _ = say(*command, columns=80)
+    assert code == 0
+    for word in ("rejected", "horizon %", "busy %", "fragmented", "±"):
+        assert word in out

@@ -17,6 +17,7 @@ from loadmaster.advisor.environments.trace import (
     read_trace,
 )
 from loadmaster.core.errors import FormatError, InputError, UnknownNameError
+from tests.advisor.plain_traces import plain_elasticflow, plain_rigid
 from tests.advisor.shared import GAVEL, needs_traces
 
 LINE = "LM\tpython3 -c 'import os'\t-n\t1\t{steps}\t{at}\t{n}"
@@ -91,60 +92,33 @@ def _random_stream(seed: int, jobs: int = 40) -> TraceStream:
     return TraceStream("random", ("gpu",), arrival, due, duration, reference, np.ones(jobs))
 
 
-def _plain_edf(stream: TraceStream, hosts: list[int]) -> dict[int, tuple[float, float]]:
-    """The requested count by deadline, written with dicts and lists."""
-    free = dict(enumerate(hosts))
-    waiting: list[int] = []
-    running: list[tuple[float, dict[int, int]]] = []
-    told: dict[int, tuple[float, float]] = {}
-    events = sorted(set(stream.arrival_s.tolist()))
-    arrived = 0
-    while events:
-        now = events.pop(0)
-        for end, taken in [r for r in running if r[0] <= now]:
-            running.remove((end, taken))
-            for h, n in taken.items():
-                free[h] += n
-        while arrived < len(stream.arrival_s) and stream.arrival_s[arrived] <= now:
-            waiting.append(arrived)
-            arrived += 1
-        for j in sorted(waiting, key=lambda i: stream.due_s[i]):
-            n, q = LEVELS[stream.reference[j]], stream.reference[j]
-            inside = [h for h in free if free[h] >= n]
-            if inside:
-                h = min(inside, key=lambda h: (free[h], h))
-                taken, time = {h: n}, stream.duration_s[j, 0, 0, q]
-            elif sum(free.values()) >= n:
-                taken, left = {}, n
-                for h in sorted(free, key=lambda h: (-free[h], h)):
-                    if left and free[h]:
-                        taken[h] = min(left, free[h])
-                        left -= taken[h]
-                time = stream.duration_s[j, 0, 1, q]
-            else:
-                continue
-            if now + time > stream.due_s[j]:
-                continue
-            for h, count in taken.items():
-                free[h] -= count
-            waiting.remove(j)
-            running.append((now + time, taken))
-            told[j] = (now, now + time)
-            events = sorted({*events, now + time})
-    return told
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["fifo", "edf", "always-max", "smallest"])
+@pytest.mark.parametrize("seed", range(6))
+def test_rigid_rules_agree_with_a_plain_simulator(seed: int, order: str) -> None:
+    from loadmaster.advisor.environments.trace_engine import replay_trace
+    from loadmaster.advisor.replay_traces import TRACE_RULES
+
+    stream, hosts = _random_stream(seed), [4, 2, 3]
+    found = replay_trace(stream, TRACE_RULES[order], np.array(hosts))
+    plain = plain_rigid(stream, hosts, order)
+    assert sorted(plain) == np.flatnonzero(~np.isnan(found.end_s)).tolist()
+    for j, (start, end) in plain.items():
+        assert (found.start_s[j], found.end_s[j]) == pytest.approx((start, end))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_edf_agrees_with_a_plain_simulator(seed: int) -> None:
+def test_elasticflow_agrees_with_a_plain_simulator(seed: int) -> None:
     from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
 
-    stream, hosts = _random_stream(seed), [4, 2, 3]
-    found = replay_trace(stream, TraceRule(Order.EDF), np.array(hosts))
-    plain = _plain_edf(stream, hosts)
+    stream = _random_stream(seed, 60)
+    found = replay_trace(stream, TraceRule(Order.RESERVE), np.array([8]), elastic=True)
+    plain = plain_elasticflow(stream, 8)
+    assert len(plain) > 10
     assert sorted(plain) == np.flatnonzero(~np.isnan(found.end_s)).tolist()
-    for j, (start, end) in plain.items():
-        assert (found.start_s[j], found.end_s[j]) == pytest.approx((start, end))
+    for j, end in plain.items():
+        assert found.end_s[j] == pytest.approx(end)
 
 
 @pytest.mark.slow
@@ -294,6 +268,14 @@ def test_gymnasiums_checker_passes_on_recorded_arrivals() -> None:
     check_env(env, skip_render_check=True)  # type: ignore[arg-type]
     first = [env.reset(seed=9)[0].tolist() for _ in range(2)]  # type: ignore[attr-defined]
     assert first[0] == first[1]
+
+
+def test_an_action_outside_of_the_space_is_refused() -> None:
+    env = _trace_env()
+    env.reset(seed=1)  # type: ignore[attr-defined]
+    for action in (-1, 9):
+        with pytest.raises(InputError, match=f"action {action} is not in Discrete"):
+            env.step(action)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -40,6 +40,8 @@ def advise(
         return _advise_unknown(job, state)
     _require_possible_size(job, state)
     options = _options(job, state)
+    if not options and job.curve.degrees[0] > np.isfinite(state.free_at_s).sum():
+        return _none_free(job, state)
     if not options:
         raise InputError(
             f"job {job.name!r} runs on none of the cluster's devices ({', '.join(state.layout.kinds)})"
@@ -54,12 +56,39 @@ def advise(
 
 
 def _require_possible_size(job: Job, state: ClusterState) -> None:
-    available = int(np.isfinite(state.free_at_s).sum())
-    if job.curve.degrees[0] > available:
+    fewest, there = job.curve.degrees[0], state.layout.num_devices
+    if fewest > there:
         raise InputError(
-            f"job {job.name!r} needs at least {job.curve.degrees[0]} devices and the cluster has {available};"
+            f"job {job.name!r} needs at least {fewest} devices and the cluster has {there};"
             " use a larger cluster, or give the job's time on fewer devices"
         )
+
+
+def _none_free(job: Job, state: ClusterState) -> Advice:
+    """Too many devices are taken until a time that nobody has told: no offer can be made."""
+    fewest = job.curve.degrees[0]
+    taken = int((~np.isfinite(state.free_at_s)).sum())
+    reason = (
+        f"{state.num_free} of {state.layout.num_devices} devices are free and at least {fewest} needed;"
+        f" nobody has told when {taken} of them come free, so no start can be offered"
+    )
+    return Advice(
+        admit=False,
+        devices=(),
+        device_names=(),
+        start_s=None,
+        finish_s=None,
+        finish_interval_s=None,
+        on_time_probability=0.0,
+        cost=0.0,
+        code=Reason.NO_CAPACITY_UNTIL,
+        reason=reason,
+        earliest_deadline_s=None,
+        cheapest=None,
+        offers=(),
+        curve_origin=job.curve.origin,
+        warnings=job.curve.findings(),
+    )
 
 
 def _options(job: Job, state: ClusterState) -> list[Offer]:
@@ -129,8 +158,12 @@ def _admitted(
         cheapest=min(in_time, key=lambda o: (o.device_s, o.degree), default=None),
         offers=tuple(in_time),
         curve_origin=job.curve.origin,
-        warnings=job.curve.findings(),
+        warnings=_warnings(job, decision),
     )
+
+
+def _warnings(job: Job, decision: Decision) -> tuple[str, ...]:
+    return (*job.curve.findings(), *([decision.warning] if decision.warning else []))
 
 
 def _count(n: int) -> str:
@@ -174,7 +207,7 @@ def _rejected(
         reason = f"its devices would serve other jobs worth {cost:.3g}; this one is worth {job.value:g}"
     elif now:
         code = Reason.PRICED_OUT
-        reason = f"{now[0]} would be in time, but the policy keeps these devices for other jobs"
+        reason = f"{now[0]} would be in time, but the policy would not give it these devices"
     elif least and state.num_free >= least:
         code = Reason.FRAGMENTED
         reason = f"{state.num_free} devices are free, but no block of {least} that finishes in time; {told}"
@@ -201,7 +234,7 @@ def _rejected(
         cheapest=min(in_time, key=lambda o: (o.device_s, o.degree), default=None),
         offers=tuple(offers),
         curve_origin=job.curve.origin,
-        warnings=job.curve.findings(),
+        warnings=_warnings(job, decision),
     )
 
 
@@ -213,7 +246,7 @@ def _advise_unknown(job: Job, state: ClusterState) -> Advice:
             f" {state.layout.num_devices}; ask for fewer"
         )
     block = next(state.free_blocks(job.requested), None)
-    asked = f"{job.requested} devices as requested, no prediction"
+    asked = f"{job.requested} device{'s' * (job.requested > 1)} as requested, no prediction"
     told = f"nothing is known of how job {job.name!r} scales: {asked}"
     free_at = float(np.sort(state.free_at_s)[job.requested - 1]) - state.now_s
     offers = () if block is not None else (Offer(job.requested, "", max(0.0, free_at), math.inf, math.inf),)

@@ -14,19 +14,20 @@ from loadmaster.advisor.jobs.curve import measured_curve
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import ClusterState, Layout, idle
 from loadmaster.advisor.planned_curve import COUNTS, planned_curve
-from loadmaster.advisor.policies.registry import Policy
+from loadmaster.advisor.policies.registry import Policy, Run
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError
 from loadmaster.core.question import Source
 from loadmaster.core.run import ignore_progress
+from loadmaster.core.units import parse_seconds
 
 
 def advise(
     job: "Job | str | os.PathLike[str] | Mapping[int, float] | object",
     state: "ClusterState | Cluster | str",
     *,
-    deadline_s: float | None = None,
+    deadline_s: float | str | None = None,
     by: str | Policy = "smallest",
     steps: float = 1.0,
     batch: int | None = None,
@@ -34,25 +35,35 @@ def advise(
     objective: str = "throughput",
     budget: str = "60x",
     residuals: Sequence[float] = (),
+    coming: Sequence[Job] = (),
+    mean_gap_s: float = 0.0,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Advice:
     """How many devices a job should get, which, and when it will be done; or why not, and what would do.
 
+    `deadline_s` counts from now: seconds, or text such as '6h'.
     `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
     last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
     `residuals` are measured times over predicted ones of earlier jobs; from 20 on they make the error bar.
+    `coming` are jobs that may come, one every `mean_gap_s` seconds on average: policy rollout looks ahead to
+    them.
     """
+    if isinstance(deadline_s, str):
+        deadline_s = parse_seconds(deadline_s)
     if deadline_s is not None and not (deadline_s >= 0):
         raise InputError(f"the deadline is {deadline_s!r} s; give a time >= 0")
+    if not (0 <= mean_gap_s < math.inf) or (coming and not mean_gap_s):
+        raise InputError(f"mean_gap_s is {mean_gap_s!r}; give the seconds between jobs that may come")
     where = state if isinstance(state, ClusterState) else idle(layout_of(state))
     if isinstance(job, Job):
         asked = job
     elif isinstance(job, Mapping):
         if not (0 < steps < math.inf):
             raise InputError(f"steps is {steps!r}. Pass a number above 0.")
-        asked = Job("job", measured_curve({count: seconds * steps for count, seconds in job.items()}))
+        of_a_step = measured_curve(job).seconds
+        asked = Job("job", measured_curve({n: steps * seconds for (_, n, _), seconds in of_a_step.items()}))
     else:
-        most = int(np.isfinite(where.free_at_s).sum())
+        most = max(1, int(np.isfinite(where.free_at_s).sum()))
         counts = [n for n in COUNTS if n <= most] or [most]
         kinds = where.layout.kinds
         curve = planned_curve(
@@ -68,7 +79,8 @@ def advise(
         )
         asked = Job(str(job)[:80] if isinstance(job, str) else type(job).__name__, curve)
     limit = math.inf if deadline_s is None and asked is not job else deadline_s
-    return advise_job(asked, where, deadline_s=limit, by=by, residuals=residuals)
+    run = Run(future=tuple(coming), mean_gap_s=mean_gap_s)
+    return advise_job(asked, where, deadline_s=limit, by=by, residuals=residuals, run=run)
 
 
 def layout_of(devices: "Cluster | str") -> Layout:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.advisor.jobs.curve import measured_curve
+from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import ClusterState, Layout
-from loadmaster.core.errors import FileError, FormatError
+from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.core.units import parse_seconds
 
 _MAX_BYTES = 16 * 2**20
@@ -26,7 +28,9 @@ _JOB_KEYS = {
     "objective",
     "times",
 }
-_STATE_KEYS = {"now_s", "busy", "price", "period_s"}
+_STATE_KEYS = {"now_s", "busy", "price", "period_s", "coming"}
+_COMING_KEYS = {"mean_gap_s", "jobs"}
+_COMING_JOB_KEYS = {"name", "times", "deadline_s", "value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,7 @@ def read_job(path: str | Path) -> JobFile:
     times = job.get("times", {})
     if not isinstance(times, dict) or ("source" in job) == bool(times):
         raise FormatError(f"{path}: give either source (with steps) or [times] by number of devices")
-    found: dict[int, float] = {}
-    for count, time in times.items():
-        if not str(count).isdecimal() or int(count) < 1:
-            raise FormatError(f"{path}: {count!r} is not a number of devices >= 1")
-        found[int(count)] = _seconds(path, f"the time on {count} devices", time)
+    found = _times(path, times)
     deadline = job.get("deadline")
     return JobFile(
         name=str(job.get("name", Path(path).stem)),
@@ -73,6 +73,17 @@ def read_job(path: str | Path) -> JobFile:
         requested=_whole(path, "requested", job.get("requested", 1)) or 1,
         objective=str(job.get("objective", "throughput")),
     )
+
+
+def _times(path: str | Path, times: Any) -> dict[int, float]:
+    if not isinstance(times, dict):
+        raise FormatError(f"{path}: times is not a map from numbers of devices to seconds")
+    found: dict[int, float] = {}
+    for count, time in times.items():
+        if not str(count).isdecimal() or int(count) < 1:
+            raise FormatError(f"{path}: {count!r} is not a number of devices >= 1")
+        found[int(count)] = _seconds(path, f"the time on {count} device{'s' * (int(count) > 1)}", time)
+    return found
 
 
 def read_state(path: str | Path, layout: Layout) -> ClusterState:
@@ -95,6 +106,28 @@ def read_state(path: str | Path, layout: Layout) -> ClusterState:
             free_at[index] = until
     numbers = {name: _number(path, name, document.get(name, 0.0)) for name in ("now_s", "price", "period_s")}
     return ClusterState(layout, free_at, numbers["now_s"], numbers["price"], numbers["period_s"])
+
+
+def read_coming(path: str | Path) -> tuple[tuple[Job, ...], float]:
+    """Jobs that may come and the mean time between them, of a state file.
+
+    `"coming": {"mean_gap_s": 600, "jobs": [{"times": {"1": 4000, "2": 2100}, "deadline_s": 5000}]}`.
+    """
+    document = _parse(path, json.loads)
+    coming = document.get("coming", {"mean_gap_s": 0, "jobs": []})
+    if not isinstance(coming, dict) or not isinstance(coming.get("jobs"), list):
+        raise FormatError(f'{path}: coming is not {{"mean_gap_s": seconds, "jobs": [...]}}')
+    _refuse_unknown(path, coming, _COMING_KEYS)
+    jobs = []
+    for row in coming["jobs"]:
+        if not isinstance(row, dict):
+            raise FormatError(f"{path}: {str(row)[:80]} is not a job that may come")
+        _refuse_unknown(path, row, _COMING_JOB_KEYS)
+        times = _times(path, row.get("times"))
+        limit = math.inf if row.get("deadline_s") is None else _number(path, "deadline_s", row["deadline_s"])
+        value = _number(path, "value", row.get("value", 1.0))
+        jobs.append(Job(str(row.get("name", "coming")), measured_curve(times), limit, value))
+    return tuple(jobs), _number(path, "mean_gap_s", coming.get("mean_gap_s", 0))
 
 
 def _device_index(path: str | Path, device: Any, layout: Layout) -> int:
@@ -145,6 +178,8 @@ def _whole(path: str | Path, what: str, value: Any) -> int | None:
 
 def _seconds(path: str | Path, what: str, value: Any) -> float:
     if isinstance(value, str):
-        seconds = parse_seconds(value)
-        return seconds
+        try:
+            return parse_seconds(value)
+        except InputError as trouble:
+            raise FormatError(f"{path}: {what}: {trouble}") from None
     return _number(path, what, value)

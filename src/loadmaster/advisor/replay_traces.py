@@ -27,6 +27,7 @@ TRACE_RULES = {
     "always-max": TraceRule(Order.MAX),
     "smallest": TraceRule(Order.MEETS),
     "elasticflow": TraceRule(Order.RESERVE),
+    "reserve-again": TraceRule(Order.RESERVE, by_area=True, retry=True),
     "least-work": TraceRule(Order.LIST, by_area=True),
     "largest-set": TraceRule(Order.SET, by_area=True),
 }

@@ -12,6 +12,7 @@ from loadmaster.report.gantt import axis_ticks
 from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
+_NUM_COLOURS = 8
 _LETTER_PX = 6.3  # the width of a letter of a label, on average and rounded up
 _NEAR_PX = 12
 _FEW_POWERS = 3  # of ten: an axis of fewer has ticks between them
@@ -166,7 +167,7 @@ def curve_chart(points: Sequence[tuple[str, float | None, str]], *, title: str, 
 
 
 def line_chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, title: str, across: str) -> str:
-    """One line for each name, in the colours of devices, on linear axes."""
+    """One line for each name, in the colours of devices (dashed from the ninth on), on linear axes."""
     width, height, left, top, bottom = _WIDTH, 320, 70, 12, 40
     points = [point for _, line in lines for point in line if math.isfinite(point[1])]
     if not points:
@@ -196,12 +197,49 @@ def line_chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, ti
     for number, (name, line) in enumerate(lines):
         known = [f"{x(px):.1f} {y(py):.1f}" for px, py in line if math.isfinite(py)]
         if known:
+            dashed = ' stroke-dasharray="7 4"' if number >= _NUM_COLOURS else ""
             parts.append(
-                f'<g><title>{escape_for_xml(name)}</title><path class="stroke s{number % 8}" d="M{"L".join(known)}"/></g>'
+                f"<g><title>{escape_for_xml(name)}</title>"
+                f'<path class="stroke s{number % _NUM_COLOURS}"{dashed} d="M{"L".join(known)}"/></g>'
             )
     parts.append(
         f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 5}" text-anchor="middle">{escape_for_xml(across)}</text>'
     )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def interval_chart(rows: Sequence[tuple[str, float, float, float]], bound: float, *, title: str) -> str:
+    """(name, value, low, high) as points with their intervals, one below the other; the bound as a line."""
+    known = [value for _, *row in rows for value in row if math.isfinite(value)]
+    if not known:
+        return ""
+    width, left, right, tall, top = _WIDTH, 190, 24, 22, 10
+    height = top + tall * len(rows) + 26
+    low, high = min(*known, bound, 0.0), max(*known, bound)
+    high = high if high > low else low + 1.0
+
+    def x(value: float) -> float:
+        return left + (value - low) / (high - low) * (width - left - right)
+
+    parts = []
+    for at in axis_ticks(high - low, 8):
+        parts.append(
+            f'<path class="grid" d="M{x(low + at):.1f} {top}V{height - 22}"/><text class="t" x="{x(low + at):.1f}"'
+            f' y="{height - 7}" text-anchor="middle">{low + at:.4g}</text>'
+        )
+    for at, (name, value, first, last) in enumerate(rows):
+        y = top + tall * (at + 0.5)
+        bar = f'<path class="stroke s{at % _NUM_COLOURS}" d="M{x(first):.1f} {y:.1f}H{x(last):.1f}"/>'
+        parts.append(
+            f"<g><title>{escape_for_xml(f'{name}: {value:.4g}')}</title>"
+            f'<text class="t" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{escape_for_xml(shorten(name, 28))}</text>'
+            f"{bar if math.isfinite(first) and math.isfinite(last) else ''}"
+            f'<circle class="d{at % _NUM_COLOURS}" cx="{x(value):.1f}" cy="{y:.1f}" r="5"/></g>'
+        )
+    parts.append(f'<path class="limit" d="M{x(bound):.1f} {top}V{height - 22}"/>')
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
         f"{''.join(parts)}</svg>"

@@ -140,6 +140,13 @@ def _parse(line: str) -> AdviceEntry | OutcomeEntry:
             raise ValueError(f"an outcome of {entry.devices} devices and {entry.finish_s} s")
         return entry
     made = AdviceEntry(**row)
+    texts = (made.job, made.scheduler, made.reason, made.action)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(made.admit, bool):
+        raise ValueError("job, scheduler, reason and action are texts, and admit is true or false")
+    for name in ("requested", "advised"):
+        count = getattr(made, name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} is {count!r}, not a whole number >= 0")
     for name in ("deadline_s", "finish_s", "low_s", "high_s", "probability"):
         value = getattr(made, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):

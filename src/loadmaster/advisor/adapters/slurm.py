@@ -28,9 +28,10 @@ def advise_slurm(document: dict[str, Any]) -> list[AdviceEntry]:
     for job in _pending(document):
         answer, entry = advise_pending(job, state, curve_of(job.name, document.get("curves")), "slurm")
         if answer is not None and answer.admit:
-            hosts = sorted({int(state.layout.host[d]) for d in answer.devices})
-            per_node = -(-len(answer.devices) // len(hosts))
-            where = f"NumNodes={len(hosts)} TresPerNode=gres/gpu:{per_node}"
+            on_node = np.unique(state.layout.host[list(answer.devices)], return_counts=True)[1]
+            even = on_node.min() == on_node.max()
+            gpus = f"TresPerNode=gres/gpu:{on_node[0]}" if even else f"TresPerJob=gres/gpu:{on_node.sum()}"
+            where = f"NumNodes={len(on_node)} {gpus}"
             line = f"scontrol update JobId={shlex.quote(job.id)} {where}"
             entry = replace(entry, action=line)
         entries.append(entry)

@@ -6,21 +6,28 @@ add up to at most one, and spreads the work of each over the slots of its window
 devices    in every slot, the device time that is used is there
 rate       in no slot a job does more than its option can in the time they have in common
 one place  a rigid job runs without a pause: wherever it starts, it has a least time in common with each slot
-hosts      options in one host of q devices and more share the pieces of q that the hosts have (rigid)
+pieces     options of q devices and more share the whole pieces of q that there are
+hosts      the same for options in one host and the pieces of the hosts (rigid)
 
 Slots are only merged, never cut, so it stays a bound. Elastic jobs change options at will and need no host.
+
+Where the programme is small, a job is in time or not (an integer programme): its proven bound is lower
+still. The search for it is limited by a count of nodes, so that the same stream has the same bound.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix, vstack
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_matrix, diags, hstack, vstack
 
 from loadmaster.advisor.environments.trace import LEVELS, TraceStream
 
 _MOST_SHARES = 40_000  # slots are merged until there are no more
+_MOST_INTEGER = 12_000  # columns of an integer programme; above it the linear one has to do
+_MOST_NODES = 200
 _SLACK = 1 + 1e-9
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -74,7 +81,8 @@ def _options(stream: TraceStream, sizes: Indices, elastic: bool) -> _Options:
     window = stream.due_s - stream.arrival_s
     levels = np.array(LEVELS)
     time = stream.duration_s.min(axis=1).transpose(0, 2, 1)  # [J, LEVELS, forms] best kind
-    allowed = np.stack([levels <= sizes.max(), levels <= sizes.sum()], axis=1)
+    apart = (levels > 1) & (levels <= sizes.sum()) & (len(sizes) > 1)
+    allowed = np.stack([levels <= sizes.max(), apart], axis=1)
     time = np.where(allowed, time, np.inf)
     in_time = time <= window[:, None, None] * _SLACK
     some = np.asarray(in_time.any(axis=(1, 2)))
@@ -127,6 +135,12 @@ def _solve(
         )
     rows = [_room(options, shares, o, y, len(span), options.level.astype(np.float64))]
     limits = [sizes.sum() * span]
+    total = int(sizes.sum())
+    for q in np.unique(options.level):
+        if total % q:  # at no moment more than so many options of q devices and more
+            piece = np.where(options.level >= q, options.level / q, 0.0)
+            rows.append(_room(options, shares, o, y, len(span), piece))
+            limits.append(total // q * span)
     if not elastic:
         for q in np.unique(options.level[options.in_host]):
             if (sizes % q == 0).all():
@@ -140,17 +154,67 @@ def _solve(
     rate, within = _rate(options, shares, o, y, elastic)
     rows.append(rate)
     limits.append(np.zeros(within))
+    upper = np.concatenate([np.ones(o), shares.most - shares.least])
+    at_most, limit = vstack(rows).tocsr(), np.concatenate(limits) * _SLACK
     answer = linprog(
         np.concatenate([-stream.value[options.job], np.zeros(y)]),
-        A_ub=vstack(rows).tocsr(),
-        b_ub=np.concatenate(limits) * _SLACK,
+        A_ub=at_most,
+        b_ub=limit,
         A_eq=done,
         b_eq=np.zeros(done.shape[0]),
-        bounds=np.stack([np.zeros(o + y), np.concatenate([np.ones(o), shares.most - shares.least])], axis=1),
+        bounds=np.stack([np.zeros(o + y), upper], axis=1),
         method="highs",
     )
     best = float(stream.value[np.unique(options.job)].sum())
-    return min(best, float(-answer.fun) * _SLACK + 1e-6) if answer.status == 0 else best
+    if answer.status == 0:
+        best = min(best, float(-answer.fun) * _SLACK + 1e-6)
+    if o + y <= _MOST_INTEGER:
+        best = min(best, _integer_bound(stream, options, at_most, limit, done, upper, elastic=elastic))
+    whole = bool((stream.value == np.round(stream.value)).all())
+    return float(math.floor(best + 1e-4)) if whole else best
+
+
+def _integer_bound(
+    stream: TraceStream,
+    options: _Options,
+    at_most: csr_matrix,
+    limit: Numbers,
+    done: csr_matrix,
+    upper: Numbers,
+    *,
+    elastic: bool,
+) -> float:
+    """The same with a column for each job, 0 or 1; a rigid job has one option. All run from 0 to 1."""
+    o, n = len(options.job), len(upper)
+    jobs, row = np.unique(options.job, return_inverse=True)
+    place = (
+        np.concatenate([row, np.arange(len(jobs))]),
+        np.concatenate([np.arange(o), n + np.arange(len(jobs))]),
+    )
+    link = csr_matrix(
+        (np.concatenate([np.ones(o), -np.ones(len(jobs))]), place), shape=(len(jobs), n + len(jobs))
+    )
+    scale = diags(np.concatenate([np.where(upper > 0, upper, 1.0), np.ones(len(jobs))]))
+
+    def scaled(matrix: csr_matrix, low: Numbers, high: Numbers) -> LinearConstraint:
+        wide = hstack([matrix, csr_matrix((matrix.shape[0], len(jobs)))]).tocsr() @ scale
+        most = np.maximum(abs(wide).max(axis=1).toarray().ravel(), 1e-12)
+        return LinearConstraint(diags(1 / most) @ wide, low / most, high / most)
+
+    zeros = np.zeros(done.shape[0])
+    answer = milp(
+        np.concatenate([np.zeros(n), -stream.value[jobs]]),
+        constraints=[
+            scaled(at_most, np.full(len(limit), -np.inf), limit),
+            scaled(done, zeros, zeros),
+            LinearConstraint(link, 0, 0),
+        ],
+        bounds=Bounds(0, np.concatenate([(upper > 0).astype(float), np.ones(len(jobs))])),
+        integrality=np.concatenate([np.full(o, not elastic), np.zeros(n - o), np.ones(len(jobs))]),
+        options={"node_limit": _MOST_NODES},
+    )
+    found = answer.get("mip_dual_bound")
+    return math.inf if found is None or not math.isfinite(found) else float(-found) + 1e-6
 
 
 def _room(options: _Options, shares: _Shares, o: int, y: int, slots: int, weight: Numbers) -> csr_matrix:

@@ -10,6 +10,14 @@ from numpy.typing import NDArray
 from loadmaster.advisor.environments.batched import OBSERVATION_SIZE, BatchedRamp
 from loadmaster.advisor.environments.streams import draw_stream
 from loadmaster.advisor.environments.world import World
+from loadmaster.core.errors import InputError
+
+
+def require_action(action: np.int64 | int, space: spaces.Space[np.int64]) -> int:
+    """The action as a number; one that is outside of the space is refused."""
+    if not space.contains(np.int64(action)):
+        raise InputError(f"action {action!r} is not in {space}; give a whole number from 0 on")
+    return int(action)
 
 
 class RampEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
@@ -43,7 +51,7 @@ class RampEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
 
     def step(self, action: np.int64 | int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """Decide one arrival; an action that the mask does not offer rejects."""
-        chosen = int(action)
+        chosen = require_action(action, self.action_space)
         seen, mask, accepted = self._batch.step(np.array([chosen if self._mask[chosen] else 0]))
         self._mask = mask[0]
         return seen[0], float(2 * accepted[0] - 1), self._batch.done, False, self._info()

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +188,9 @@ def draw_trace_stream(
     reference = np.zeros(num, np.int64)
     seconds = np.zeros(num)
     for j, job in enumerate(trace.jobs):
+        if (trouble := _why_unmeasured(job, throughputs, rows[0])) is not None:
+            hint = "measure it, or skip such lines (--skip-malformed)"
+            raise FormatError(f"{trace.name}, line {job.line}: {trouble}; {hint}")
         recorded = throughputs.type_index(job.type)
         level = _reference_level(throughputs.rate[rows[0], 0, recorded], job.requested, job)
         seconds[j] = job.steps / throughputs.rate[rows[0], 0, recorded, level]
@@ -200,6 +203,28 @@ def draw_trace_stream(
     arrival = np.array([job.arrival_s for job in trace.jobs])
     due = arrival + rng.uniform(low, high, num) * seconds
     return TraceStream(trace.name, tuple(kinds), arrival, due, duration, reference, np.ones(num))
+
+
+def drop_unmeasured(trace: Trace, throughputs: Throughputs, kind: str) -> Trace:
+    """The jobs whose type has a measured rate on a kind of device; the other lines count as skipped."""
+    if kind not in throughputs.kinds:
+        raise UnknownNameError("device kind", kind, throughputs.kinds)
+    row = throughputs.kinds.index(kind)
+    why = [_why_unmeasured(job, throughputs, row) for job in trace.jobs]
+    kept = tuple(job for job, trouble in zip(trace.jobs, why, strict=True) if trouble is None)
+    if not kept:
+        raise FormatError(f"{trace.name} holds no job with a measured rate on {kind}")
+    told = (f"line {job.line}: {t}" for job, t in zip(trace.jobs, why, strict=True) if t is not None)
+    return replace(trace, jobs=kept, skipped=(*trace.skipped, *told))
+
+
+def _why_unmeasured(job: TraceJob, throughputs: Throughputs, row: int) -> str | None:
+    if job.type not in throughputs.types:
+        return f"job type {job.type[:60]!r} has no measured rate"
+    rates = throughputs.rate[row, 0, throughputs.types.index(job.type)]
+    if not any(rates[i] > 0 and count <= job.requested for i, count in enumerate(LEVELS)):
+        return f"job type {job.type[:60]!r} has no measured rate for {job.requested} devices"
+    return None
 
 
 def _reference_level(rates: NDArray[np.float64], requested: int, job: TraceJob) -> int:

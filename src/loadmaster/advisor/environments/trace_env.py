@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from loadmaster.advisor.environments.gym_env import require_action
 from loadmaster.advisor.environments.trace import LEVELS, Throughputs, Trace, TraceStream, draw_trace_stream
 from loadmaster.core.errors import InputError
 
@@ -105,7 +106,7 @@ class TraceEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         """Decide one arrival; an action that the mask does not offer rejects."""
         if self._at >= len(self._stream.due_s):
             raise InputError("the stream is over; call reset()")
-        chosen = int(action)
+        chosen = require_action(action, self.action_space)
         taken = chosen > 0 and bool(self._mask[chosen])
         if taken:
             _, end, devices = self._plans[chosen - 1]

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from loadmaster.core.errors import InputError
 
 HOST, SPREAD = "host", "spread"
@@ -78,4 +80,10 @@ def _where(kind: str, form: str) -> str:
 
 def measured_curve(times: Mapping[int, float], *, rel_error: float = 0.05) -> ScalingCurve:
     """A curve from seconds by number of devices."""
+    for n, t in times.items():
+        whole = isinstance(n, int | float | np.number) and not isinstance(n, bool) and n == int(n)
+        if not whole or isinstance(t, bool) or not isinstance(t, int | float | np.number):
+            raise InputError(
+                f"a measured curve has {t!r} s on {n!r} devices; give numbers of seconds by whole numbers"
+            )
     return ScalingCurve({(ANY_KIND, int(n), HOST): float(t) for n, t in times.items()}, "measured", rel_error)

@@ -156,6 +156,7 @@ class Decision:
     block: Block | None = None
     start_s: float | None = None  # later than now, where the policy lets a job wait
     note: str = ""
+    warning: str = ""  # what the user should know of how it was decided
 
     @property
     def admit(self) -> bool:

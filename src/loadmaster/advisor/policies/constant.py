@@ -6,6 +6,7 @@ from loadmaster.advisor.environments.engine import Kind, Rule
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import REJECT, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Run
+from loadmaster.core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,11 @@ class Constant:
     """The number."""
 
     degree: int = 4
+
+    def __post_init__(self) -> None:
+        """A number of devices."""
+        if self.degree < 1:
+            raise InputError(f"policy constant has {self.degree} devices; give a whole number >= 1")
 
     @property
     def rule(self) -> Rule:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.advisor.environments.engine import Kind, Rule
+from loadmaster.advisor.environments.host_futures import Futures, draw_futures, future_value, job_table
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import REJECT, Block, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Policy, Run, policy
@@ -27,11 +28,14 @@ class Rollout:
         return replace(base, rollout=(self.horizon, self.futures))
 
     def __call__(self, job: Job, state: ClusterState, run: Run) -> Decision:
-        """Without jobs that may come (`run.future`) the base policy answers."""
+        """Without jobs that may come (`run.future`) the base policy answers, and says so."""
         base = policy(self.base)
         first = base(job, state, run)
         if not run.future or run.mean_gap_s <= 0:
-            return first
+            told = (
+                f"no jobs that may come are given, so there is nothing to look ahead to: {self.base} answered"
+            )
+            return replace(first, warning=told)
         options: list[tuple[Decision, ClusterState, float]] = [_after(first, job, state)]
         for n in job.curve.degrees:
             block, time = state.best_block(job, n)
@@ -39,25 +43,29 @@ class Rollout:
                 options.append((Decision(n, block), _take(state, block, time), job.value))
         if first.admit:
             options.append((REJECT, state, 0.0))
-        seed = int(run.rng.integers(2**62))
-        values = [
-            gain * self.futures
-            + sum(
-                self._future(after, base, run, np.random.default_rng([seed, f])) for f in range(self.futures)
-            )
-            for _, after, gain in options
-        ]
-        return options[int(np.argmax(values))][0]
+        futures = draw_futures(run.rng, len(run.future), run.mean_gap_s, (self.futures, self.horizon))
+        values = self._values([after for _, after, _ in options], base, run, futures)
+        totals = [gain * self.futures + value for (_, _, gain), value in zip(options, values, strict=True)]
+        return options[int(np.argmax(totals))][0]
 
-    def _future(self, state: ClusterState, base: Policy, run: Run, rng: np.random.Generator) -> float:
-        """Value of the jobs a future lets in."""
-        total = 0.0
-        for _ in range(self.horizon):
-            state = state.at(state.now_s + rng.exponential(run.mean_gap_s))
-            job = run.future[int(rng.integers(len(run.future)))]
-            _, state, gain = _after(base(job, state, Run(rng)), job, state)
+    def _values(self, states: list[ClusterState], base: Policy, run: Run, futures: Futures) -> list[float]:
+        """Value of the jobs that the futures let in, from each state on."""
+        if self.base == "smallest" and not states[0].layout.blocks:
+            table = job_table(run.future, states[0].layout)
+            return [future_value(state, table, futures) for state in states]
+        return [play_futures(state, base, run.future, futures) for state in states]
+
+
+def play_futures(state: ClusterState, base: Policy, jobs: tuple[Job, ...], futures: Futures) -> float:
+    """The same as `host_futures.future_value`, for any base and any layout."""
+    total = 0.0
+    for gaps, drawn in zip(futures.gap_s, futures.job, strict=True):
+        then = state
+        for gap, j in zip(gaps, drawn, strict=True):
+            then = then.at(then.now_s + float(gap))
+            _, then, gain = _after(base(jobs[j], then, Run()), jobs[j], then)
             total += gain
-        return total
+    return total
 
 
 def _after(decision: Decision, job: Job, state: ClusterState) -> tuple[Decision, ClusterState, float]:

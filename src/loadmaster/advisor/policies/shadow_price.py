@@ -2,7 +2,7 @@
 are lost."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadmaster.advisor.environments.engine import Kind, Rule
 from loadmaster.advisor.jobs.job import Job
@@ -41,6 +41,9 @@ class ShadowPrice:
                 cheapest = min(cheapest, cost)
                 if job.value - cost > best_value + 1e-12:
                     best_value, best = job.value - cost, Decision(n, block, note=f"{cost:.6g}")
+        if price <= 0 and not any(self.block_price):
+            told = "device time has no price, so whatever is in time is admitted; give the state a price"
+            return replace(best, warning=told)
         if best.admit or math.isinf(cheapest):
             return best
         return Decision(0, note=f"priced out: {cheapest:.6g}")

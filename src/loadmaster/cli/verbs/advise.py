@@ -106,6 +106,8 @@ def job(
         asked = given.source
         if given.times:
             asked = Job(given.name, measured_curve(given.times), math.inf, given.value, given.requested)
+    if state is not None:
+        told["coming"], told["mean_gap_s"] = files.read_coming(state)
     if history is not None:
         from loadmaster.advisor.adapters.log import read_log, residuals_of
 
@@ -271,12 +273,12 @@ def bench(
             if traces is None:
                 raise InputError("bench real needs --traces FOLDER: *.trace and simulation_throughputs.json")
             rows = bench.bench_real(traces, chosen, names, progress=say)
-            _show(rows, f"deadlines met, {seeds} streams", "met", html, json)
+            _show(rows, f"deadlines met, {seeds} streams", "met", html, json, "elasticflow")
             return
         if graphs is None:
             raise InputError(f"bench {world} needs --graphs FOLDER: PipeDream's five profiles")
         rows = bench.bench_world(world, graphs, chosen, names, weights=weights, poisson=poisson, progress=say)
-    _show(rows, f"blocking, {world}, {seeds} streams", "blocking", html, json)
+    _show(rows, f"blocking, {world}, {seeds} streams", "blocking", html, json, "the best constant")
 
 
 @app.command(name="score", short_help="Advice in a log against what happened.")
@@ -407,7 +409,7 @@ def _replay(
     html: str | None,
     json: bool,
 ) -> None:
-    from loadmaster.advisor.environments.trace import read_throughputs, read_trace
+    from loadmaster.advisor.environments.trace import drop_unmeasured, read_throughputs, read_trace
     from loadmaster.advisor.replay_traces import TRACE_RULES, bench_trace, trace_rules
     from loadmaster.cli.console import progress, stderr
 
@@ -415,6 +417,8 @@ def _replay(
     rules = trace_rules([n.strip() for n in policy.split(",")] if policy else list(TRACE_RULES))
     trace_rules([against])
     jobs, rates = read_trace(trace, skip_malformed=skip_malformed), read_throughputs(throughputs)
+    if skip_malformed:
+        jobs = drop_unmeasured(jobs, rates, kind)
     for line in jobs.skipped:
         stderr().print(f"skipped {line}", style="yellow", soft_wrap=True)
     rows: list[Row] = []
@@ -438,16 +442,23 @@ def _replay(
                 from dataclasses import replace
 
                 rows += [replace(r, setting=f"{r.setting} x {scale:g}") if scale != 1 else r for r in found]
-    _show(rows, f"deadlines met, {jobs.name}, {len(jobs.jobs)} jobs, {seeds} streams", "met", html, json)
+    _show(
+        rows,
+        f"deadlines met, {jobs.name}, {len(jobs.jobs)} jobs, {seeds} streams",
+        "met",
+        html,
+        json,
+        against,
+    )
 
 
-def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool) -> None:
-    from loadmaster.advisor.page import with_half, write_page
+def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool, against: str = "") -> None:
+    from loadmaster.advisor.page import bound_text, detail_rows, main_rows, write_page
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.report.text_columns import columns, one_line
 
     if html is not None:
-        write_page(html, title, what, rows)
+        write_page(html, title, what, rows, against)
     if json:
         print_json({"title": title, "rows": [row.to_json() for row in rows]})
         return
@@ -455,13 +466,12 @@ def _show(rows: "list[Row]", title: str, what: str, html: str | None, json: bool
     console.print(title, style="bold")
     for setting in dict.fromkeys(row.setting for row in rows):
         chosen = [row for row in rows if row.setting == setting]
-        console.print(f"\n{setting}: no policy can reach beyond {chosen[0].bound:.3f}")
-        heads = ("policy", what, "95 %", "difference", *[n.replace("_", " ") for n in chosen[0].details])
-        table = columns(*heads, right=heads[1:], whole=heads[:4])
-        for r in chosen:
-            details = [with_half(r, name) for name in r.details]
-            paired = f"{r.paired:+.3f} ± {r.paired_half:.3f}"
-            table.add_row(
-                one_line(r.policy), f"{r.mean:.3f}", f"{r.low:.3f} to {r.high:.3f}", paired, *details
-            )
-        console.print(table)
+        console.print(f"\n{setting}. {bound_text(chosen[0], what)}")
+        if against:
+            console.print(f"Differences are to {against}.")
+        for heads, *found in (main_rows(chosen, what), detail_rows(chosen)):
+            console.print()
+            table = columns(*heads, right=heads[1:], whole=heads[:1])
+            for row in found:
+                table.add_row(*[one_line(cell) for cell in row])
+            console.print(table)
