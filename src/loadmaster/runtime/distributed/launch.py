@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from loadmaster.cluster.probe import threads_of_each
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.io import encode, load
@@ -28,7 +29,7 @@ from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.units import format_bytes
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
-from loadmaster.runtime.distributed.member import Member, MemberSpec, enter, local_threads
+from loadmaster.runtime.distributed.member import Member, MemberSpec, enter
 from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
@@ -178,7 +179,7 @@ def _start(
             is_master=True,
             wait_for_workers=False,
         )
-        threads = options.threads if options.threads is not None else local_threads(layout.world)
+        threads = options.threads if options.threads is not None else threads_of_each(layout.world)
         data = encode(answer)
         specs = [
             MemberSpec(

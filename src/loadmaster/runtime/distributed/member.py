@@ -3,7 +3,6 @@
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -196,12 +195,3 @@ def _build_parts(graph: Graph, source: str | None, seed: int) -> dict[str, Any]:
     parts["model"].train()
     torch.manual_seed(seed)
     return parts
-
-
-def local_threads(num_processes: int) -> int:
-    """Threads of each process where several share this machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        cores = os.cpu_count() or 1
-    return max(1, cores // num_processes)
