@@ -98,6 +98,7 @@ def main() -> None:
             run.step(x)
             seconds.append(time.perf_counter() - begun)
         stages = [str(stage) for stage in run.stage_times()]
+        links = [str(link) for link in run.link_times()]
     ones.append(alone(1))
     twos.append(alone(2))
     one, two = min(ones), min(twos)
@@ -123,6 +124,7 @@ def main() -> None:
         "predicted_s": predicted,
         "error": predicted / measured - 1,
         "stages": stages,
+        "links": links,
     }
     print(json.dumps(result, indent=1))
     if asked.out:
