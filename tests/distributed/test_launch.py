@@ -45,7 +45,7 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
         losses = [run.step(as_batch(given)) for _ in range(3)]
         norm, path, state = run.grad_norm, run.save(tmp_path), run.state_dict()
         outputs, loss = run.predict(as_batch(given)), run.evaluate(as_batch(given))
-        timeline, stages = run.timeline(), run.stage_times()
+        timeline, stages, links = run.timeline(), run.stage_times(), run.link_times()
         pids = [one.pid for one in run._group.processes]  # type: ignore[union-attr]
     expected = train_plainly(plain, given, [4, 4, 3], adamw, steps=3, seed=5, clip=0.05)
     assert losses == pytest.approx(expected.losses, rel=1e-5)
@@ -63,6 +63,8 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
     assert not list(tmp_path.glob(".partial*"))
     assert timeline.step_s > 0
     assert [one.stage for one in stages] == [0, 1]
+    assert [(one.stage, one.to_stage, one.rank, one.to_rank) for one in links] == [(0, 1, 0, 1), (1, 0, 1, 0)]
+    assert all(one.num_bytes > 0 and one.predicted_s > 0 for one in links)
     assert len(timeline.kind) == 2 * (3 + 3 + 2)
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids)
 

@@ -3,7 +3,7 @@
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -137,14 +137,12 @@ class Member:
     def _report(self) -> Mapping[str, Any]:
         """What the last step took, on the common clock, and what this process holds."""
         rank = self.rank
-        spans = [
-            (work, part, batch, start + self.offset_s, end + self.offset_s)
-            for work, part, batch, start, end in rank.spans()
-        ]
+        arrivals = rank.arrivals() if isinstance(rank, PipelineRank) else []
         weights = sum(one.numel() * one.element_size() for one in rank.own_parameters().values())
         peak = torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else 0
         return {
-            "spans": spans,
+            "spans": self._on_common_clock(rank.spans()),
+            "arrivals": self._on_common_clock(arrivals),
             "weight_bytes": weights,
             "peak_bytes": peak,
             "notes": list(rank.notes),
@@ -152,6 +150,9 @@ class Member:
             "sent": rank.sent_sizes(),
             "drift": rank.drift.report if isinstance(rank, StrategyRank) else None,
         }
+
+    def _on_common_clock(self, rows: Sequence[tuple[str, int, int, float, float]]) -> list[Any]:
+        return [(*row[:3], row[3] + self.offset_s, row[4] + self.offset_s) for row in rows]
 
     def close(self) -> None:
         """Leave the others."""

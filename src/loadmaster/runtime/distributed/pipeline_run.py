@@ -6,7 +6,13 @@ from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import Timeline
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout
 from loadmaster.runtime.distributed.running import LaunchedRun
-from loadmaster.runtime.distributed.timelines import StageTimes, merge_spans, stage_times
+from loadmaster.runtime.distributed.timelines import (
+    LinkTimes,
+    StageTimes,
+    link_times,
+    merge_spans,
+    stage_times,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,3 +32,7 @@ class PipelineRun(LaunchedRun):
         names = self.placement.problem.cluster.device_name
         devices = [names[self.layout.device_of(rank)] for rank in range(self.layout.world)]
         return stage_times(self.reports(), devices)
+
+    def link_times(self) -> tuple[LinkTimes, ...]:
+        """What stages sent each other in the last step, predicted and measured."""
+        return link_times(self.reports(), self.layout, self.placement.problem.cluster)

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from loadmaster.core.answers.run_report import SCHEMA_VERSION, Pair, PipelineRan, StageRan
+from loadmaster.core.answers.run_report import SCHEMA_VERSION, LinkRan, Pair, PipelineRan, StageRan
 from loadmaster.core.answers.strategy_report import SCHEMA_VERSION as STRATEGY_SCHEMA
 from loadmaster.core.answers.strategy_report import RankRan, StrategyRan
 from loadmaster.core.graph import Graph
@@ -47,12 +47,21 @@ class _Trained:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PredictedStep:
+    """A step of micro-batches as it was simulated, and the flat graph that its spans speak of."""
+
+    timeline: Timeline
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StrategyOutcome:
     """What came of a strategy."""
 
     ran: StrategyRan
     answer: StrategyAnswer
     measured: Timeline
+    predicted: PredictedStep | None = None
 
     @property
     def graph(self) -> Graph:
@@ -66,7 +75,7 @@ class PipelineOutcome:
 
     ran: PipelineRan
     placement: Placement
-    predicted: Timeline | None
+    predicted: PredictedStep | None
     measured: Timeline
 
     @property
@@ -81,7 +90,7 @@ def run_steps(
     tell: Tell,
     *,
     source: str,
-    predicted: Timeline | None = None,
+    predicted: PredictedStep | None = None,
     checkpoint: str | None = None,
     every: int = 0,
 ) -> PipelineOutcome | StrategyOutcome:
@@ -113,7 +122,7 @@ def run_steps(
 
 
 def _report_pipeline(
-    run: PipelineRun, trained: _Trained, source: str, predicted: Timeline | None
+    run: PipelineRun, trained: _Trained, source: str, predicted: PredictedStep | None
 ) -> PipelineOutcome:
     placement, layout = run.placement, run.layout
     assert placement.plan is not None, "it ran"
@@ -135,13 +144,24 @@ def _report_pipeline(
         )
         for one in times
     )
-    whole = predicted.step_s if predicted is not None else _predicted_step_s(placement)
+    whole = predicted.timeline.step_s if predicted is not None else _predicted_step_s(placement)
     measured = run.timeline()
     bubbles = {one.rank: one.bubble_share for one in times}
     used = sorted({device for row in layout.device for device in row})
     expected = 0.0
-    if predicted is not None and predicted.step_s:
-        expected = float(np.mean(1.0 - predicted.busy_s[used] / predicted.step_s))
+    if predicted is not None and whole:
+        expected = float(np.mean(1.0 - predicted.timeline.busy_s[used] / whole))
+    links = tuple(
+        LinkRan(
+            one.stage,
+            one.to_stage,
+            one.rank,
+            one.to_rank,
+            one.num_bytes,
+            Pair(one.predicted_s, one.measured_s),
+        )
+        for one in run.link_times()
+    )
     ran = PipelineRan(
         loadmaster="pipeline run",
         schema=SCHEMA_VERSION,
@@ -163,6 +183,7 @@ def _report_pipeline(
         sent_bytes=sum(size for report in reports for _, _, size in report["sent"]),
         checkpoint=trained.saved,
         notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+        links=links,
     )
     return PipelineOutcome(ran, placement, predicted, measured)
 
