@@ -1,5 +1,6 @@
 """Worker processes: nobody is left behind, and the first cause is told."""
 
+import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -97,3 +98,11 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     with pytest.raises(InputError, match="top level of a module"):
         made.start()
     assert not made.processes
+
+
+def test_a_script_without_a_guard_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        mp.current_process(), "_inheriting", True, raising=False
+    )  # a worker imports the script
+    with pytest.raises(InputError, match='if __name__ == "__main__":'):
+        WorkerGroup(enter, [None]).start()

@@ -31,6 +31,9 @@ _GRACE_S = 1.5  # for others to say what they know
 _STOPPED_S = 2.0
 _POLL_S = 0.25
 _END_S = 5.0  # to end by themselves
+_GUARD = (
+    'Workers import your script again, so what calls lm.launch must stand below `if __name__ == "__main__":`'
+)
 
 Handler = Callable[[str, Any], Any]
 
@@ -60,9 +63,11 @@ class WorkerGroup:
     _pipes: list[Connection] = field(default_factory=list)
     _lifelines: list[Connection] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
+    _has_begun: bool = False
 
     def start(self) -> None:
         """Start all; returns when each has made its handler."""
+        _require_guarded_script()
         context = mp.get_context("spawn")
         blobs = [_pickle_spec(spec) for spec in self.specs]
         try:
@@ -87,6 +92,7 @@ class WorkerGroup:
                 with suppress(OSError):  # it has died; that is found below
                     pipe.send_bytes(pickle.dumps((self.entry, blob)))
             self._collect()
+            self._has_begun = True
         except BaseException:
             self.kill()
             raise
@@ -175,7 +181,10 @@ class WorkerGroup:
             pass
         process = self.processes[rank]
         process.join(1.0)
-        return _Failure(rank, f"rank {rank} (process {process.pid}) {_describe_end(process.exitcode)}")
+        words = f"rank {rank} (process {process.pid}) {_describe_end(process.exitcode)}"
+        if not self._has_begun and process.exitcode == 1:
+            words += f" before it could begin; what it said is above. {_GUARD}"
+        return _Failure(rank, words)
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether a process has been stopped for some time, as by SIGSTOP or Ctrl-Z."""
@@ -214,6 +223,12 @@ def _describe_end(code: int | None) -> str:
         hint = " (the kernel does so when memory is short)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
+
+
+def _require_guarded_script() -> None:
+    """A worker that imports the user's script again must not start workers of its own."""
+    if getattr(mp.current_process(), "_inheriting", False):
+        raise InputError(f"a worker process has imported a script that starts processes. {_GUARD}")
 
 
 def _pickle_spec(spec: Any) -> bytes:
