@@ -106,7 +106,7 @@ def candidate(problem: Any, cut: int | None) -> Placement:
     return lm.plan(problem, algorithm=Plan(stage, order, np.zeros(graph.num_ops, dtype=bool), pipeline))
 
 
-def run(placement: Placement, steps: int = 4) -> float:
+def run(placement: Placement, steps: int = 3) -> float:
     """Median seconds of a step."""
     torch.manual_seed(0)
     batch, seconds = torch.randn(BATCHES, TOKENS, WIDTH), []
@@ -117,6 +117,19 @@ def run(placement: Placement, steps: int = 4) -> float:
             running.step(batch)
             seconds.append(time.perf_counter() - begun)
     return median(seconds[1:])
+
+
+def describe(placement: Placement) -> str:
+    """Schedule, replicas and the modules of each stage."""
+    plan, graph = placement.plan, placement.problem.graph
+    assert plan is not None
+    assert plan.pipeline is not None
+    stage, words = plan.pipeline.stage, []
+    for s in range(plan.pipeline.num_stages):
+        own = np.flatnonzero((stage == s) & (graph.phase == 0))
+        words.append("+".join(sorted({m for n in own if (m := graph.module[n].split(".")[0]).isdigit()})))
+    replicas = int(plan.pipeline.replicas[0])
+    return f"{plan.pipeline.schedule} x{replicas}: modules {' | '.join(words)}"
 
 
 def main() -> None:
@@ -136,13 +149,7 @@ def main() -> None:
         first = local.costs.compute_s[:, :1].repeat(problem.costs.compute_s.shape[1], axis=1)
         problem = replace(problem, costs=replace(problem.costs, compute_s=first))
         chosen = lm.plan(problem, algorithm="pipeline", budget=10.0)
-        stage = (
-            chosen.plan.pipeline.stage if chosen.plan is not None and chosen.plan.pipeline else np.zeros(1)
-        )
-        row: dict[str, Any] = {"link": name, "chosen_s": chosen.score_s, "stages": int(stage.max()) + 1}
-        row["chosen modules of stage 0"] = sorted(
-            {graph.module[n].split(".")[0] for n in np.flatnonzero((stage == 0) & (graph.phase == 0))}
-        )
+        row: dict[str, Any] = {"link": name, "chosen_s": chosen.score_s, "chosen": describe(chosen)}
         plans = {words: candidate(problem, cut) for words, cut in CUTS.items()}
         row["predicted_s"] = {words: plan.score_s for words, plan in plans.items()}
         row["measured_s"] = {words: run(plan) for words, plan in plans.items()}
