@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +202,25 @@ def test_what_cannot_be_run_is_said_before_a_process_is_started() -> None:
         lm.launch(small, built.model)
     with pytest.raises(PlanError, match=r"lm\.launch"):
         lm.place(built.model, placement)
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        lm.launch(placement, Net(layers=5))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"threads": 0}, "threads is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"autocast": "bf16"}, "autocast is 'bf16'"),
+        ({"scheduler": 7, "optimizer": sgd}, "scheduler is 7"),
+        ({"scheduler": halve}, "no optimizer"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:
+    built = _net()
+    with pytest.raises(InputError, match=words):
+        lm.launch(pipeline_placement(built, 2, 2), built.model, **given)
 
 
 def test_fewer_rows_than_micro_batches_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from loadmaster.cluster.parse import parse_cluster
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout
-from loadmaster.runtime.distributed.timelines import link_times
+from loadmaster.runtime.distributed.pipeline_run import link_times
 
 LAYOUT = PipelineLayout(2, 2, (3,), (), ((0, 1),), "1f1b", frozenset())
 

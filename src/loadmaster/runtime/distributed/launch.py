@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -40,6 +41,7 @@ from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layou
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions
 from loadmaster.runtime.distributed.strategy_run import StrategyRun
 from loadmaster.runtime.distributed.watch import PeerWatch
+from loadmaster.runtime.placed import require_weights
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -93,8 +95,9 @@ def launch(
     answer: Placement | StrategyAnswer, model: nn.Module | None, options: LaunchOptions
 ) -> PipelineRun | StrategyRun:
     """Start the processes of a plan, or, under torchrun, take the part of this one."""
-    if options.timeout_s <= 0:
-        raise InputError(f"timeout is {options.timeout_s}; give seconds > 0")
+    _require_options(options)
+    if model is not None:
+        require_weights(model, answer.problem.graph)
     if isinstance(answer, StrategyAnswer) and is_pipeline(answer.strategy):
         answer = plan_as_pipeline(answer)
     layout: PipelineLayout | StrategyLayout
@@ -114,6 +117,28 @@ def launch(
         return StrategyRun(answer=answer, layout=layout, **parts)
     assert isinstance(layout, PipelineLayout), "made above"
     return PipelineRun(placement=answer, layout=layout, **parts)
+
+
+def _require_options(options: LaunchOptions) -> None:
+    """Refuse what would fail in a worker, or train wrongly."""
+    train = options.train
+    if not options.timeout_s > 0:
+        raise InputError(f"timeout is {options.timeout_s}; give seconds > 0")
+    if options.threads is not None and options.threads < 1:
+        raise InputError(f"threads is {options.threads}; give a whole number >= 1, or leave it out")
+    if train.clip is not None and not train.clip > 0:
+        raise InputError(
+            f"clip is {train.clip}; give the largest norm of all gradients, > 0, or leave it out"
+        )
+    if train.autocast is not None and train.autocast not in (torch.bfloat16, torch.float16):
+        raise InputError(f"autocast is {train.autocast!r}; give torch.bfloat16 or torch.float16")
+    if train.scheduler is not None and not callable(train.scheduler):
+        raise InputError(
+            f"scheduler is {train.scheduler!r}; give a function that makes one of the optimizer, such as"
+            " lambda optimizer: StepLR(optimizer, 10)"
+        )
+    if train.scheduler is not None and train.optimizer is None:
+        raise InputError("a scheduler was given, but no optimizer; pass optimizer= to lm.launch")
 
 
 def layout_of_runnable(placement: Placement) -> PipelineLayout:

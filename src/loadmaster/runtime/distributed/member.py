@@ -37,6 +37,7 @@ from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layou
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions, StrategyRank
 from loadmaster.runtime.distributed.synthetic import SyntheticBatches
 from loadmaster.runtime.distributed.transports import Waits
+from loadmaster.runtime.placed import require_weights
 from loadmaster.runtime.transport.devices import locate_device
 from loadmaster.zoo.hf import restore_attention
 
@@ -91,6 +92,7 @@ class Member:
             options = self.batches.complete(options)
         else:
             restore_attention(model)
+        require_weights(model, found.problem.graph)
         self.rank: PipelineRank | StrategyRank
         if isinstance(found, Placement):
             transport = open_transport(self.where, everyone, self.waits)
