@@ -3,10 +3,11 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,13 @@ class _Trained:
     losses: list[float]
     ended: str
     saved: str | None
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth a word."""
+        if self.seconds or self.saved is None:
+            return []
+        return [f"{self.saved} has all {self.asked} steps already; ask for more to go on from it"]
 
     @property
     def shown_losses(self) -> tuple[float | None, ...]:
@@ -182,10 +190,15 @@ def _report_pipeline(
         stages=rows,
         sent_bytes=sum(size for report in reports for _, _, size in report["sent"]),
         checkpoint=trained.saved,
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+        notes=_collect_notes(trained, reports),
         links=links,
     )
     return PipelineOutcome(ran, placement, predicted, measured)
+
+
+def _collect_notes(trained: _Trained, reports: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Of the run and of its ranks, each once."""
+    return tuple(dict.fromkeys([*trained.notes, *(note for report in reports for note in report["notes"])]))
 
 
 def _report_strategy(run: StrategyRun, trained: _Trained, source: str) -> StrategyOutcome:
@@ -233,7 +246,7 @@ def _report_strategy(run: StrategyRun, trained: _Trained, source: str) -> Strate
         largest_drift=drift.largest,
         drifted_weight=drift.weight,
         checkpoint=trained.saved,
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+        notes=_collect_notes(trained, reports),
     )
     return StrategyOutcome(ran, answer, run.timeline())
 
