@@ -6,8 +6,8 @@ auto       measured for a few seconds where all devices are on this machine, els
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 from loadmaster.cluster.probe import threads_of_each
@@ -82,20 +82,13 @@ def load_or_measure_costs(
     return found.costs
 
 
-@contextmanager
-def _threads_of_one(processes: int) -> Iterator[None]:
-    """As many threads as each of several processes has, not more than now."""
+def _threads_of_one(processes: int) -> AbstractContextManager[None]:
+    """As many threads as each of several processes has; without torch nothing is timed."""
     if processes < 2 or find_spec("torch") is None:
-        yield
-        return
-    import torch
+        return nullcontext()
+    from loadmaster.cost.timed.stopwatch import at_most_threads
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, threads_of_each(processes)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return at_most_threads(threads_of_each(processes))
 
 
 def apply_optimizer(graph: Graph, optimizer: str | None, precision: str) -> Graph:
