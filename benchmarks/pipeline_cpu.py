@@ -120,6 +120,7 @@ def main() -> None:
         "pipeline_steps_s": seconds,
         "speed_up": one / measured,
         "share_of_possible": one / measured / wanted,
+        "share_at_full_scaling": one / measured / (16 / 9),
         "aim": AIM,
         "predicted_s": predicted,
         "error": predicted / measured - 1,
