@@ -93,6 +93,16 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     assert not any(_alive(pid) for pid in pids)
 
 
+def test_workers_that_are_killed_leave_no_warnings_below_their_error() -> None:
+    program = (
+        "from loadmaster.runtime.distributed.processes import WorkerGroup\n"
+        "from tests.distributed.run_workers import enter\n"
+        "group = WorkerGroup(enter, [0])\ngroup.start()\ngroup.ask('lock')\ngroup.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "leaked" not in done.stderr
+
+
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     made = WorkerGroup(enter, [lambda: None])
     with pytest.raises(InputError, match="top level of a module"):

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -68,6 +69,7 @@ class WorkerGroup:
     def start(self) -> None:
         """Start all; returns when each has made its handler."""
         _require_guarded_script()
+        _start_tracker()
         context = mp.get_context("spawn")
         blobs = [_pickle_spec(spec) for spec in self.specs]
         try:
@@ -223,6 +225,20 @@ def _describe_end(code: int | None) -> str:
         hint = " (the kernel does so when memory is short)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
+
+
+def _start_tracker() -> None:
+    """Python's tracker cleans up after workers that are killed; it shall not warn of it below their error."""
+    kept = os.environ.get("PYTHONWARNINGS")
+    own = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{kept},{own}" if kept else own  # the tracker reads it when it starts
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if kept is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = kept
 
 
 def _require_guarded_script() -> None:
