@@ -110,6 +110,19 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     assert not made.processes
 
 
+def test_what_was_defined_in_a_notebook_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed() -> None: ...
+
+    typed.__module__, typed.__qualname__ = "__main__", "typed"
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "typed", typed, raising=False)
+    monkeypatch.setattr(main, "__file__", None, raising=False)
+    made = WorkerGroup(enter, [typed])
+    with pytest.raises(InputError, match=r"put it in a file, e\.g\. net\.py"):
+        made.start()
+    assert not made.processes
+
+
 def test_a_script_without_a_guard_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         mp.current_process(), "_inheriting", True, raising=False

@@ -14,6 +14,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -249,13 +250,19 @@ def _require_guarded_script() -> None:
 
 def _pickle_spec(spec: Any) -> bytes:
     try:
-        return pickle.dumps(spec)
+        blob = pickle.dumps(spec)
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise InputError(
             f"what workers need cannot be sent to them ({problem}); functions and classes"
             " must stand at the top"
             " level of a module: no lambda, nothing defined within a function. Under torchrun nothing is sent"
         ) from None
+    if b"__main__" in blob and getattr(sys.modules["__main__"], "__file__", None) is None:
+        raise InputError(
+            "the model or a function was defined in a notebook or at a prompt, which workers cannot import;"
+            " put it in a file, e.g. net.py, and import it from there"
+        )
+    return blob
 
 
 # ------------------------------------------------------------------------------------ in the worker
