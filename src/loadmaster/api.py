@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from loadmaster.core.check import Violation
     from loadmaster.runtime.distributed.pipeline_run import PipelineRun
     from loadmaster.runtime.distributed.strategy_run import StrategyRun
-    from loadmaster.runtime.distributed.trial_run import PipelineOutcome, PredictedStep, StrategyOutcome
+    from loadmaster.runtime.distributed.trial_run import PipelineOutcome, StrategyOutcome
     from loadmaster.runtime.place_request import PlaceOptions
     from loadmaster.runtime.placed import Placed
     from loadmaster.runtime.tensorflow.verify_step import StepVerification
@@ -567,20 +567,9 @@ def run_processes(
             steps,
             tell or (lambda *_: None),
             source=source,
-            predicted=_predict_step(answer) if isinstance(answer, Placement) else None,
             checkpoint=checkpoint,
             every=every,
         )
-
-
-def _predict_step(placement: Placement) -> "PredictedStep | None":
-    """The simulated step of a plan with a pipeline, also of one that was asked for a steady state."""
-    from loadmaster.runtime.distributed.trial_run import PredictedStep
-    from loadmaster.simulator.pipelines.unrolled import simulate_step
-
-    assert placement.plan is not None, "it runs"
-    timeline, flat = simulate_step(placement.problem, placement.plan)
-    return PredictedStep(timeline, flat.problem.graph)
 
 
 def simulate(

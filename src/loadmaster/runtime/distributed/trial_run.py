@@ -14,6 +14,7 @@ import numpy as np
 from loadmaster.core.answers.run_report import SCHEMA_VERSION, LinkRan, Pair, PipelineRan, StageRan
 from loadmaster.core.answers.strategy_report import SCHEMA_VERSION as STRATEGY_SCHEMA
 from loadmaster.core.answers.strategy_report import RankRan, StrategyRan
+from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
@@ -22,6 +23,7 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.pipeline_run import PipelineRun
 from loadmaster.runtime.distributed.strategy_run import StrategyRun
+from loadmaster.simulator.pipelines.unrolled import simulate_step
 
 Tell = Callable[[int, float, float, dict[str, int]], None]
 
@@ -98,7 +100,6 @@ def run_steps(
     tell: Tell,
     *,
     source: str,
-    predicted: PredictedStep | None = None,
     checkpoint: str | None = None,
     every: int = 0,
 ) -> PipelineOutcome | StrategyOutcome:
@@ -126,17 +127,15 @@ def run_steps(
     trained = _Trained(steps, seconds, losses, ended, saved)
     if isinstance(run, StrategyRun):
         return _report_strategy(run, trained, source)
-    return _report_pipeline(run, trained, source, predicted)
+    return _report_pipeline(run, trained, source)
 
 
-def _report_pipeline(
-    run: PipelineRun, trained: _Trained, source: str, predicted: PredictedStep | None
-) -> PipelineOutcome:
+def _report_pipeline(run: PipelineRun, trained: _Trained, source: str) -> PipelineOutcome:
     placement, layout = run.placement, run.layout
     assert placement.plan is not None, "it ran"
     pipeline = placement.plan.pipeline
     assert pipeline is not None, "it ran as a pipeline"
-    times, reports = run.stage_times(), run.reports()
+    times, reports, measured = run.stage_times(), run.reports(), run.timeline()
     rows = tuple(
         StageRan(
             one.stage,
@@ -152,13 +151,8 @@ def _report_pipeline(
         )
         for one in times
     )
-    whole = predicted.timeline.step_s if predicted is not None else _predicted_step_s(placement)
-    measured = run.timeline()
     bubbles = {one.rank: one.bubble_share for one in times}
     used = sorted({device for row in layout.device for device in row})
-    expected = 0.0
-    if predicted is not None and whole:
-        expected = float(np.mean(1.0 - predicted.timeline.busy_s[used] / whole))
     links = tuple(
         LinkRan(
             one.stage,
@@ -170,6 +164,11 @@ def _report_pipeline(
         )
         for one in run.link_times()
     )
+    predicted = _predict_step(placement) if run.rank == 0 else None  # after all that ranks do together
+    whole = predicted.timeline.step_s if predicted is not None else _predicted_step_s(placement)
+    expected = 0.0
+    if predicted is not None and whole:
+        expected = float(np.mean(1.0 - predicted.timeline.busy_s[used] / whole))
     ran = PipelineRan(
         loadmaster="pipeline run",
         schema=SCHEMA_VERSION,
@@ -194,6 +193,19 @@ def _report_pipeline(
         links=links,
     )
     return PipelineOutcome(ran, placement, predicted, measured)
+
+
+def _predict_step(placement: Placement) -> PredictedStep | None:
+    """The simulated step, also of a plan that was asked for a steady state.
+
+    None where it cannot be unrolled: a plan made by hand may run all the same.
+    """
+    assert placement.plan is not None, "it ran"
+    try:
+        timeline, flat = simulate_step(placement.problem, placement.plan)
+    except PlanError:
+        return None
+    return PredictedStep(timeline, flat.problem.graph)
 
 
 def _collect_notes(trained: _Trained, reports: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
