@@ -2,14 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.pipeline_hosts --out benchmarks/results/pipeline-hosts.json
 
-A net of five wide layers (4 MiB between them), a pool, and two layers on the rest (256 KiB). Candidates: cut
-in the middle of the work, cut at the pool, one host. At each speed the planner is asked, all three are
+A net of seven wide layers (4 MiB between them), a pool, and a layer on the rest (256 KiB). Candidates: cut in
+the middle of the work, cut at the pool, one host. At each speed the planner is asked, all three are
 predicted, and all three are run in network namespaces (root, `ip` and `tc`). For an idle machine.
 """
 
 import argparse
 import json
-import platform
 import time
 from dataclasses import replace
 from datetime import date
@@ -22,12 +21,13 @@ import torch
 from torch import nn
 
 import loadmaster as lm
+from benchmarks.measure import machine
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Pipeline, Plan
 
 TOKENS, WIDTH, INNER, POOL, BATCHES = 2048, 512, 4096, 16, 8
 SPEEDS = {"1gbit": "1gbit", "100mbit": "100mbit"}
-CUTS = {"middle": 4, "at the pool": 6, "one host": None}
+CUTS = {"middle": 4, "at the pool": 8, "one host": None}
 
 
 class Wide(nn.Module):
@@ -63,8 +63,8 @@ class Narrow(nn.Module):
 
 
 def net() -> nn.Module:
-    """Five wide layers, a pool, two narrow ones."""
-    return nn.Sequential(*(Wide() for _ in range(5)), Pool(), *(Narrow() for _ in range(2)))
+    """Seven wide layers, a pool, a narrow one."""
+    return nn.Sequential(*(Wide() for _ in range(7)), Pool(), Narrow())
 
 
 def square(out: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def candidate(problem: Any, cut: int | None) -> Placement:
     return lm.plan(problem, algorithm=Plan(stage, order, np.zeros(graph.num_ops, dtype=bool), pipeline))
 
 
-def run(placement: Placement, steps: int = 5) -> float:
+def run(placement: Placement, steps: int = 3) -> float:
     """Median seconds of a step."""
     torch.manual_seed(0)
     batch, seconds = torch.randn(BATCHES, TOKENS, WIDTH), []
@@ -117,6 +117,19 @@ def run(placement: Placement, steps: int = 5) -> float:
             running.step(batch)
             seconds.append(time.perf_counter() - begun)
     return median(seconds[1:])
+
+
+def describe(placement: Placement) -> str:
+    """Schedule, replicas and the modules of each stage."""
+    plan, graph = placement.plan, placement.problem.graph
+    assert plan is not None
+    assert plan.pipeline is not None
+    stage, words = plan.pipeline.stage, []
+    for s in range(plan.pipeline.num_stages):
+        own = np.flatnonzero((stage == s) & (graph.phase == 0))
+        words.append("+".join(sorted({m for n in own if (m := graph.module[n].split(".")[0]).isdigit()})))
+    replicas = int(plan.pipeline.replicas[0])
+    return f"{plan.pipeline.schedule} x{replicas}: modules {' | '.join(words)}"
 
 
 def main() -> None:
@@ -136,22 +149,22 @@ def main() -> None:
         first = local.costs.compute_s[:, :1].repeat(problem.costs.compute_s.shape[1], axis=1)
         problem = replace(problem, costs=replace(problem.costs, compute_s=first))
         chosen = lm.plan(problem, algorithm="pipeline", budget=10.0)
-        stage = (
-            chosen.plan.pipeline.stage if chosen.plan is not None and chosen.plan.pipeline else np.zeros(1)
-        )
-        row: dict[str, Any] = {"link": name, "chosen_s": chosen.score_s, "stages": int(stage.max()) + 1}
-        row["chosen modules of stage 0"] = sorted(
-            {graph.module[n].split(".")[0] for n in np.flatnonzero((stage == 0) & (graph.phase == 0))}
-        )
+        row: dict[str, Any] = {"link": name, "chosen_s": chosen.score_s, "chosen": describe(chosen)}
         plans = {words: candidate(problem, cut) for words, cut in CUTS.items()}
         row["predicted_s"] = {words: plan.score_s for words, plan in plans.items()}
         row["measured_s"] = {words: run(plan) for words, plan in plans.items()}
+        row["error"] = {words: row["predicted_s"][words] / row["measured_s"][words] - 1 for words in plans}
         row["same_order"] = sorted(plans, key=row["predicted_s"].get) == sorted(
             plans, key=row["measured_s"].get
         )
         rows.append(row)
         print(json.dumps(row), flush=True)
-    head = {"date": str(date.today()), "machine": platform.machine(), "torch": str(torch.__version__)}
+    head = {
+        "date": str(date.today()),
+        "machine": {**machine(), "command": "python -m benchmarks.pipeline_hosts"},
+        "torch": str(torch.__version__),
+        "script": "benchmarks/pipeline_hosts.py",
+    }
     if asked.out:
         Path(asked.out).write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 

@@ -38,7 +38,8 @@ def main() -> None:
         losses = [run.step(rows, targets) for _ in range(3)]
         with tempfile.TemporaryDirectory() as folder:
             run.save(folder)
-    print("stages:", placement.plan.pipeline.num_microbatches, "micro-batches each; losses", losses)
+    pipeline = placement.plan.pipeline
+    print(f"{pipeline.num_stages} stages, {pipeline.num_microbatches} micro-batches; losses", losses)
     assert abs(losses[0] - torch.nn.functional.mse_loss(build()(rows), targets).item()) < 1e-5
 
 

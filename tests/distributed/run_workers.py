@@ -1,10 +1,13 @@
 """Workers without a model, for tests of what starts and minds them."""
 
+import multiprocessing as mp
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+_LOCKS: list[Any] = []
 
 
 def enter(spec: Any) -> Callable[[str, Any], Any]:
@@ -13,6 +16,8 @@ def enter(spec: Any) -> Callable[[str, Any], Any]:
     def handle(command: str, given: Any) -> Any:
         if command == "pid":
             return os.getpid(), spec
+        if command == "lock":
+            _LOCKS.append(mp.get_context("spawn").RLock())
         if command == "sleep":
             time.sleep(given)
         if command == "raise" and spec == given:

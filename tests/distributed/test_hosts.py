@@ -54,6 +54,25 @@ def test_a_link_is_as_slow_as_asked() -> None:
     assert network.space(0) not in listed
 
 
+def test_what_a_killed_run_left_is_taken_down_by_the_next_one() -> None:
+    _needs_root()
+    program = (
+        "import os\n"
+        "from loadmaster.runtime.distributed.hosts import HostNetwork\n"
+        "network = HostNetwork([1e6])\nnetwork.open()\nprint(network.space(0), flush=True)\nos._exit(1)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    left = done.stdout.strip()
+
+    def listed() -> str:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+    assert left in listed()
+    with HostNetwork([1e6]) as network:
+        assert left not in listed()
+        assert network.space(0) in listed()
+
+
 def test_each_host_has_the_speed_of_its_own_port() -> None:
     _needs_root()
     with HostNetwork([125e6, 12.5e6]) as network:

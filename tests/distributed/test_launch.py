@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
         losses = [run.step(as_batch(given)) for _ in range(3)]
         norm, path, state = run.grad_norm, run.save(tmp_path), run.state_dict()
         outputs, loss = run.predict(as_batch(given)), run.evaluate(as_batch(given))
-        timeline, stages = run.timeline(), run.stage_times()
+        timeline, stages, links = run.timeline(), run.stage_times(), run.link_times()
         pids = [one.pid for one in run._group.processes]  # type: ignore[union-attr]
     expected = train_plainly(plain, given, [4, 4, 3], adamw, steps=3, seed=5, clip=0.05)
     assert losses == pytest.approx(expected.losses, rel=1e-5)
@@ -63,6 +64,8 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(tmp_path: Pat
     assert not list(tmp_path.glob(".partial*"))
     assert timeline.step_s > 0
     assert [one.stage for one in stages] == [0, 1]
+    assert [(one.stage, one.to_stage, one.rank, one.to_rank) for one in links] == [(0, 1, 0, 1), (1, 0, 1, 0)]
+    assert all(one.num_bytes > 0 and one.predicted_s > 0 for one in links)
     assert len(timeline.kind) == 2 * (3 + 3 + 2)
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids)
 
@@ -199,6 +202,25 @@ def test_what_cannot_be_run_is_said_before_a_process_is_started() -> None:
         lm.launch(small, built.model)
     with pytest.raises(PlanError, match=r"lm\.launch"):
         lm.place(built.model, placement)
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        lm.launch(placement, Net(layers=5))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"threads": 0}, "threads is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"autocast": "bf16"}, "autocast is 'bf16'"),
+        ({"scheduler": 7, "optimizer": sgd}, "scheduler is 7"),
+        ({"scheduler": halve}, "no optimizer"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:
+    built = _net()
+    with pytest.raises(InputError, match=words):
+        lm.launch(pipeline_placement(built, 2, 2), built.model, **given)
 
 
 def test_fewer_rows_than_micro_batches_are_refused() -> None:

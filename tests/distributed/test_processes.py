@@ -1,5 +1,6 @@
 """Worker processes: nobody is left behind, and the first cause is told."""
 
+import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -92,8 +93,39 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     assert not any(_alive(pid) for pid in pids)
 
 
+def test_workers_that_are_killed_leave_no_warnings_below_their_error() -> None:
+    program = (
+        "from loadmaster.runtime.distributed.processes import WorkerGroup\n"
+        "from tests.distributed.run_workers import enter\n"
+        "group = WorkerGroup(enter, [0])\ngroup.start()\ngroup.ask('lock')\ngroup.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "leaked" not in done.stderr
+
+
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     made = WorkerGroup(enter, [lambda: None])
     with pytest.raises(InputError, match="top level of a module"):
         made.start()
     assert not made.processes
+
+
+def test_what_was_defined_in_a_notebook_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed() -> None: ...
+
+    typed.__module__, typed.__qualname__ = "__main__", "typed"
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "typed", typed, raising=False)
+    monkeypatch.setattr(main, "__file__", None, raising=False)
+    made = WorkerGroup(enter, [typed])
+    with pytest.raises(InputError, match=r"put it in a file, e\.g\. net\.py"):
+        made.start()
+    assert not made.processes
+
+
+def test_a_script_without_a_guard_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        mp.current_process(), "_inheriting", True, raising=False
+    )  # a worker imports the script
+    with pytest.raises(InputError, match='if __name__ == "__main__":'):
+        WorkerGroup(enter, [None]).start()

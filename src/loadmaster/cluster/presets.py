@@ -132,6 +132,8 @@ _LINK_ROWS = (
     # a copy reads and writes: half of eight channels of DDR4-3200
     LinkPreset("ram", 102.4e9, 1e-7),
     # Ethernet or InfiniBand line rates; the latency is that of one of the two ends
+    LinkPreset("100mbit", 12.5e6, 50e-6),
+    LinkPreset("1gbit", 125e6, 25e-6),
     LinkPreset("10gbit", 1.25e9, 10e-6),
     LinkPreset("25gbit", 3.125e9, 5e-6),
     LinkPreset("100gbit", 12.5e9, 2e-6),
@@ -170,12 +172,30 @@ def find_kind(name: str, own: Sequence[KindPreset] = ()) -> KindPreset | None:
     return next((kind for kind in (*own, *KINDS.values()) if normalize_name(kind.name) == key), None)
 
 
+def _make_network(bits_per_s: float, name: str) -> LinkPreset:
+    """The network of some speed."""
+    if not bits_per_s:
+        raise UnknownNameError("link", name, LINKS, see=SEE)
+    listed = sorted(
+        (row for row in LINKS.values() if row.name.endswith("bit")), key=lambda row: row.bytes_per_s
+    )
+    bytes_per_s = bits_per_s / 8
+    slower = [row for row in listed if row.bytes_per_s <= bytes_per_s] or listed[:1]
+    if slower[-1].bytes_per_s == bytes_per_s:
+        return slower[-1]
+    text = f"{bits_per_s / 1e9:g}gbit" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:g}mbit"
+    return LinkPreset(text, bytes_per_s, slower[-1].latency_s)
+
+
 def link_preset(name: str) -> LinkPreset:
-    """The link of that name, however it is spelled ('100g', '100 Gbit', 'PCIe 4.0 x16', 'nvlink')."""
+    """The link of that name, however it is spelled ('100g', '100 Gbit', 'PCIe 4.0 x16', 'nvlink').
+
+    A network of another speed ('2.5gbit') has the latency of the next slower one that is listed.
+    """
     key = normalize_name(name)
-    if network := re.fullmatch(r"([0-9]+)(?:g|gbit|gbps|gbe|gbit/s)", key):
-        key = f"{network[1]}gbit"
-    elif pcie := re.fullmatch(r"pcie(?:gen)?([0-9])(?:\.0)?(?:x16)?", key):
+    if network := re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([gm])(?:bit|bps|be|bit/s)?", key):
+        return _make_network(float(network[1]) * (1e9 if network[2] == "g" else 1e6), name)
+    if pcie := re.fullmatch(r"pcie(?:gen)?([0-9])(?:\.0)?(?:x16)?", key):
         key = f"pcie{pcie[1]}"
     found = LINKS.get(_LINK_ALIASES.get(key, key))
     if found is None:

@@ -49,9 +49,19 @@ def is_chip(kind: str, chip: str) -> bool:
     return bool(asked) and not extra and all(word in {*words, *joined} for word in asked)
 
 
+def count_cores() -> int:
+    """Cores that this process may use: a container may own fewer than there are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def threads_of_each(num_processes: int) -> int:
+    """Threads of each process where several share this machine."""
+    return max(1, count_cores() // max(1, num_processes))
+
+
 def _probe_cpu() -> LocalDevice:
-    affinity = getattr(os, "sched_getaffinity", None)  # a container may own fewer cores than there are
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = count_cores()
     processor = platform.machine() or "unknown processor"
     text = f"{cores} {'core' if cores == 1 else 'cores'}, {processor}"
     threads = _num_threads(cores)

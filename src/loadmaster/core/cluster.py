@@ -5,7 +5,7 @@ contend for it. That is how a PCIe switch, one NIC per host, or one port per dev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from loadmaster.core.graph import Dtype
 
 NO_LINK = -1
 UNLIMITED_BYTES = 2**62
+SOCKET_LATENCY_S, SOCKET_BYTES_PER_S = 150e-6, 2e9  # between processes of a host, as gloo sends on CPUs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +138,26 @@ def process_engines(cluster: Cluster) -> Ints:
     own = np.flatnonzero(cluster.on_host[cluster.kind])
     engine[own] = engine.max() + 1 + np.arange(len(own), dtype=np.int32)
     return engine
+
+
+def process_cluster(cluster: Cluster) -> Cluster:
+    """The cluster where each device has a process of its own.
+
+    CPU devices of a host run side by side, and what they send each other goes through sockets of the host:
+    links that only they use are no faster than that.
+    """
+    engine = process_engines(cluster)
+    own = cluster.host[cluster.on_host[cluster.kind]]
+    if len(np.unique(own)) == len(own):  # no host has two
+        return replace(cluster, engine=engine)
+    host = np.where(cluster.on_host[cluster.kind], cluster.host, -1 - np.arange(cluster.num_devices))
+    inside = (host[:, None] == host[None, :]) & ~np.eye(cluster.num_devices, dtype=np.bool_)
+    links = np.setdiff1d(cluster.route[inside], cluster.route[~inside])
+    links = links[links != NO_LINK]
+    rate, latency = cluster.link_bytes_per_s.copy(), cluster.link_latency_s.copy()
+    rate[links] = np.minimum(rate[links], SOCKET_BYTES_PER_S)
+    latency[links] = np.maximum(latency[links], SOCKET_LATENCY_S)
+    return replace(cluster, engine=engine, link_bytes_per_s=rate, link_latency_s=latency)
 
 
 def star(

@@ -7,7 +7,10 @@ auto       measured for a few seconds where all devices are on this machine, els
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 
+from loadmaster.cluster.probe import threads_of_each
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import CostError, InputError, ProblemError, UnknownNameError
 from loadmaster.core.graph import Graph
@@ -30,13 +33,17 @@ def measure_unasked(
     path: str | os.PathLike[str] | None,
     tell: Callable[[str], None] | None,
     progress: Callable[[str, float], None],
+    *,
+    processes: int = 1,
 ) -> Costs | None:
     """Costs of devices that are here, from the database and a short measurement; None where it cannot be."""
     budget_s = measure_seconds(os.environ.get(UNASKED_ENVIRONMENT) or UNASKED_S)
     if budget_s <= 0 or not collect_keys(graph).text:
         return None
     try:
-        return load_or_measure_costs(graph, cluster, budget_s, path, tell or _tell_nobody, progress)
+        return load_or_measure_costs(
+            graph, cluster, budget_s, path, tell or _tell_nobody, progress, processes=processes
+        )
     except CostError:  # no torch here, and nothing known
         return None
 
@@ -62,15 +69,26 @@ def load_or_measure_costs(
     path: str | os.PathLike[str] | None,
     tell: Callable[[str], None] | None,
     progress: Callable[[str, float], None],
+    *,
+    processes: int = 1,
 ) -> Costs:
-    """Costs from the database and from new measurements."""
+    """Costs from the database and from new measurements; `processes` of the CPU share its cores."""
     opened = open_database(path) if tell is None else open_database(path, tell=tell)
-    with opened as known:
+    with opened as known, _threads_of_one(processes):
         found = measure_costs(graph, cluster, known, budget_s=budget_s, say=progress)
     if tell is not None:
         for kind in found.kinds:
             tell(str(kind))
     return found.costs
+
+
+def _threads_of_one(processes: int) -> AbstractContextManager[None]:
+    """As many threads as each of several processes has; without torch nothing is timed."""
+    if processes < 2 or find_spec("torch") is None:
+        return nullcontext()
+    from loadmaster.cost.timed.stopwatch import at_most_threads
+
+    return at_most_threads(threads_of_each(processes))
 
 
 def apply_optimizer(graph: Graph, optimizer: str | None, precision: str) -> Graph:

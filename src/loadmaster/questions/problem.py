@@ -1,5 +1,6 @@
 """From a Question to a Problem: read the source, choose devices and costs, and settle what is asked."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -57,12 +58,15 @@ def build_problem(
         raise ProblemError(_name_devices(graph.name))
     if question.reserve_bytes:
         cluster = with_reserve(cluster, parse_bytes(question.reserve_bytes))
+    processes = _most_cpus(cluster) if question.pipeline else 1
     if question.costs == MEASURED:
         if given is not None:
             raise ProblemError(f"source {graph.name!r} brings its own times; leave measuring out")
-        given = load_or_measure_costs(graph, cluster, budget_s, question.database, tell, progress)
+        given = load_or_measure_costs(
+            graph, cluster, budget_s, question.database, tell, progress, processes=processes
+        )
     elif question.costs == AUTO and given is None and is_here(devices):
-        given = measure_unasked(graph, cluster, question.database, tell, progress)
+        given = measure_unasked(graph, cluster, question.database, tell, progress, processes=processes)
     pipeline = None if question.pipeline == AUTO_PIPELINE else question.pipeline
     if question.pipeline == AUTO_PIPELINE:
         question = replace(question, objective=_step_for_auto(question.objective))
@@ -85,6 +89,12 @@ def build_problem(
 def _name_devices(source: object) -> str:
     name = repr(source) if isinstance(source, str) else type(source).__name__
     return f"source {name} brings no devices; name some, e.g. --devices '2xA100-80GB'"
+
+
+def _most_cpus(cluster: Cluster) -> int:
+    """The most CPU devices of one host: in a pipeline each is a process with its share of the cores."""
+    own = cluster.host[cluster.on_host[cluster.kind]]
+    return max(Counter(own.tolist()).values(), default=1)
 
 
 def _step_for_auto(objective: Objective | str | None) -> Objective:

@@ -24,12 +24,15 @@ def chrome_trace(timeline: Timeline, graph: Graph) -> bytes:
     return _encode_trace(_list_events(timeline, graph), _summarize_timeline(timeline))
 
 
-def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph) -> bytes:
-    """One trace of several timelines of a graph, one below the other, each under its title."""
+def chrome_traces(timelines: Mapping[str, Timeline], graph: Graph | Mapping[str, Graph]) -> bytes:
+    """One trace of several timelines, one below the other, each under its title; `graph` is theirs, or each
+    one's.
+    """
     events: list[dict[str, Any]] = []
     first = 0
     for title, timeline in timelines.items():
-        for event in _list_events(timeline, graph):
+        own = graph if isinstance(graph, Graph) else graph[title]
+        for event in _list_events(timeline, own):
             moved = {**event, "pid": event["pid"] + first}
             if event["name"] == "process_name":
                 moved["args"] = {"name": f"{title}: {event['args']['name']}"}

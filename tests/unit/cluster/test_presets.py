@@ -56,6 +56,20 @@ def test_every_kind_builds_a_cluster_with_a_rate_for_every_dtype(name: str) -> N
     assert cluster.on_host.tolist() == [name.startswith("cpu")]
 
 
+@pytest.mark.parametrize(
+    ("name", "bytes_per_s", "latency_s"),
+    [
+        ("100mbit", 12.5e6, 50e-6),
+        ("2.5 Gbit", 312.5e6, 25e-6),
+        ("40g", 5e9, 5e-6),
+        ("10 Mbit/s", 1.25e6, 50e-6),
+    ],
+)
+def test_a_network_may_have_any_speed(name: str, bytes_per_s: float, latency_s: float) -> None:
+    found = link_preset(name)
+    assert (found.bytes_per_s, found.latency_s) == (bytes_per_s, latency_s)
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_every_link_builds_clusters_inside_and_between_hosts(name: str) -> None:
     assert LINKS[name].bytes_per_s in parse_cluster(f"2xV100 ; intra={name}").link_bytes_per_s

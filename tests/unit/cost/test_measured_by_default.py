@@ -103,3 +103,19 @@ def test_a_predicted_step_of_measured_costs_has_an_error_bar(database: Path) -> 
     assert placement_document(measured)["step_rel_error"] > 0
     guessed = lm.plan(lm.problem(graph, TWO_PARTS), budget="20x")
     assert placement_document(guessed)["step_rel_error"] is None
+
+
+def test_processes_of_a_pipeline_are_measured_with_their_share_of_the_threads(
+    database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = capture(make_model(), (torch.zeros(2, 8),))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        lm.problem(graph, TWO_PARTS, costs="auto", pipeline="auto")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    with open_database(database) as known:
+        assert {chip.rpartition(", ")[2] for chip in known.devices()} == {"1 thread"}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from loadmaster import api
 from loadmaster.cluster.parse import parse_cluster
+from loadmaster.core.cluster import SOCKET_BYTES_PER_S, SOCKET_LATENCY_S, process_cluster
 from loadmaster.core.errors import InputError, PlanError, ProblemError
 from loadmaster.core.graph import Phase
 from loadmaster.core.pipelines.order import in_flight_of, make_order
@@ -381,6 +382,39 @@ def test_cpu_devices_of_one_host_are_processes_side_by_side() -> None:
     placement = api.plan(problem, algorithm="pipeline", budget="60x")
     assert placement.score_s is not None
     assert placement.bound_s <= placement.score_s < 0.8 * 32.0
+
+
+def test_what_crosses_between_processes_of_a_host_takes_the_time_of_a_socket() -> None:
+    def step_s(count: int) -> float:
+        graph = pipeline_steps.layers_graph([Layer(1e-5, 1e-5, sent=100)] * 4)
+        seconds = [1e-5 if name[0] in "fb" else 0.0 for name in graph.op_name]
+        cluster = parse_cluster(", ".join(f"cpu#{at}-4GB" for at in range(count)))
+        problem = problem_of(graph, cluster, seconds, pipeline="1f1b:8")
+        placement = api.plan(problem, algorithm="pipeline_equal")
+        assert placement.score_s is not None
+        return placement.score_s
+
+    assert step_s(1) == pytest.approx(64e-5)
+    assert step_s(2) > 64e-5 + SOCKET_LATENCY_S  # ops of microseconds do not pay for a process more
+
+
+@pytest.mark.parametrize(("rate", "given"), [(1e9, 1e9), (1e11, SOCKET_BYTES_PER_S)])
+def test_only_links_between_cpus_of_a_host_are_those_of_sockets(rate: float, given: float) -> None:
+    inside, outside = [0], [1]  # CPUs 0 and 1 stand on one host, the GPU 2 is reached over a link of its own
+    routes = {
+        (0, 1): inside,
+        (1, 0): inside,
+        (0, 2): outside,
+        (2, 0): outside,
+        (1, 2): outside,
+        (2, 1): outside,
+    }
+    cluster = cluster_of(routes, kind=[0, 0, 1], on_host=[True, False], rate=[rate, 1e11])
+    cluster = replace(cluster, host=np.zeros(3, dtype=np.int32))
+    found = process_cluster(cluster)
+    assert found.link_bytes_per_s.tolist() == [given, 1e11]
+    assert found.link_latency_s.tolist() == [SOCKET_LATENCY_S, 0.0]
+    assert len(set(found.engine.tolist())) == 3
 
 
 def test_the_pipeline_stays_on_one_host_where_the_network_is_slow() -> None:

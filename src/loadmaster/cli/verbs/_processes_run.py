@@ -1,13 +1,13 @@
 """loadmaster run of a pipeline or a strategy: its processes are started here, or this is one of them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loadmaster.core.answers.run_report import PipelineRan
+    from loadmaster.core.answers.run_report import LinkRan, PipelineRan
     from loadmaster.core.answers.strategy_report import StrategyRan
 
 LOCAL = "local"
@@ -102,8 +102,11 @@ def _write_files(outcome: Any, asked: ProcessesRequest) -> dict[str, str]:
         api.save(outcome.measured, asked.out)
         written["measured timeline"] = asked.out
     if asked.trace is not None:
-        both = {"measured": outcome.measured}
-        write_bytes(chrome_traces(both, outcome.graph), asked.trace)
+        graphs, timelines = {"measured": outcome.graph}, {"measured": outcome.measured}
+        if outcome.predicted is not None:
+            timelines = {"predicted": outcome.predicted.timeline} | timelines
+            graphs["predicted"] = outcome.predicted.graph
+        write_bytes(chrome_traces(timelines, graphs), asked.trace)
         written["trace"] = asked.trace
     return written
 
@@ -129,6 +132,9 @@ def _show(ran: "PipelineRan", written: dict[str, str]) -> None:
         rows["step time"] = (
             f"{format_seconds(ran.step_s.measured)}, predicted {format_seconds(ran.step_s.predicted)}{off}"
         )
+    if ran.bubble_share.measured is not None:
+        seen, expected = 100 * ran.bubble_share.measured, 100 * ran.bubble_share.predicted
+        rows["bubbles"] = f"{seen:.0f} % of the step, predicted {expected:.0f} %"
     rows["sent"] = f"{format_bytes(ran.sent_bytes)} a step"
     if ran.checkpoint is not None:
         rows["checkpoint"] = ran.checkpoint
@@ -150,7 +156,28 @@ def _show(ran: "PipelineRan", written: dict[str, str]) -> None:
         )
     console.print(table)
     console.print("predicted, measured: one micro-batch; bubble: share of the step without work", style="dim")
+    if ran.links:
+        console.print()
+        console.print(_tabulate_links(ran.links))
+        console.print("of one micro-batch; hidden: it came while the receiver computed", style="dim")
     _show_notes(ran.notes, written)
+
+
+def _tabulate_links(links: "Sequence[LinkRan]") -> Any:
+    from loadmaster.core.units import format_bytes, format_seconds
+    from loadmaster.report.text_columns import columns
+
+    right = ("bytes", "predicted", "measured")
+    table = columns("stages", "ranks", *right, right=right)
+    for one in links:
+        table.add_row(
+            f"{one.stage} to {one.to_stage}",
+            f"{one.rank} to {one.to_rank}",
+            format_bytes(one.num_bytes),
+            format_seconds(one.transfer_s.predicted),
+            "hidden" if one.transfer_s.measured is None else format_seconds(one.transfer_s.measured),
+        )
+    return table
 
 
 def _show_strategy(ran: "StrategyRan", written: dict[str, str]) -> None:

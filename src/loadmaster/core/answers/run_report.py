@@ -89,6 +89,18 @@ class StageRan:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkRan:
+    """What a stage of one replica sends another for a micro-batch, in the last step."""
+
+    stage: int
+    to_stage: int
+    rank: int
+    to_rank: int
+    num_bytes: int
+    transfer_s: Pair  # measured where it was waited for
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineRan:
     """A pipeline that was run over processes; `--json` prints exactly this."""
 
@@ -112,3 +124,4 @@ class PipelineRan:
     sent_bytes: int  # of all ranks in a step
     checkpoint: str | None
     notes: tuple[str, ...]
+    links: tuple[LinkRan, ...] = ()

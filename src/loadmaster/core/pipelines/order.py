@@ -323,7 +323,7 @@ def find_deadlock(lists: Sequence[Sequence[Action]], num_stages: int) -> str | N
         if action.work in SENDS:
             if _sent(action) not in seen[rank]:
                 return False
-            partner, expected = _partner(action, num_ranks)
+            partner, expected = partner_of(action, num_ranks)
             if current(partner) != expected:
                 return False
             seen[partner].add(_sent(action))
@@ -349,7 +349,7 @@ def _find_repeated(lists: Sequence[Sequence[Action]]) -> str | None:
     return f"{twice[0]} stands in the order more than once" if twice else None
 
 
-def _partner(send: Action, num_ranks: int) -> tuple[int, Action]:
+def partner_of(send: Action, num_ranks: int) -> tuple[int, Action]:
     """Which rank receives what is sent, and as what."""
     forward = send.work == Work.SEND_FORWARD
     stage = send.stage + (1 if forward else -1)
@@ -367,7 +367,7 @@ def _describe_wait(rank: int, action: Action | None, num_ranks: int, num_stages:
     """'rank 1 waits in 1RECV_F2 for rank 0'."""
     assert action is not None
     if action.work in SENDS:
-        other = _partner(action, num_ranks)[0]
+        other = partner_of(action, num_ranks)[0]
     elif action.work == Work.RECEIVE_FORWARD:
         other = rank_of(action.stage - 1, num_ranks)
     elif action.work == Work.RECEIVE_BACKWARD:

@@ -146,7 +146,7 @@ def _measure_row(
         busy = watch.is_busy_now()
         timing = _time_job(job, device, left_s)
         if busy and device.type == "cpu" and torch.get_num_threads() > 1:
-            with _one_thread():
+            with at_most_threads(1):
                 timing = min(timing, _time_job(job, device, left_s), key=lambda one: one.seconds)
     except (MemoryError, torch.OutOfMemoryError):
         if device.type == "cuda":
@@ -165,10 +165,10 @@ def _measure_row(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Ops run on the calling thread alone."""
+def at_most_threads(number: int) -> Iterator[None]:
+    """Ops run on no more threads than that, within."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(min(before, number))
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
+from loadmaster.core.cluster import Cluster, process_cluster
 from loadmaster.core.problem import Links
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
 from loadmaster.placers.pipelined._line import Line
@@ -70,7 +71,7 @@ def _stage_seconds(line: Line, asked: Asked, s: int) -> tuple[Floats, Bools]:
     """[P + 1, P + 1] seconds of stage s from border i to border j, inf where it may not be; and whether it
     has to be recomputed.
     """
-    cluster, size = line.problem.cluster, line.num + 1
+    cluster, size = process_cluster(line.problem.cluster), line.num + 1
     worst: Floats = np.zeros((size, size))
     again: Bools = np.zeros((size, size), dtype=np.bool_)
     below = np.arange(size)[:, None] >= np.arange(size)[None, :]
@@ -93,7 +94,7 @@ def _stage_seconds(line: Line, asked: Asked, s: int) -> tuple[Floats, Bools]:
         slow = np.where(fits, whole, np.where(lean, whole + forward, np.inf))
         slow[refused] = np.inf
         if s > 0:
-            slow = np.maximum(slow, _border_s(line, int(row[s - 1]), d)[:, None])
+            slow = np.maximum(slow, _border_s(line, cluster, int(row[s - 1]), d)[:, None])
         worst = np.maximum(worst, slow * (count / most))
     worst[below] = np.inf
     return worst, again
@@ -106,9 +107,8 @@ def _span(sums: "np.typing.NDArray[np.generic]") -> Floats:
     return found
 
 
-def _border_s(line: Line, source: int, target: int) -> Floats:
+def _border_s(line: Line, cluster: Cluster, source: int, target: int) -> Floats:
     """[P + 1] the slower way of what is sent over each border for a micro-batch."""
-    cluster = line.problem.cluster
     if source == target:
         return np.zeros(line.num + 1)
     latency, rate = route_latency_s(cluster), route_bytes_per_s(cluster)

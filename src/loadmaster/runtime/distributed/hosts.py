@@ -10,6 +10,7 @@ speed but no delay. It needs root (or CAP_NET_ADMIN) and the programs `ip` and `
 """
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from loadmaster.core.errors import InputError, RunError
 
 _BURST_BYTES = 65536
 _QUEUE_S = 0.4
+_OURS = re.compile(r"lm([0-9]+)(?:h[0-9]+|v[0-9]+|b)")  # see HostNetwork._make
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class HostNetwork:
         why = why_not_here()
         if why:
             raise InputError(f"hosts cannot be emulated here: {why}")
-        self._tag = f"lm{os.getpid() % 100000}"
+        remove_leftovers()
+        self._tag = f"lm{os.getpid()}"
         try:
             self._make()
         except BaseException:
@@ -138,6 +141,21 @@ class HostNetwork:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout).strip()[:300]}")
+
+
+def remove_leftovers() -> None:
+    """Take down what processes left that were killed: namespaces, links and bridges with their number."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    spaces = [line.split()[0] for line in listed.stdout.splitlines() if line.strip()]
+    try:
+        devices = os.listdir("/sys/class/net")
+    except OSError:
+        devices = []
+    for names, word in ((spaces, "netns"), (devices, "link")):
+        for name in names:
+            found = _OURS.fullmatch(name)
+            if found is not None and not os.path.exists(f"/proc/{found[1]}"):
+                subprocess.run(["ip", word, "del", name], capture_output=True, check=False)
 
 
 def why_not_here() -> str:

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from loadmaster.cluster.probe import threads_of_each
 from loadmaster.core.cluster import Cluster
 from loadmaster.core.errors import InputError, PlanError
 from loadmaster.core.io import encode, load
@@ -28,7 +30,7 @@ from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.units import format_bytes
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
-from loadmaster.runtime.distributed.member import Member, MemberSpec, enter, local_threads
+from loadmaster.runtime.distributed.member import Member, MemberSpec, enter
 from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
@@ -39,6 +41,7 @@ from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layou
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions
 from loadmaster.runtime.distributed.strategy_run import StrategyRun
 from loadmaster.runtime.distributed.watch import PeerWatch
+from loadmaster.runtime.placed import require_weights
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -92,8 +95,9 @@ def launch(
     answer: Placement | StrategyAnswer, model: nn.Module | None, options: LaunchOptions
 ) -> PipelineRun | StrategyRun:
     """Start the processes of a plan, or, under torchrun, take the part of this one."""
-    if options.timeout_s <= 0:
-        raise InputError(f"timeout is {options.timeout_s}; give seconds > 0")
+    _require_options(options)
+    if model is not None:
+        require_weights(model, answer.problem.graph)
     if isinstance(answer, StrategyAnswer) and is_pipeline(answer.strategy):
         answer = plan_as_pipeline(answer)
     layout: PipelineLayout | StrategyLayout
@@ -113,6 +117,28 @@ def launch(
         return StrategyRun(answer=answer, layout=layout, **parts)
     assert isinstance(layout, PipelineLayout), "made above"
     return PipelineRun(placement=answer, layout=layout, **parts)
+
+
+def _require_options(options: LaunchOptions) -> None:
+    """Refuse what would fail in a worker, or train wrongly."""
+    train = options.train
+    if not options.timeout_s > 0:
+        raise InputError(f"timeout is {options.timeout_s}; give seconds > 0")
+    if options.threads is not None and options.threads < 1:
+        raise InputError(f"threads is {options.threads}; give a whole number >= 1, or leave it out")
+    if train.clip is not None and not train.clip > 0:
+        raise InputError(
+            f"clip is {train.clip}; give the largest norm of all gradients, > 0, or leave it out"
+        )
+    if train.autocast is not None and train.autocast not in (torch.bfloat16, torch.float16):
+        raise InputError(f"autocast is {train.autocast!r}; give torch.bfloat16 or torch.float16")
+    if train.scheduler is not None and not callable(train.scheduler):
+        raise InputError(
+            f"scheduler is {train.scheduler!r}; give a function that makes one of the optimizer, such as"
+            " lambda optimizer: StepLR(optimizer, 10)"
+        )
+    if train.scheduler is not None and train.optimizer is None:
+        raise InputError("a scheduler was given, but no optimizer; pass optimizer= to lm.launch")
 
 
 def layout_of_runnable(placement: Placement) -> PipelineLayout:
@@ -178,7 +204,7 @@ def _start(
             is_master=True,
             wait_for_workers=False,
         )
-        threads = options.threads if options.threads is not None else local_threads(layout.world)
+        threads = options.threads if options.threads is not None else threads_of_each(layout.world)
         data = encode(answer)
         specs = [
             MemberSpec(

@@ -3,8 +3,7 @@
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +37,7 @@ from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layou
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions, StrategyRank
 from loadmaster.runtime.distributed.synthetic import SyntheticBatches
 from loadmaster.runtime.distributed.transports import Waits
+from loadmaster.runtime.placed import require_weights
 from loadmaster.runtime.transport.devices import locate_device
 from loadmaster.zoo.hf import restore_attention
 
@@ -92,6 +92,7 @@ class Member:
             options = self.batches.complete(options)
         else:
             restore_attention(model)
+        require_weights(model, found.problem.graph)
         self.rank: PipelineRank | StrategyRank
         if isinstance(found, Placement):
             transport = open_transport(self.where, everyone, self.waits)
@@ -138,14 +139,12 @@ class Member:
     def _report(self) -> Mapping[str, Any]:
         """What the last step took, on the common clock, and what this process holds."""
         rank = self.rank
-        spans = [
-            (work, part, batch, start + self.offset_s, end + self.offset_s)
-            for work, part, batch, start, end in rank.spans()
-        ]
+        arrivals = rank.arrivals() if isinstance(rank, PipelineRank) else []
         weights = sum(one.numel() * one.element_size() for one in rank.own_parameters().values())
         peak = torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else 0
         return {
-            "spans": spans,
+            "spans": self._on_common_clock(rank.spans()),
+            "arrivals": self._on_common_clock(arrivals),
             "weight_bytes": weights,
             "peak_bytes": peak,
             "notes": list(rank.notes),
@@ -153,6 +152,9 @@ class Member:
             "sent": rank.sent_sizes(),
             "drift": rank.drift.report if isinstance(rank, StrategyRank) else None,
         }
+
+    def _on_common_clock(self, rows: Sequence[tuple[str, int, int, float, float]]) -> list[Any]:
+        return [(*row[:3], row[3] + self.offset_s, row[4] + self.offset_s) for row in rows]
 
     def close(self) -> None:
         """Leave the others."""
@@ -196,12 +198,3 @@ def _build_parts(graph: Graph, source: str | None, seed: int) -> dict[str, Any]:
     parts["model"].train()
     torch.manual_seed(seed)
     return parts
-
-
-def local_threads(num_processes: int) -> int:
-    """Threads of each process where several share this machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        cores = os.cpu_count() or 1
-    return max(1, cores // num_processes)

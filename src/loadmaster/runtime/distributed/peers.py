@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Meeting:
     timeout_s: float = 120.0
     interface: str = ""  # '' = torch's own choice
     is_server: bool = False
+    host: str = "0"  # number of this host among those of torchrun
+    restarts: int | None = None  # how often torchrun has started this process again; None: torchrun did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,23 @@ def meeting_from_environment(timeout_s: float) -> Meeting | None:
         rank, world, port = (int(str(given[name])) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError:
         raise InputError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers, not {given}") from None
-    return Meeting(rank, world, str(given["MASTER_ADDR"]), port, timeout_s)
+    place = Meeting(rank, world, str(given["MASTER_ADDR"]), port, timeout_s)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if not restarts.isdigit():  # started by hand: nobody else serves the store
+        return replace(place, is_server=rank == 0)
+    server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return replace(place, is_server=server, host=os.environ.get("GROUP_RANK", "0"), restarts=int(restarts))
+
+
+def store_of_attempt(store: Any, host: str, restarts: int) -> Any:
+    """The part of a store that belongs to this attempt of torchrun's.
+
+    Torchrun starts processes again beside a store that may be as old as the run, with addresses of those that
+    died. Attempts are counted by each host from its first one that this store has seen: where every attempt
+    has a store of its own, hosts may have restarted differently often.
+    """
+    first = int(store.compare_set(f"loadmaster/first attempt of host {host}", "", str(restarts)))
+    return dist.PrefixStore(f"loadmaster/attempt {restarts - first}", store)
 
 
 def meet(meeting: Meeting) -> None:
@@ -75,10 +93,7 @@ def meet(meeting: Meeting) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
     limit = datetime.timedelta(seconds=meeting.timeout_s)
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ and not meeting.is_server and meeting.interface == "":
-            dist.init_process_group(GLOO, rank=meeting.rank, world_size=meeting.world, timeout=limit)
-            return
-        store = dist.TCPStore(
+        store: dist.Store = dist.TCPStore(
             meeting.address,
             meeting.port,
             meeting.world,
@@ -86,6 +101,8 @@ def meet(meeting: Meeting) -> None:
             timeout=limit,
             wait_for_workers=False,
         )
+        if meeting.restarts is not None:
+            store = store_of_attempt(store, meeting.host, meeting.restarts)
         dist.init_process_group(GLOO, store=store, rank=meeting.rank, world_size=meeting.world, timeout=limit)
     except (RuntimeError, ValueError) as problem:  # torch's DistError is a RuntimeError
         raise RunError(_describe_meeting(meeting, str(problem))) from problem

@@ -14,12 +14,14 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,6 +33,9 @@ _GRACE_S = 1.5  # for others to say what they know
 _STOPPED_S = 2.0
 _POLL_S = 0.25
 _END_S = 5.0  # to end by themselves
+_GUARD = (
+    'Workers import your script again, so what calls lm.launch must stand below `if __name__ == "__main__":`'
+)
 
 Handler = Callable[[str, Any], Any]
 
@@ -60,9 +65,12 @@ class WorkerGroup:
     _pipes: list[Connection] = field(default_factory=list)
     _lifelines: list[Connection] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
+    _has_begun: bool = False
 
     def start(self) -> None:
         """Start all; returns when each has made its handler."""
+        _require_guarded_script()
+        _start_tracker()
         context = mp.get_context("spawn")
         blobs = [_pickle_spec(spec) for spec in self.specs]
         try:
@@ -87,6 +95,7 @@ class WorkerGroup:
                 with suppress(OSError):  # it has died; that is found below
                     pipe.send_bytes(pickle.dumps((self.entry, blob)))
             self._collect()
+            self._has_begun = True
         except BaseException:
             self.kill()
             raise
@@ -175,7 +184,10 @@ class WorkerGroup:
             pass
         process = self.processes[rank]
         process.join(1.0)
-        return _Failure(rank, f"rank {rank} (process {process.pid}) {_describe_end(process.exitcode)}")
+        words = f"rank {rank} (process {process.pid}) {_describe_end(process.exitcode)}"
+        if not self._has_begun and process.exitcode == 1:
+            words += f" before it could begin; what it said is above. {_GUARD}"
+        return _Failure(rank, words)
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether a process has been stopped for some time, as by SIGSTOP or Ctrl-Z."""
@@ -216,15 +228,41 @@ def _describe_end(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
+def _start_tracker() -> None:
+    """Python's tracker cleans up after workers that are killed; it shall not warn of it below their error."""
+    kept = os.environ.get("PYTHONWARNINGS")
+    own = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{kept},{own}" if kept else own  # the tracker reads it when it starts
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if kept is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = kept
+
+
+def _require_guarded_script() -> None:
+    """A worker that imports the user's script again must not start workers of its own."""
+    if getattr(mp.current_process(), "_inheriting", False):
+        raise InputError(f"a worker process has imported a script that starts processes. {_GUARD}")
+
+
 def _pickle_spec(spec: Any) -> bytes:
     try:
-        return pickle.dumps(spec)
+        blob = pickle.dumps(spec)
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise InputError(
             f"what workers need cannot be sent to them ({problem}); functions and classes"
             " must stand at the top"
             " level of a module: no lambda, nothing defined within a function. Under torchrun nothing is sent"
         ) from None
+    if b"__main__" in blob and getattr(sys.modules["__main__"], "__file__", None) is None:
+        raise InputError(
+            "the model or a function was defined in a notebook or at a prompt, which workers cannot import;"
+            " put it in a file, e.g. net.py, and import it from there"
+        )
+    return blob
 
 
 # ------------------------------------------------------------------------------------ in the worker

@@ -3,16 +3,18 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from loadmaster.core.answers.run_report import SCHEMA_VERSION, Pair, PipelineRan, StageRan
+from loadmaster.core.answers.run_report import SCHEMA_VERSION, LinkRan, Pair, PipelineRan, StageRan
 from loadmaster.core.answers.strategy_report import SCHEMA_VERSION as STRATEGY_SCHEMA
 from loadmaster.core.answers.strategy_report import RankRan, StrategyRan
+from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
@@ -21,6 +23,7 @@ from loadmaster.core.timeline import Timeline
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.pipeline_run import PipelineRun
 from loadmaster.runtime.distributed.strategy_run import StrategyRun
+from loadmaster.simulator.pipelines.unrolled import simulate_step
 
 Tell = Callable[[int, float, float, dict[str, int]], None]
 
@@ -36,6 +39,13 @@ class _Trained:
     saved: str | None
 
     @property
+    def notes(self) -> list[str]:
+        """What is worth a word."""
+        if self.seconds or self.saved is None:
+            return []
+        return [f"{self.saved} has all {self.asked} steps already; ask for more to go on from it"]
+
+    @property
     def shown_losses(self) -> tuple[float | None, ...]:
         """Losses as JSON can hold them."""
         return tuple(loss if math.isfinite(loss) else None for loss in self.losses)
@@ -47,12 +57,21 @@ class _Trained:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PredictedStep:
+    """A step of micro-batches as it was simulated, and the flat graph that its spans speak of."""
+
+    timeline: Timeline
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StrategyOutcome:
     """What came of a strategy."""
 
     ran: StrategyRan
     answer: StrategyAnswer
     measured: Timeline
+    predicted: PredictedStep | None = None
 
     @property
     def graph(self) -> Graph:
@@ -66,7 +85,7 @@ class PipelineOutcome:
 
     ran: PipelineRan
     placement: Placement
-    predicted: Timeline | None
+    predicted: PredictedStep | None
     measured: Timeline
 
     @property
@@ -81,7 +100,6 @@ def run_steps(
     tell: Tell,
     *,
     source: str,
-    predicted: Timeline | None = None,
     checkpoint: str | None = None,
     every: int = 0,
 ) -> PipelineOutcome | StrategyOutcome:
@@ -109,17 +127,15 @@ def run_steps(
     trained = _Trained(steps, seconds, losses, ended, saved)
     if isinstance(run, StrategyRun):
         return _report_strategy(run, trained, source)
-    return _report_pipeline(run, trained, source, predicted)
+    return _report_pipeline(run, trained, source)
 
 
-def _report_pipeline(
-    run: PipelineRun, trained: _Trained, source: str, predicted: Timeline | None
-) -> PipelineOutcome:
+def _report_pipeline(run: PipelineRun, trained: _Trained, source: str) -> PipelineOutcome:
     placement, layout = run.placement, run.layout
     assert placement.plan is not None, "it ran"
     pipeline = placement.plan.pipeline
     assert pipeline is not None, "it ran as a pipeline"
-    times, reports = run.stage_times(), run.reports()
+    times, reports, measured = run.stage_times(), run.reports(), run.timeline()
     rows = tuple(
         StageRan(
             one.stage,
@@ -135,13 +151,24 @@ def _report_pipeline(
         )
         for one in times
     )
-    whole = predicted.step_s if predicted is not None else _predicted_step_s(placement)
-    measured = run.timeline()
     bubbles = {one.rank: one.bubble_share for one in times}
     used = sorted({device for row in layout.device for device in row})
+    links = tuple(
+        LinkRan(
+            one.stage,
+            one.to_stage,
+            one.rank,
+            one.to_rank,
+            one.num_bytes,
+            Pair(one.predicted_s, one.measured_s),
+        )
+        for one in run.link_times()
+    )
+    predicted = _predict_step(placement) if run.rank == 0 else None  # after all that ranks do together
+    whole = predicted.timeline.step_s if predicted is not None else _predicted_step_s(placement)
     expected = 0.0
-    if predicted is not None and predicted.step_s:
-        expected = float(np.mean(1.0 - predicted.busy_s[used] / predicted.step_s))
+    if predicted is not None and whole:
+        expected = float(np.mean(1.0 - predicted.timeline.busy_s[used] / whole))
     ran = PipelineRan(
         loadmaster="pipeline run",
         schema=SCHEMA_VERSION,
@@ -162,9 +189,28 @@ def _report_pipeline(
         stages=rows,
         sent_bytes=sum(size for report in reports for _, _, size in report["sent"]),
         checkpoint=trained.saved,
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+        notes=_collect_notes(trained, reports),
+        links=links,
     )
     return PipelineOutcome(ran, placement, predicted, measured)
+
+
+def _predict_step(placement: Placement) -> PredictedStep | None:
+    """The simulated step, also of a plan that was asked for a steady state.
+
+    None where it cannot be unrolled: a plan made by hand may run all the same.
+    """
+    assert placement.plan is not None, "it ran"
+    try:
+        timeline, flat = simulate_step(placement.problem, placement.plan)
+    except PlanError:
+        return None
+    return PredictedStep(timeline, flat.problem.graph)
+
+
+def _collect_notes(trained: _Trained, reports: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Of the run and of its ranks, each once."""
+    return tuple(dict.fromkeys([*trained.notes, *(note for report in reports for note in report["notes"])]))
 
 
 def _report_strategy(run: StrategyRun, trained: _Trained, source: str) -> StrategyOutcome:
@@ -212,7 +258,7 @@ def _report_strategy(run: StrategyRun, trained: _Trained, source: str) -> Strate
         largest_drift=drift.largest,
         drifted_weight=drift.weight,
         checkpoint=trained.saved,
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
+        notes=_collect_notes(trained, reports),
     )
     return StrategyOutcome(ran, answer, run.timeline())
 

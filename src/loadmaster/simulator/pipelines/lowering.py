@@ -11,12 +11,12 @@ algorithms for clusters of workstations", 2009). First stages that share a weigh
 replicas sum those of each stage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.core.cluster import process_engines
+from loadmaster.core.cluster import process_cluster
 from loadmaster.core.graph import Phase
 from loadmaster.core.pipelines.order import NO_MICROBATCH, Action, Order, Work, make_order, needs, rank_of
 from loadmaster.core.plan import Plan
@@ -256,7 +256,7 @@ class _Lowering:
         source = self.problem
         problem = Problem(
             graph=graph,
-            cluster=replace(source.cluster, engine=process_engines(source.cluster)),
+            cluster=process_cluster(source.cluster),
             costs=Costs(
                 compute_s=np.array(self.seconds),
                 issue_s=np.zeros(num),

@@ -93,6 +93,7 @@ class Executor:
     sizes: list[tuple[str, int, int]] = field(
         default_factory=list
     )  # of the last step: work, stage, bytes sent
+    arrivals: list[Span] = field(default_factory=list)  # of the last step: waits for what others sent
     _layouts: dict[Any, Layout] = field(default_factory=dict)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     _ready: dict[tuple[Work, int, int], tuple[list[Any], list[bool]]] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class Executor:
     _step: int = 0
     _waited_s: float = 0.0
     _sent: list[tuple[str, int, int]] = field(default_factory=list)
+    _arrived: list[Span] = field(default_factory=list)
     _grad: bool = True
 
     def run(
@@ -116,7 +118,7 @@ class Executor:
         """One step; `finally_` does what is no work of a micro-batch: sums and updates."""
         self._batches, self._step, self._grad = batches, step, grad
         spans: list[Span] = []
-        self._sent = []
+        self._sent, self._arrived = [], []
         for at, action in enumerate(actions):
             if self.before is not None:
                 self.before(action)
@@ -138,7 +140,7 @@ class Executor:
             self._layouts.clear()
         self._batches = ()
         if grad:  # what was measured is of training steps
-            self.spans, self.sizes = spans, self._sent
+            self.spans, self.sizes, self.arrivals = spans, self._sent, self._arrived
 
     def _do(self, action: Action) -> None:
         match action.work:
@@ -266,7 +268,8 @@ class Executor:
         if pending is None:
             pending = self._begin(action, layout)
         tensors = unpack(pending.wait(), layout) if layout.num_bytes else [None] * len(layout.entries)
-        self._waited_s += time.monotonic() - begun
+        self._arrived.append(Span(action, begun, time.monotonic()))
+        self._waited_s += self._arrived[-1].end_s - begun
         return list(tensors), [one.wants_grad for one in layout.entries]
 
     def _begin_receives(self, actions: Sequence[Action], at: int) -> None:

@@ -25,7 +25,7 @@ from loadmaster.core.raised import shorten_error
 from loadmaster.modules.loss import compute_loss
 from loadmaster.modules.named_optimizers import make_optimizer
 from loadmaster.runtime.distributed.pipeline.batches import count_rows, split_batch
-from loadmaster.runtime.distributed.pipeline.executor import Executor, MicroBatch
+from loadmaster.runtime.distributed.pipeline.executor import Executor, MicroBatch, Span
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.module_cut import ModuleCut, cut_modules
 from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage
@@ -395,10 +395,11 @@ class PipelineRank:
 
     def spans(self) -> list[tuple[str, int, int, float, float]]:
         """Work, stage, micro-batch, begin and end of each action of the last step."""
-        return [
-            (one.action.work.value, one.action.stage, one.action.microbatch, one.start_s, one.end_s)
-            for one in self.executor.spans
-        ]
+        return _as_rows(self.executor.spans)
+
+    def arrivals(self) -> list[tuple[str, int, int, float, float]]:
+        """The same of each wait for what another rank sent; it ends when that is there."""
+        return _as_rows(self.executor.arrivals)
 
     def sent_sizes(self) -> list[tuple[str, int, int]]:
         """Work, stage and bytes of what was sent in the last step."""
@@ -497,6 +498,13 @@ class PipelineRank:
         for one in self.own_parameters().values():
             if one.grad is not None:
                 one.grad.mul_(factor)
+
+
+def _as_rows(spans: Sequence[Span]) -> list[tuple[str, int, int, float, float]]:
+    return [
+        (one.action.work.value, one.action.stage, one.action.microbatch, one.start_s, one.end_s)
+        for one in spans
+    ]
 
 
 def with_target(loss: Any, target: Any, where: torch.device) -> Any:
