@@ -14,7 +14,7 @@ A way that model or devices cannot take is in the table with the reason. Answers
 that the best of them need not be looked for again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -396,8 +396,3 @@ _WAYS: dict[str, tuple[str, Callable[[_Asked, str, str], Way]]] = {
     "mixed": ("mixed strategy", _mixed),
     "shards": ("shard by shard", _shards),
 }
-
-
-def list_ways() -> Iterator[str]:
-    """Names of all ways."""
-    return iter(_WAYS)
