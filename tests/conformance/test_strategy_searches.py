@@ -1,5 +1,7 @@
 """What every search for strategies promises, on a few small problems."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -19,28 +21,30 @@ SEARCHES = tuple(list_searches())
 COUNT = 150
 
 
-def problems() -> dict[str, tuple[Problem, int]]:
-    return {
-        "wide": (wide_problem(width=512), 12),
-        "two hosts": (wide_problem(width=512, devices=TWO_HOSTS), 12),
-        "batch norm": (problem_for(mixed_step(6), MIXED_DEVICES), 6),
-        "stuck": (problem_for(along_step(lambda x: x.cumsum(0)), TWO_HOSTS), 16),
-        "one device": (wide_problem(devices="V100-16GB"), 12),
-    }
+CASES = {
+    "wide": lambda: (wide_problem(width=512), 12),
+    "two hosts": lambda: (wide_problem(width=512, devices=TWO_HOSTS), 12),
+    "batch norm": lambda: (problem_for(mixed_step(6), MIXED_DEVICES), 6),
+    "stuck": lambda: (problem_for(along_step(lambda x: x.cumsum(0)), TWO_HOSTS), 16),
+    "one device": lambda: (wide_problem(devices="V100-16GB"), 12),
+}
 
 
-CASES = problems()
+@functools.cache
+def problem_of(case: str) -> tuple[Problem, int]:
+    """Captured where it is asked for, not while tests are collected."""
+    return CASES[case]()
 
 
 def ask(search: str, case: str, seed: int = 0):  # type: ignore[no-untyped-def]
-    problem, batch = CASES[case]
+    problem, batch = problem_of(case)
     return find_strategy(problem, StrategyRequest(batch, search, Budget(count=COUNT), seed))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_answer_is_valid_and_scored_by_the_simulator(search: str, case: str) -> None:
-    problem, batch = CASES[case]
+    problem, batch = problem_of(case)
     digest = problem.digest
     answer = ask(search, case)
     assert check_strategy(problem, answer.strategy) == []
@@ -59,7 +63,7 @@ def test_the_same_seed_and_count_give_the_same_answer(search: str) -> None:
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_budget_is_kept(search: str) -> None:
-    problem, batch = CASES["two hosts"]
+    problem, batch = problem_of("two hosts")
     evaluator = make_evaluator(problem, batch)
     make_search(search)(evaluator, SearchRun(Budget(count=60), np.random.default_rng(0)))
     assert evaluator.replays <= 60 + 8 * 5  # a batch of leaves, each with its variants
@@ -72,7 +76,7 @@ def test_the_first_line_of_its_file_says_what_it_does(search: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_descent_and_the_guided_search_are_no_worse_than_the_best_uniform_one(case: str) -> None:
-    problem, batch = CASES[case]
+    problem, batch = problem_of(case)
     found = {}
     for name in ("uniform", "greedy", "guided"):
         evaluator = make_evaluator(problem, batch)

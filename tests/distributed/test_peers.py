@@ -34,7 +34,7 @@ def stranger() -> int:  # type: ignore[misc]
 
 def test_a_port_that_another_program_listens_at_is_said_with_what_to_do(stranger: int) -> None:
     with pytest.raises(RunError, match=rf"rank 1 could not meet .*:{stranger}.* give another port"):
-        meet(Meeting(1, 2, "127.0.0.1", stranger, 5.0, "lo"))
+        meet(Meeting(1, 2, "127.0.0.1", stranger, 2.0, "lo"))
 
 
 def test_a_host_that_does_not_answer_is_said_with_the_time_that_was_waited() -> None:

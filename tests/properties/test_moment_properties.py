@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
-from loadmaster.capacity.peak_moment import held_at_peaks
+from loadmaster.capacity.peak_moment import replay_to_peaks
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.simulator.events.engine import prepare
@@ -13,7 +13,7 @@ from tests.strategies import placed_problems
 
 def assert_adds_up(problem: Problem, plan: Plan) -> None:
     simulator = prepare(problem)
-    outcome, held = held_at_peaks(simulator, plan)
+    outcome, held = replay_to_peaks(simulator, plan)
     graph = problem.graph
     for device, what in enumerate(held):
         assert what.peak_bytes == outcome.peak_bytes[device]
@@ -34,7 +34,7 @@ def test_what_is_held_at_a_peak_is_the_peak(case: tuple[Problem, Plan]) -> None:
 def test_it_is_the_peak_of_the_reference_simulator_too(case: tuple[Problem, Plan]) -> None:
     problem, plan = case
     order = prepare(problem).order_by_start(plan)
-    _, held = held_at_peaks(prepare(problem), order)
+    _, held = replay_to_peaks(prepare(problem), order)
     witness = reference.simulate(problem, order, dispatch="in_order", links=problem.links.value)
     assert [what.peak_bytes for what in held] == list(witness.peak_bytes)
 

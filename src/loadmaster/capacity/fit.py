@@ -11,7 +11,7 @@ from loadmaster.capacity.clusters import limit_of, preset_cluster, single_device
 from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.host_kernels import is_mixed, judge_mixed_cluster
 from loadmaster.capacity.largest import find_largest_batch, guess_largest_batch
-from loadmaster.capacity.peak_moment import held_at_peaks
+from loadmaster.capacity.peak_moment import replay_to_peaks
 from loadmaster.capacity.step_setting import StepSetting, setting_of
 from loadmaster.capacity.verdict import (
     Verdict,
@@ -77,7 +77,7 @@ def _assess_fit(
     if whole is not None and not whole[0].fits and not quick:
         offers = list(propose_changes(search, base, cluster, whole[0], every=every))
     graph = lone.graph
-    _, held = held_at_peaks(prepare(lone), plan_on_device(lone))
+    _, held = replay_to_peaks(prepare(lone), plan_on_device(lone))
     return Fit(
         loadmaster="fit",
         schema=SCHEMA_VERSION,
@@ -156,7 +156,7 @@ def _assess_cluster(
     search.say("looking for a plan on all devices", 0.0)
     verdict = judge_mixed_cluster(search, setting, search.problem(setting, cluster))
     simulator = prepare(verdict.problem)
-    outcome, held = held_at_peaks(simulator, verdict.plan)
+    outcome, held = replay_to_peaks(simulator, verdict.plan)
     counted = setting
     if is_mixed(cluster) and "kernels of cuda" not in verdict.problem.graph.capture:
         counted = replace(setting, target="cpu")  # the kernels that the answer above is counted with

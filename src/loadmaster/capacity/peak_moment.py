@@ -30,7 +30,7 @@ class HeldMemory:
     peak_bytes: int
 
 
-def held_at_peaks(simulator: Simulator, plan: Plan) -> tuple[Outcome, list[HeldMemory]]:
+def replay_to_peaks(simulator: Simulator, plan: Plan) -> tuple[Outcome, list[HeldMemory]]:
     """The run of a plan, and what each of its devices holds at the first of its highest points."""
     if is_unordered(plan):
         plan = simulator.order_by_start(plan)

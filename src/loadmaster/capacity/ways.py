@@ -14,7 +14,7 @@ A way that model or devices cannot take is in the table with the reason. Answers
 that the best of them need not be looked for again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def weigh_ways(
         try:
             rows.append(way(asked, name, text))
         except LoadmasterError as reason:
-            rows.append(_refused(name, text, str(reason)))
+            rows.append(_make_refused_way(name, text, str(reason)))
     rows.sort(key=lambda row: np.inf if row.step_s is None else row.step_s)
     best = next((row.name for row in rows if row.step_s is not None and not row.deviations), None)
     cluster = problem.cluster
@@ -150,7 +150,7 @@ def _with_defaults(question: Question) -> Question:
 # ---- rows
 
 
-def _refused(name: str, text: str, reason: str) -> Way:
+def _make_refused_way(name: str, text: str, reason: str) -> Way:
     return Way(name, text, reason, None, None, (), None, None, "", (), "")
 
 
@@ -396,8 +396,3 @@ _WAYS: dict[str, tuple[str, Callable[[_Asked, str, str], Way]]] = {
     "mixed": ("mixed strategy", _mixed),
     "shards": ("shard by shard", _shards),
 }
-
-
-def list_ways() -> Iterator[str]:
-    """Names of all ways."""
-    return iter(_WAYS)

@@ -20,10 +20,6 @@ from loadmaster.placers.registry import list_algorithms
 BEGIN = "<!-- algorithms: written by `python -m loadmaster.cli.docs` -->"
 END = "<!-- end of algorithms -->"
 _WRITTEN = "<!-- Written by `python -m loadmaster.cli.docs`; edit the source, not this page. -->"
-_EXIT_CODES = (
-    "Every command takes `--help`. Exit codes: 0 done, 1 no plan fits, 2 bad input, 130 interrupted, 141\n"
-    "the reader of the output went away."
-)
 _PACKAGES = (
     ("loadmaster", "lm", "Planning, running and looking at plans."),
     ("loadmaster.train", "lt", "Training models that are larger than the device, one or many."),

@@ -413,7 +413,7 @@ class _Writer:
         phase, kind = graph.phase[old], [graph.op_kind[op] for op in old.tolist()]
         for op, (what, when, _) in self.kinds.items():
             phase[op], kind[op] = when, what
-        own_group = np.where(self._ungrouped(kind), NO_GROUP, group[old]).astype(np.int32)
+        own_group = np.where(self._list_ungrouped(kind), NO_GROUP, group[old]).astype(np.int32)
         use_tensor, use_op = self._uses(place)
         made = replace(
             graph,
@@ -432,13 +432,13 @@ class _Writer:
             tensor_op=np.concatenate([place[graph.tensor_op], self._column(0, np.int32)]),
             tensor_bytes=np.concatenate([graph.tensor_bytes, self._column(1, np.int64)]),
             tensor_storage=self._storages(),
-            keep=np.concatenate([self._kept(), np.zeros(len(self.extra), dtype=np.bool_)]),
+            keep=np.concatenate([self._find_kept(), np.zeros(len(self.extra), dtype=np.bool_)]),
             use_tensor=use_tensor,
             use_op=use_op,
         )
         return SpilledGraph(made, origin)
 
-    def _ungrouped(self, kind: Sequence[str]) -> list[bool]:
+    def _list_ungrouped(self, kind: Sequence[str]) -> list[bool]:
         """[N'] new ops that belong to no weight."""
         landed = {op for op, (what, when, _) in self.kinds.items() if what == LANDED and when == Phase.PARAM}
         return [what == RESTORE or op in landed for op, what in enumerate(kind)]
@@ -454,7 +454,7 @@ class _Writer:
         new = [first + at if stored else NO_STORAGE for at, (_, _, stored) in enumerate(self.extra)]
         return np.concatenate([storage, np.array(new, dtype=np.int32).reshape(-1)])
 
-    def _kept(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _find_kept(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """A gradient of a spilled weight is not kept where it was made."""
         keep = self.graph.keep.copy()
         keep[self._grads] = False

@@ -108,7 +108,7 @@ def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> tuple[Any, list[tuple[tor
             twins[id(tensor)] = fake(tensor)
         return twins[id(tensor)]
 
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return fake(leaf)
         if isinstance(leaf, type) or not hasattr(leaf, "__dict__") or not find_tensors(leaf):
@@ -118,7 +118,7 @@ def _fake_inputs(inputs: Any, mode: FakeTensorMode) -> tuple[Any, list[tuple[tor
         except Exception:  # what cannot be copied is shared; its tensors become constants
             return leaf
 
-    return tree_map(copied, inputs), pairs
+    return tree_map(copy_leaf, inputs), pairs
 
 
 def rebuild_modules(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

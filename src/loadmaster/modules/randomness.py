@@ -108,13 +108,13 @@ def preserve_rng() -> Iterator[Callable[[], str]]:
     from ('' where nobody was)."""
     before = capture_others()
 
-    def drawn() -> str:
+    def name_drawn() -> str:
         if random.getstate() != before[0]:
             return "Python's random"
         return "" if is_same_others(before, capture_others()) else "numpy.random"
 
     try:
-        yield drawn
+        yield name_drawn
     finally:
         _restore_others(before)
 

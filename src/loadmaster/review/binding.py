@@ -31,7 +31,7 @@ def find_binding(
     if lost_s <= 1e-3 * before_s:
         return ""
     least_s, best = (1 - _LEAST_SHARE) * lost_s, ""
-    for name, freed in _lifted(problem, plan, timeline, moved, was):
+    for name, freed in _lift_limits(problem, plan, timeline, moved, was):
         simulator = prepare(freed)
         still_s = simulator.score(plan).time_s - simulator.score(was).time_s
         if still_s < least_s:
@@ -39,7 +39,7 @@ def find_binding(
     return best
 
 
-def _lifted(
+def _lift_limits(
     problem: Problem, plan: Plan, timeline: Timeline, moved: Bools, was: Plan
 ) -> Iterable[tuple[str, Problem]]:
     names = problem.cluster.device_name

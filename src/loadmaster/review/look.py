@@ -11,7 +11,7 @@ from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Links, Objective, Problem
-from loadmaster.core.timeline import SpanKind, Timeline, TimelineOrigin
+from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.review.critical_path import critical_spans, describe_path
 from loadmaster.review.memory_curves import memory_curves
@@ -250,8 +250,3 @@ def _list_notes(problem: Problem, plan: Plan) -> list[str]:
     if problem.links == Links.HOST:
         notes.append("Transfers go through host memory; link loads are not known under --links host.")
     return notes
-
-
-def as_measured(timeline: Timeline) -> bool:
-    """Whether a timeline was measured."""
-    return timeline.origin == TimelineOrigin.MEASURED

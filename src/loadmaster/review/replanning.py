@@ -18,7 +18,6 @@ from loadmaster.placers.fixed_plan import Given, why_foreign
 from loadmaster.placers.registry import Placer, placer, why_not
 from loadmaster.placers.search.refine import Refine
 
-DEFAULT_BUDGET = "100x"
 _REFINING = 20  # times as many plans: a move is scored much faster than a plan is made
 
 

@@ -52,13 +52,13 @@ def try_stages(placement: Placement, plan: Plan, chosen: Bools) -> Iterator[Else
     for device, name in enumerate(problem.cluster.device_name):
         stages = [s for s in range(plan.pipeline.num_stages) if device in devices[:, s]]
         if here == {device}:
-            yield replace(_simulated(placement, plan, device, 0), is_here=True)
+            yield replace(_judge_plan(placement, plan, device, 0), is_here=True)
             continue
         if len(devices) > 1:
-            yield _refused(name, "the pipeline has replicas, whose stages are alike")
+            yield _make_refusal(name, "the pipeline has replicas, whose stages are alike")
             continue
         if not stages:
-            yield _refused(name, "no stage of the pipeline is there")
+            yield _make_refusal(name, "no stage of the pipeline is there")
             continue
         tried = [_try_stage(placement, plan, chosen, device, stage) for stage in stages]
         rows = [row for row in tried if row.time_s is not None]
@@ -72,7 +72,7 @@ def _try_stage(placement: Placement, plan: Plan, chosen: Bools, device: int, sta
     at = np.where(moved, stage, plan.pipeline.stage).astype(np.int32)
     emptied = np.setdiff1d(np.arange(plan.pipeline.num_stages), at[problem.graph.phase == Phase.FORWARD])
     if len(emptied):
-        return _refused(name, f"stage {int(emptied[0])} would be left with nothing")
+        return _make_refusal(name, f"stage {int(emptied[0])} would be left with nothing")
     other = replace(
         plan,
         device=np.where(moved, device, plan.device).astype(np.int32),
@@ -80,14 +80,14 @@ def _try_stage(placement: Placement, plan: Plan, chosen: Bools, device: int, sta
     )
     broken = [each.message for each in check_plan(problem, other) if each.rule != "memory"]
     if broken:
-        return _refused(name, broken[0])
+        return _make_refusal(name, broken[0])
     try:
-        return _simulated(placement, other, device, int((moved & ~chosen).sum()))
+        return _judge_plan(placement, other, device, int((moved & ~chosen).sum()))
     except LoadmasterError as refused:
-        return _refused(name, str(refused))
+        return _make_refusal(name, str(refused))
 
 
-def _simulated(placement: Placement, plan: Plan, device: int, along: int) -> Elsewhere:
+def _judge_plan(placement: Placement, plan: Plan, device: int, along: int) -> Elsewhere:
     cluster = placement.problem.cluster
     timeline, flat = simulate_step(placement.problem, plan)
     over = np.maximum(timeline.peak_bytes - cluster.usable_bytes, 0)
@@ -105,7 +105,7 @@ def _simulated(placement: Placement, plan: Plan, device: int, along: int) -> Els
     )
 
 
-def _refused(name: str, note: str) -> Elsewhere:
+def _make_refusal(name: str, note: str) -> Elsewhere:
     return Elsewhere(name, False, None, 0, 0, "", None, note)
 
 

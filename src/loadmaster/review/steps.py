@@ -9,13 +9,13 @@ import numpy as np
 from loadmaster.capacity.breakdown import weight_bytes
 from loadmaster.core.answers.review import MEMORY_KINDS
 from loadmaster.core.arrays import Floats, Longs
-from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.graph import Phase
 from loadmaster.core.pipelines.order import NO_MICROBATCH
 from loadmaster.core.plan import Plan
 from loadmaster.core.problem import Problem
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.graph.origin import samples_in_a_pass
-from loadmaster.simulator.pipelines.lowering import Lowered, lower
+from loadmaster.simulator.pipelines.lowering import Lowered
 
 _WEIGHTS, _OPTIMIZER = MEMORY_KINDS.index("weights"), MEMORY_KINDS.index("optimizer")
 _GRADIENTS = MEMORY_KINDS.index("gradients")
@@ -24,11 +24,6 @@ _GRADIENTS = MEMORY_KINDS.index("gradients")
 def has_steps(problem: Problem, plan: Plan) -> bool:
     """Whether a plan is of a whole step of micro-batches."""
     return problem.is_stepped and plan.pipeline is not None
-
-
-def drawn_graph(problem: Problem, plan: Plan) -> Graph:
-    """The graph that the spans of a simulated timeline speak of."""
-    return lower(problem, plan).problem.graph if has_steps(problem, plan) else problem.graph
 
 
 def microbatches_of(problem: Problem, plan: Plan | None) -> int:

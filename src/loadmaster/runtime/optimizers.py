@@ -78,7 +78,7 @@ class Optimizers:
                 for group in found._told[optimizer]:
                     group["foreach"] = True
 
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             found = this()
             if found is not None:
                 for group in found._told.pop(optimizer, ()):
@@ -89,7 +89,7 @@ class Optimizers:
         places = {weight.device.type for _, weight in self._weights.values()}
         if together and len(places) > 1:
             weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def _holds(self, optimizer: Any) -> bool:
         groups = optimizer.param_groups

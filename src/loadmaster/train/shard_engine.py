@@ -168,7 +168,7 @@ class ShardEngine:
         )
         sizes = measure_sizes(built)
         state_bytes = sum(sizes.pinned_bytes)
-        shared_bytes = self._noted(trial, built)
+        shared_bytes = self._note_backbone(trial, built)
         count = count_steps(trial, built.record.num_batches)
         buffer_bytes = sum(buffer.nbytes for buffer in built.chain.buffers)
         planned = PlannedTrial(plan, where.type, cap_bytes, built.record)
@@ -244,7 +244,7 @@ class ShardEngine:
             for each in found
         ]
 
-    def _noted(self, trial: Trial, built: Any) -> int:
+    def _note_backbone(self, trial: Trial, built: Any) -> int:
         """Remember a trial with a frozen backbone; gives the bytes of it that an earlier trial holds."""
         from loadmaster.train.backbone.frozen_weights import frozen_numbers, has_backbone, hash_frozen
 

@@ -74,7 +74,9 @@ def test_guided_turns_end_within_one_per_cent_of_the_lower_bound(
         assert by_step(instance, num_devices).makespan_s <= 1.01 * bound(instance, num_devices)
 
 
-@pytest.mark.parametrize(("num_trials", "num_devices", "make"), CASES)
+@pytest.mark.parametrize(
+    ("num_trials", "num_devices", "make"), [*CASES[:3], pytest.param(*CASES[3], marks=pytest.mark.slow)]
+)
 def test_turns_of_one_unit_end_within_a_thousandth_of_the_lower_bound(
     num_trials: int, num_devices: int, make: Callable[[int, random.Random], Instance]
 ) -> None:

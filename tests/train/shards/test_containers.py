@@ -154,6 +154,16 @@ CASES: dict[str, Callable[[], lt.Trial]] = {
     "a row": lambda: _trial(lambda: nn.Sequential(nn.Linear(8, _WIDTH), _encoder(), nn.Linear(_WIDTH, 3))),
 }
 
+VARIANTS = (  # of what another case has, too
+    "sequence first",
+    "found not causal",
+    "bool mask",
+    "decoder, causal",
+    "decoder, norm first",
+    "transformer, found causal",
+    "transformer, norm first",
+)
+
 
 def _called(model: nn.Module, inputs: Any) -> torch.Tensor:
     out: torch.Tensor = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
@@ -191,7 +201,9 @@ def _least_cap(trial: lt.Trial) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor")
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.slow] * (one in VARIANTS)) for one in CASES]
+)
 def test_each_layer_of_a_container_is_a_shard_and_it_trains_and_evaluates_to_the_bits_of_the_plain_model(
     case: str,
 ) -> None:

@@ -95,7 +95,9 @@ class Raising(Dataset[Any]):
         return self.rows._x[at], self.rows._y[at]
 
 
-@pytest.mark.parametrize("how", ["dies", "raises", "no loader", "by call"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("dies", marks=pytest.mark.slow), "raises", "no loader", "by call"]
+)
 def test_a_loader_that_fails_while_the_study_is_planned_fails_its_trial_alone(
     how: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from loadmaster.capacity.accumulate import with_accumulated_gradients
 from loadmaster.capacity.breakdown import modules_of, parts_of
 from loadmaster.capacity.clusters import preset_cluster, single_device_cluster, with_more, with_preset
 from loadmaster.capacity.largest import find_largest
-from loadmaster.capacity.peak_moment import HeldMemory, held_at_peaks
+from loadmaster.capacity.peak_moment import HeldMemory, replay_to_peaks
 from loadmaster.capacity.scale import scale_graph
 from loadmaster.capacity.step_setting import setting_of
 from loadmaster.cluster.parse import parse_cluster
@@ -33,7 +33,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resid
 def alone(graph: Graph) -> HeldMemory:
     problem = api.problem(graph, "H200")
     own = plan_of(np.zeros(graph.num_ops, np.int32), np.arange(graph.num_ops, dtype=np.int32))
-    outcome, held = held_at_peaks(prepare(problem), own)
+    outcome, held = replay_to_peaks(prepare(problem), own)
     assert held[0].peak_bytes == outcome.peak_bytes[0]
     return held[0]
 
@@ -87,7 +87,7 @@ def test_a_copy_of_a_weight_elsewhere_counts_as_weight_there() -> None:
     graph = tiny_step()
     problem = problem_of(graph, star_cluster(2), 1.0)
     plan = plan_on([0, 1, 1, 1, 0])
-    outcome, held = held_at_peaks(prepare(problem), plan)
+    outcome, held = replay_to_peaks(prepare(problem), plan)
     assert [h.peak_bytes for h in held] == outcome.peak_bytes.tolist()
     away = parts_of(graph, held[1])
     assert away == parts(weights=10, activations=8, workspace=100)

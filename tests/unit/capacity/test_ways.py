@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import loadmaster as lm
-from loadmaster.capacity.ways import list_ways, weigh_ways
+from loadmaster.capacity.ways import weigh_ways
 from loadmaster.core.answers.ways_answer import BIT_EQUAL, Ways
 from loadmaster.core.errors import InputError
 from loadmaster.core.question import Question
@@ -22,7 +22,7 @@ SOURCE = "tests/distributed/run_models.py:build_rows"
 def test_a_way_that_cannot_be_taken_says_why() -> None:
     found = weigh_ways(Question("gen:transformer:60", "ref"), budget=Budget(count=5))
     table = found.table
-    assert sorted(way.name for way in table.ways) == sorted(list_ways())
+    assert len({way.name for way in table.ways}) == len(table.ways) == 9
     taken = {way.name for way in table.ways if way.step_s is not None}
     assert "one_device" in taken
     for way in table.ways:

@@ -199,7 +199,6 @@ def test_pins_are_kept_by_everyone() -> None:
     assert (placement.plan.device[::5] == 3).all()
 
 
-WARM = "from loadmaster.placers.warm import warm_up; warm_up(); print(0)"
 REPORT = """
 import json, sys
 import loadmaster as lm
@@ -218,12 +217,18 @@ def run_python(code: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.fixture(name="warm", scope="module")
+def _warm() -> None:
+    """On a new machine every algorithm is imported once, to compile its kernels."""
+    run_python("from loadmaster.placers.warm import warm_up; warm_up(); print(0)")
+
+
+@pytest.mark.usefixtures("warm")
 class TestImports:
     """An algorithm that is not asked costs nothing, not even its import."""
 
     @pytest.mark.parametrize("objective", ["step", "throughput"])
     def test_an_algorithm_that_is_skipped_is_not_imported(self, objective: str) -> None:
-        run_python(WARM)  # on a new machine every algorithm is imported once, to compile its kernels
         tried, members, modules = run_python(REPORT, objective, "50x")
         skipped = {name for name in members if name not in tried}
         assert {"m_sct", "memory_first"} <= skipped
@@ -232,7 +237,6 @@ class TestImports:
         assert not skipped & loaded
 
     def test_a_step_is_planned_without_the_throughput_solvers(self) -> None:
-        run_python(WARM)
         tried, _, modules = run_python(REPORT, "step", "2000x")
         assert "chain_balance" in tried
         throughput_only = ("linear_dp", "ideal_dp", "local_search", "cpsat_throughput", "_maxload.model")

@@ -200,7 +200,7 @@ class TestBruteForce:
             assert allowed == 0 or every_split(problem).allowed > 0
 
     def test_the_best_chain(self) -> None:
-        for _, problem in drawn(range(80), Split.CHAIN):
+        for _, problem in drawn(range(40), Split.CHAIN):
             agrees(problem, "ideal_dp", exact=True)
 
     def test_the_best_chain_in_training(self) -> None:
@@ -226,7 +226,7 @@ class TestBruteForce:
 
     @pytest.mark.parametrize("split", [Split.FREE, Split.CHAIN])
     def test_the_constraint_programme(self, split: Split) -> None:
-        for _, problem in drawn(range(15), split):
+        for _, problem in drawn(range(8), split):
             agrees(problem, "cpsat_throughput", exact=split == Split.FREE)
 
     @pytest.mark.slow

@@ -343,7 +343,7 @@ class TestPublishedDefects:
 
     def test_r9_groups_and_pins_hold_on_random_problems(self) -> None:
         rng = np.random.default_rng(7)
-        for _ in range(10):
+        for _ in range(5):
             problem = scattered(rng)
             for algorithm in list_algorithms():
                 if not why_not(placer(algorithm), problem):

@@ -161,7 +161,7 @@ def test_a_region_of_the_cpu_is_one_of_the_gpu() -> None:
     ("name", "dtype"),
     [
         ("gpt2", torch.float16),
-        ("t5", torch.bfloat16),
+        pytest.param("t5", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("t5", torch.float16, marks=pytest.mark.slow),
     ],
 )

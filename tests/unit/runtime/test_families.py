@@ -57,7 +57,9 @@ def test_two_calls_do_not_share_a_cache() -> None:
     assert first.layers[0].keys.data_ptr() != second.layers[0].keys.data_ptr()
 
 
-@pytest.mark.parametrize("order", [("ones", "padded", "ones"), ("padded", "ones")])
+@pytest.mark.parametrize(
+    "order", [("ones", "padded", "ones"), pytest.param(("padded", "ones"), marks=pytest.mark.slow)]
+)
 def test_a_mask_of_ones_takes_the_kernel_of_the_plain_model(order: tuple[str, ...]) -> None:
     call = FAMILIES["mistral"].call()
     padded = call["attention_mask"].clone()

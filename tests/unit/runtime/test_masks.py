@@ -66,8 +66,15 @@ def placed(model: Any, num_devices: int, *args: Any, **kwargs: Any) -> Any:
     return build_placed_model(model, graph, random_plan(graph, num_devices, 1), parse_cluster(devices))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("num_devices", "autocast"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
 def test_causal_attention_without_a_mask_stays_without_one(num_devices: int, autocast: bool) -> None:
     ids = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     wanted = gradients(llama(), autocast, input_ids=ids, labels=ids)
@@ -78,7 +85,15 @@ def test_causal_attention_without_a_mask_stays_without_one(num_devices: int, aut
     assert "graph engine" in model.explain()
 
 
-@pytest.mark.parametrize("way", ["remainder", "in place", "joined", "looked at"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("remainder", marks=pytest.mark.slow),
+        "in place",
+        pytest.param("joined", marks=pytest.mark.slow),
+        "looked at",
+    ],
+)
 def test_sequences_that_are_packed_into_one_do_not_see_each_other(way: str) -> None:
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     wanted, whole = gradients(Packs(way), False, ids), gradients(Packs("counted"), False, ids)

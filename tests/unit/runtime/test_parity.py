@@ -1,5 +1,6 @@
 """A placed model computes what the model computes, to the bit: losses, gradients, buffers of five steps."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ SLOW = ("llama", "t5", "bert", "vit")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def differences(name: str, num_plans: int) -> list[str]:
+def differences(name: str, seeds: Iterable[int]) -> list[str]:
     """What differs under each of some random plans on two to four devices."""
     original = example(name)
     graph, wanted = captured(original), trained(original.model, original)
     found = []
-    for seed in range(num_plans):
+    for seed in seeds:
         again, num = example(name), 2 + seed % 3
         model = build_placed_model(again.model, graph, random_plan(graph, num, seed), devices(num))
         found.append(first_difference(wanted, trained(model, again)))
@@ -39,14 +40,14 @@ def differences(name: str, num_plans: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_random_plans_keep_the_numbers(name: str) -> None:
-    assert differences(name, 2) == [""] * 2
+def test_a_random_plan_keeps_the_numbers(name: str) -> None:
+    assert differences(name, [1]) == [""]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_ten_random_plans_keep_the_numbers(name: str) -> None:
-    assert differences(name, 10) == [""] * 10
+    assert differences(name, range(10)) == [""] * 10
 
 
 class Fan(nn.Module):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 from scipy.stats import spearmanr
 
 pytest.importorskip("torch")
@@ -15,7 +16,7 @@ from loadmaster.strategies.scoring.actions import Action, device_classes, list_a
 from loadmaster.strategies.scoring.evaluator import Evaluator
 from loadmaster.strategies.scoring.group_facts import find_facts
 from loadmaster.strategies.scoring.grouping import find_groups
-from loadmaster.strategies.scoring.shares import VARIANTS, fill_shares, round_rows, solve_shares
+from loadmaster.strategies.scoring.shares import VARIANTS, fill_shares, round_rows
 from loadmaster.strategies.splitting.splits import find_splits
 from tests.unit.strategies.models import along_step, mixed_step
 from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, problem_for, wide_problem
@@ -130,6 +131,17 @@ def test_like_devices_are_one_class() -> None:
     assert device_classes(wide_problem().cluster) == [(0, 1), (2,), (3,)]
 
 
+def solve_shares(fixed_s, slope_s, most):  # type: ignore[no-untyped-def]
+    """Minimise z with z >= fixed + slope * share on every device, and shares that add up to 1."""
+    num = len(fixed_s)
+    rows = np.hstack([np.diag(slope_s), -np.ones((num, 1))])
+    whole = np.append(np.ones(num), 0.0)[None, :]
+    bounds = [(0.0, cap) for cap in most.tolist()] + [(0.0, None)]
+    solved = linprog(np.eye(num + 1)[num], rows, -fixed_s, whole, [1.0], bounds=bounds, method="highs")
+    assert solved.status == 0
+    return solved.x[:num]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_filling_up_is_the_optimum_of_the_programme(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -137,7 +149,7 @@ def test_filling_up_is_the_optimum_of_the_programme(seed: int) -> None:
     fixed, slope = rng.random(num), rng.random(num) + 0.1
     most = np.maximum(rng.random(num), 1.2 / num)
     found = fill_shares(fixed, slope, most)
-    solved = solve_shares(fixed[None, :], slope[None, :], most)
+    solved = solve_shares(fixed, slope, np.minimum(most, 1.0))
 
     def level(shares: np.ndarray) -> float:  # type: ignore[type-arg]
         return float((fixed + slope * shares).max())

@@ -1,20 +1,44 @@
 """Factors: the minimum cut against every choice there is and against a mixed integer programme."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from loadmaster.core.arrays import Bools
 from loadmaster.core.errors import InputError
-from loadmaster.strategies.scoring.factors import (
-    CutProblem,
-    as_problem,
-    break_even_rows,
-    choose,
-    cost_of,
-    faster_below_rows,
-)
+from loadmaster.strategies.scoring.factors import NO_PRODUCER, CutProblem, choose
+
+
+def as_problem(
+    extra_s: Sequence[float],
+    gather_s: Sequence[float],
+    producer: Sequence[int],
+    reads: Sequence[tuple[int, int]],
+    forced: Sequence[int] = (),
+) -> CutProblem:
+    """From plain lists; `reads` are pairs of tensor and op."""
+    pairs = np.array(reads, dtype=np.int32).reshape(-1, 2)
+    closed = np.zeros(len(extra_s), dtype=np.bool_)
+    closed[list(forced)] = True
+    return CutProblem(
+        np.array(extra_s, dtype=np.float64),
+        closed,
+        np.array(gather_s, dtype=np.float64),
+        np.array(producer, dtype=np.int32),
+        pairs[:, 0],
+        pairs[:, 1],
+    )
+
+
+def cost_of(problem: CutProblem, chosen: Bools) -> float:
+    """What a choice costs, by the definition."""
+    made = np.where(problem.producer == NO_PRODUCER, False, chosen[problem.producer])
+    wanted = np.zeros(len(problem.gather_s), dtype=np.bool_)
+    wanted[problem.read_tensor[chosen[problem.read_op]]] = True
+    return float(problem.extra_s[chosen].sum() + problem.gather_s[wanted & ~made].sum())
 
 
 def random_cut(rng: np.random.Generator, ops: int, tensors: int) -> CutProblem:
@@ -118,10 +142,21 @@ def test_negative_times_are_refused() -> None:
     # HM = 2 H1 H2 / (H1 + H2); faster below it at 22.5 Gbit/s, 4 bytes and 10 TFLOP/s
     [(25088, 4096, 7042, 4711), (4096, 4096, 4096, 3181), (2048, 1000, 1344, 1228), (768, 30522, 1498, 1356)],
 )
-def test_break_even_is_the_harmonic_mean(inputs: int, outputs: int, even: int, faster: int) -> None:
-    assert break_even_rows(inputs, outputs) == pytest.approx(even, abs=1)
-    found = faster_below_rows(inputs, outputs, bytes_per_s=22.5e9 / 8, flops_per_s=10e12)
-    assert found == pytest.approx(faster, rel=0.01)
+def test_factors_are_chosen_up_to_the_harmonic_mean_of_rows(
+    inputs: int, outputs: int, even: int, faster: int
+) -> None:
+    def takes_factors(rows: float, flops_per_s: float) -> bool:
+        seconds = 4 / (22.5e9 / 8)  # of an element on the link; shares of a ring are alike on both sides
+        product_s = 2.0 * rows * inputs * outputs / flops_per_s  # formed on every replica
+        extra_s = product_s - 2.0 * inputs * outputs * seconds
+        gather_s = [rows * inputs * seconds, rows * outputs * seconds]
+        layer = as_problem([extra_s], gather_s, [NO_PRODUCER] * 2, [(0, 0), (1, 0)])
+        return bool(choose(layer)[0])
+
+    assert takes_factors(even - 1, np.inf)
+    assert not takes_factors(even + 1, np.inf)
+    assert takes_factors(0.99 * faster, 10e12)
+    assert not takes_factors(1.01 * faster, 10e12)
 
 
 def test_two_tensors_between_the_same_ops_are_both_paid_for() -> None:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadmaster.advisor.environments.blocks import DEGREES, MAX_DEGREE, NUM_SERVERS, Blocks, all_blocks
+from loadmaster.advisor.environments.blocks import DEGREES, MAX_DEGREE, Blocks, all_blocks
 from loadmaster.advisor.environments.profile import JobGraph
 from loadmaster.advisor.environments.rules import Rules
 from loadmaster.advisor.environments.timing import completion_time, split_counts, time_step
 from loadmaster.core.errors import InputError
-
-ALL_FREE = (1 << NUM_SERVERS) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ class Schedule:
     num_microbatches: int
     stages_per_rank: int = 1
 
-    def held(self, num_behind: int) -> int:
+    def count_held(self, num_behind: int) -> int:
         """Micro-batches that a stage holds which has so many stages behind it, one stage a device."""
         if self.name == "gpipe":
             return self.num_microbatches
@@ -41,7 +41,7 @@ class Schedule:
     def in_flight(self, num_stages: int) -> Ints:
         """[S] micro-batches that each stage holds."""
         if self.name in OF_THROUGHPUT and self.stages_per_rank == 1:
-            return np.array([self.held(num_stages - 1 - s) for s in range(num_stages)], dtype=np.int32)
+            return np.array([self.count_held(num_stages - 1 - s) for s in range(num_stages)], dtype=np.int32)
         order = make_order(self.name, num_stages, self.num_microbatches, self.stages_per_rank)
         return np.array(in_flight_of(order, num_stages), dtype=np.int32)
 

@@ -68,8 +68,8 @@ def autocast_context(signature: Signature, device: torch.device) -> AbstractCont
 
 
 def _make_arguments(signature: Signature, maker: "_ArgumentMaker") -> tuple[list[Any], dict[str, Any]]:
-    args = [maker.made(value, at) for at, value in enumerate(signature.args)]
-    kwargs = {name: maker.made(value, name) for name, value in signature.kwargs.items()}
+    args = [maker.make_argument(value, at) for at, value in enumerate(signature.args)]
+    kwargs = {name: maker.make_argument(value, name) for name, value in signature.kwargs.items()}
     return args, kwargs
 
 
@@ -107,7 +107,7 @@ class _ArgumentMaker:
         self._name = signature.op[1].rstrip("_")
         self._generator = torch.Generator(device).manual_seed(0)
 
-    def made(self, value: Value, where: int | str) -> Any:
+    def make_argument(self, value: Value, where: int | str) -> Any:
         """A real argument, for a place in the op's schema."""
         argument = self._argument(where)
         if argument.name in _CUDNN:

@@ -198,10 +198,10 @@ class Recording:
         for name in row.writes:
             self._ledger.write(self._keys[name], self._values[name].num_bytes)
         for name, value in row.makes:
-            self._made(row, name, value)
+            self._record_output(row, name, value)
         self._ledger.close()
 
-    def _made(self, row: Row, name: Hashable, value: Value) -> None:
+    def _record_output(self, row: Row, name: Hashable, value: Value) -> None:
         if name in row.views:
             base = self._keys[row.reads[0]]
             key = self._define(name, value, base[0])

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from loadmaster.graph.tf_capture.phases import GRADIENTS
 
 _COUNT = re.compile(r"(_[0-9]+)+$")
-_ENDS = 2  # a scope and a name
 
 
 class _Names:

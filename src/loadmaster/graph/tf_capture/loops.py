@@ -14,7 +14,6 @@ from loadmaster.graph.tf_capture.op_work import elements, op_bytes, op_flops, te
 
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-_RESERVED = ("TensorListReserve", "EmptyTensorList", "TensorListFromTensor")
 
 
 @dataclass(frozen=True, slots=True)

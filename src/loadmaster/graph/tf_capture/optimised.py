@@ -50,14 +50,14 @@ def optimise_step(traced: Traced) -> OptimisedStep:
         graph_def = _run_optimiser(graph_def, fetches, inline_only=True)
     names = canonical_names([node.name for node in graph_def.node])
     _rename(graph_def, names)
-    fetches = [_renamed(name, names) for name in fetches]
+    fetches = [_rename_input(name, names) for name in fetches]
     placeholders = _stand_in(graph_def)
     graph_def = _run_optimiser(graph_def, fetches, inline_only=False)
     _put_back(graph_def, placeholders)
     args = tuple(names[name] for name in traced.args)
     _drop_control_edges(graph_def, {*args, *(names[held.node] for held in traced.captured)})
     captured = tuple(Captured(names[held.node], held.tensor, held.variable) for held in traced.captured)
-    outputs = tuple(_renamed(name, names) for name in traced.outputs)
+    outputs = tuple(_rename_input(name, names) for name in traced.outputs)
     order = {name: at for at, name in enumerate(names.values())}
     return OptimisedStep(graph_def, args, captured, outputs, traced, order)
 
@@ -145,7 +145,7 @@ def _rename(graph_def: Any, names: dict[str, str]) -> None:
     for node in graph_def.node:
         node.name = names[node.name]
         for at, name in enumerate(node.input):
-            node.input[at] = _renamed(name, names)
+            node.input[at] = _rename_input(name, names)
         if "_class" in node.attr:
             places = [text.decode() for text in node.attr["_class"].list.s]
             renamed = [
@@ -158,7 +158,7 @@ def _rename(graph_def: Any, names: dict[str, str]) -> None:
             node.attr["shared_name"].s = node.name.encode()
 
 
-def _renamed(name: str, names: dict[str, str]) -> str:
+def _rename_input(name: str, names: dict[str, str]) -> str:
     """'^node', 'node' or 'node:1'."""
     control, plain = name.startswith("^"), name.removeprefix("^")
     node, colon, number = plain.partition(":")

@@ -18,7 +18,6 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.raised import shorten_error
 
 SERVING = "serving_default"
-SAVED_MODEL = "saved_model.pb"
 ORIGINAL = "_loadmaster_original"  # of a Keras model's train_step that was replaced by a placed one
 
 

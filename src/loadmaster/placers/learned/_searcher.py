@@ -82,7 +82,9 @@ def run_searcher(searcher: Searcher, groups: Groups, tally: Tally, *, share: flo
 
 
 def is_over(tally: Tally, share: float = 1.0) -> bool:
-    """Whether the bound is met, or this share of the budget is spent."""
+    """Whether the bound is met, nothing can fit, or this share of the budget is spent."""
+    if tally.scored > 0 and tally.run.bound.infeasible:
+        return True
     if tally.spent or (share < 1.0 and tally.scored > 0 and _spent_share(tally) >= share):
         return True
     met = tally.scored > 0 and tally.best_score.overflow_bytes == 0

@@ -201,9 +201,9 @@ class _Search:
             if each == at.stages_per_rank and schedule != at.schedule:
                 yield with_schedule(at, schedule, each)
         if len(at.devices) == 1:
-            yield from self._swapped(at)
+            yield from self._swap_devices(at)
 
-    def _swapped(self, at: Candidate) -> Iterator[Candidate]:
+    def _swap_devices(self, at: Candidate) -> Iterator[Candidate]:
         """Two devices of the pipeline, or one of it and one outside, in each other's place, cut anew."""
         row = at.devices[0]
         outside = [d for d in range(self.problem.cluster.num_devices) if d not in row]

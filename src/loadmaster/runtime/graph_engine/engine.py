@@ -125,7 +125,7 @@ class GraphEngine:
         if found is None:
             sizes = find_free_sizes((args, ordered))
             with self._making:  # torch.export is not for two threads
-                found = self._known((spec, leaves, mode), sizes)
+                found = self._find_known((spec, leaves, mode), sizes)
                 if found is None:
                     found = self._new(args, ordered, (spec, leaves, mode), sizes)
         return found, leaves
@@ -137,7 +137,7 @@ class GraphEngine:
             self._names = forward, list_parameters(self.model)
         return self._names[1]
 
-    def _known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
+    def _find_known(self, call: tuple[Any, ...], sizes: list[Sizes]) -> ReadyGraph | None:
         """A graph that was made for such arguments, or for any sizes of them."""
         spec, leaves, mode = call
         for free in (FIXED, *sizes):
@@ -180,7 +180,7 @@ class GraphEngine:
             return made
         self._require_room(spec, mode)
         try:
-            made = self._made(args, kwargs)
+            made = self._make_graph(args, kwargs)
         except CannotExportError as problem:
             self._refused[exact] = str(problem)
             raise
@@ -200,7 +200,7 @@ class GraphEngine:
             if kind not in self._kinds or kind in self._fixed or (kind in self._ready and not again):
                 continue
             try:
-                made = self._made(args, kwargs, free=free)
+                made = self._make_graph(args, kwargs, free=free)
             except CannotExportError as problem:
                 self._fixed.add(kind)
                 self.say(f"no graph for any {free.axes} ({problem}): one for each size")
@@ -297,7 +297,9 @@ class GraphEngine:
         made = torch.get_default_dtype()
         return self.root.training, grad, flags, trained, casts, made, snapshot_state(asked, self.ours)
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, free: Sizes = FIXED) -> ReadyGraph:
+    def _make_graph(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, free: Sizes = FIXED
+    ) -> ReadyGraph:
         grad = torch.is_grad_enabled()
         program, facts = self._export_program(args, kwargs, grad=grad, free=free)
         _refuse_input_writes(program, facts)
@@ -496,12 +498,12 @@ class _NodeInterpreter(fx.Interpreter):
             return super().run_node(n)
         if self._watcher is not None:
             self._watcher.before(n, self.fetch_args_kwargs_from_env(n))
-        out = self._streamed(n) if self._streams else self._run_and_count(n)
+        out = self._run_on_stream(n) if self._streams else self._run_and_count(n)
         if self._watcher is not None:
             out = self._watcher.after(n, out)
         return out
 
-    def _streamed(self, n: fx.Node) -> Any:
+    def _run_on_stream(self, n: fx.Node) -> Any:
         """On the stream of its device, after what it reads on others."""
         at = n.meta["device"]
         if n.meta.get("role") == EDGE:  # reads nothing; its gradient comes home, on the stream of its home

@@ -42,18 +42,18 @@ def make_fetch(value: object, most: int) -> Fetch | None:
     if isinstance(value, weakref.WeakSet | weakref.WeakValueDictionary):
         return lambda: (len(value),)
     if isinstance(value, weakref.WeakKeyDictionary):
-        return _bounded(value, lambda: [*map(id, value.keys()), *value.values()], most)
+        return _limit_fetch(value, lambda: [*map(id, value.keys()), *value.values()], most)
     if isinstance(value, types.FunctionType):  # of functools.singledispatch
         registry = getattr(value, "registry", None)
         return make_fetch(registry, most) if isinstance(registry, Mapping) else None
     if isinstance(value, Mapping):
-        return _bounded(value, lambda: [*value.keys(), *value.values()], most)
+        return _limit_fetch(value, lambda: [*value.keys(), *value.values()], most)
     if isinstance(value, collections.UserList | collections.UserString):
-        return _bounded(value, lambda: list(value), most)
+        return _limit_fetch(value, lambda: list(value), most)
     return _fetch_bytes(value) or _fetch_attributes(value)
 
 
-def _bounded(value: Any, fetch: Fetch, most: int) -> Fetch:
+def _limit_fetch(value: Any, fetch: Fetch, most: int) -> Fetch:
     return fetch if len(value) <= most else lambda: (len(value),)
 
 

@@ -74,7 +74,7 @@ def follow_code() -> Iterator[Code]:
     known: dict[types.CodeType, bool] = {}
     before = sys.gettrace()
 
-    def called(frame: types.FrameType, event: Any, arg: Any) -> Any:
+    def note_call(frame: types.FrameType, event: Any, arg: Any) -> Any:
         code = frame.f_code
         if code not in known and not _is_collecting(frame):
             known[code] = _belongs_to_model(frame.f_globals.get("__name__") or "")
@@ -82,7 +82,7 @@ def follow_code() -> Iterator[Code]:
                 found[code] = frame.f_globals
         return before(frame, event, arg) if before is not None else None
 
-    sys.settrace(called)
+    sys.settrace(note_call)
     try:
         yield found
     finally:

@@ -192,10 +192,10 @@ class _Writer:
         """What the graph gives."""
         self._enter(())
         last = next(node for node in self._program.graph.nodes if node.op == "output")
-        given = fx.map_arg(last.args[0], lambda node: self._given(node, where))
+        given = fx.map_arg(last.args[0], lambda node: self._move_output(node, where))
         self.graph.output(given)
 
-    def _given(self, node: fx.Node, where: torch.device | None) -> fx.Node:
+    def _move_output(self, node: fx.Node, where: torch.device | None) -> fx.Node:
         made = self._new[node]
         return made if where is None else self._call(move_to_device, (made, where), made.meta)
 
@@ -276,12 +276,12 @@ class _Writer:
     ) -> tuple[Any, dict[str, Any]]:
         """Devices among the arguments are the op's own."""
 
-        def moved(leaf: Any) -> Any:
+        def replace_device(leaf: Any) -> Any:
             return self._where[at] if isinstance(leaf, torch.device) else leaf
 
         if not readings and _takes_device(target) and "device" not in kwargs:
             kwargs = {**kwargs, "device": self._where[at]}  # it would be made on the CPU
-        return fx.node.map_aggregate((tuple(args), dict(kwargs)), moved)
+        return fx.node.map_aggregate((tuple(args), dict(kwargs)), replace_device)
 
 
 def _takes_device(target: Any) -> bool:

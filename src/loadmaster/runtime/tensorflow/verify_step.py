@@ -107,10 +107,6 @@ def _name_variables(traced: Traced, model: Any) -> dict[str, Any]:
     return found if len(found) == len(held) else {one.node: one.variable for one in held}
 
 
-def _to_tensor(value: Any) -> Any:
-    return None if value is None else tf.convert_to_tensor(value)
-
-
 def _run_unplaced(traced: Traced, args: Any, variables: Mapping[str, Any]) -> tuple[Values, Values]:
     """Results and variables of a step as TensorFlow runs it; the variables have their values back."""
     before = {name: variable.numpy().copy() for name, variable in variables.items()}

@@ -102,12 +102,12 @@ class _Counted:
         for batch in self._loader:
             waiting.append(batch)
             if len(waiting) == self._per_step:
-                yield from self._told(waiting)
+                yield from self._tell_token_counts(waiting)
                 waiting = []
-        yield from self._told(waiting)
+        yield from self._tell_token_counts(waiting)
 
     @staticmethod
-    def _told(batches: list[Any]) -> Iterator[Any]:
+    def _tell_token_counts(batches: list[Any]) -> Iterator[Any]:
         if not batches or not all("labels" in each for each in batches):
             yield from batches
             return
@@ -191,7 +191,7 @@ def _make_optim(trainer: Any) -> Callable[[Any], torch.optim.Optimizer]:
                 f"the trainer's optimizer {trainer.args.optim} cannot be carried over: it wants {key};"
                 " give from_trainer(trainer, optim=...)"
             )
-    options = {key: value for key, value in options.items() if key in _accepted(kind)}
+    options = {key: value for key, value in options.items() if key in _list_parameters(kind)}
     decays = set(trainer.get_decay_parameter_names(trainer.model))
     wanted = trainer.args.weight_decay
 
@@ -212,7 +212,7 @@ def _make_optim(trainer: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return optim
 
 
-def _accepted(kind: Any) -> set[str]:
+def _list_parameters(kind: Any) -> set[str]:
     import inspect
 
     return set(inspect.signature(kind.__init__).parameters)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
-
 from loadmaster.core.cluster import NO_LINK, Cluster
 from loadmaster.core.errors import PlanError
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
@@ -174,8 +172,3 @@ def _more(wires: Wires, edges: Sequence[Edge], turns: int) -> float:
 def _require_several(devices: Sequence[int]) -> None:
     if len(set(devices)) < 2 or len(set(devices)) != len(devices):
         raise PlanError(f"a collective over devices {list(devices)}; it needs two or more, each once")
-
-
-def ring_bytes(num_devices: int, size: int) -> float:
-    """The closed form: bytes each replica sends in a ring all-reduce."""
-    return float(np.ceil(2 * (num_devices - 1) * size / num_devices))

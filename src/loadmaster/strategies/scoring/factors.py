@@ -12,7 +12,6 @@ is a minimum cut, so it is solved exactly: source -> i capacity -c_i (c_i < 0); 
 j -> y_u without limit for readers j; y_u -> producer(u) capacity w_u; x_i = 1 iff i stays with the source.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,14 +35,6 @@ class CutProblem:
     producer: Ints  # [U] op, or NO_PRODUCER: made by something that is never chosen
     read_tensor: Ints  # [R]
     read_op: Ints  # [R]
-
-
-def cost_of(problem: CutProblem, chosen: Bools) -> float:
-    """What a choice costs, by the definition."""
-    made = np.where(problem.producer == NO_PRODUCER, False, chosen[problem.producer])
-    wanted = np.zeros(len(problem.gather_s), dtype=np.bool_)
-    wanted[problem.read_tensor[chosen[problem.read_op]]] = True
-    return float(problem.extra_s[chosen].sum() + problem.gather_s[wanted & ~made].sum())
 
 
 def choose(problem: CutProblem) -> Bools:
@@ -84,37 +75,3 @@ def choose(problem: CutProblem) -> Bools:
     found[reached] = True
     chosen: Bools = found[:num]
     return chosen
-
-
-def break_even_rows(inputs: int, outputs: int) -> float:
-    """Rows below which factors of a linear layer are fewer bytes than its gradient, for any replicas."""
-    return 2.0 * inputs * outputs / (inputs + outputs)
-
-
-def faster_below_rows(
-    inputs: int, outputs: int, *, bytes_per_s: float, flops_per_s: float, item_bytes: int = 4
-) -> float:
-    """Rows below which factors are faster when nothing overlaps; the product is formed on every replica."""
-    even = break_even_rows(inputs, outputs)
-    return even / (1.0 + even * bytes_per_s / (item_bytes * flops_per_s))
-
-
-def as_problem(
-    extra_s: Sequence[float],
-    gather_s: Sequence[float],
-    producer: Sequence[int],
-    reads: Sequence[tuple[int, int]],
-    forced: Sequence[int] = (),
-) -> CutProblem:
-    """From plain lists; `reads` are pairs of tensor and op."""
-    pairs = np.array(reads, dtype=np.int32).reshape(-1, 2)
-    closed = np.zeros(len(extra_s), dtype=np.bool_)
-    closed[list(forced)] = True
-    return CutProblem(
-        np.array(extra_s, dtype=np.float64),
-        closed,
-        np.array(gather_s, dtype=np.float64),
-        np.array(producer, dtype=np.int32),
-        pairs[:, 0],
-        pairs[:, 1],
-    )

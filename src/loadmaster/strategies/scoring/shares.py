@@ -1,44 +1,17 @@
-"""Shares: how many rows each device of a set takes: even, in proportion to speed, or by a linear programme.
+"""Shares: how many rows each device of a set takes: even, in proportion to speed, or filled up to a level.
 
-The programme is HAP's (Zhang et al., "HAP: SPMD DNN Training on Heterogeneous GPU Clusters", EuroSys
-2024) with its constants and memory kept: minimise the sum over instructions k of z_k with z_k >= a_kd +
-g_kd r_d for every device, sum r = 1, 0 <= r_d <= cap_d. With one instruction its optimum is found by
-filling up to a level.
+The level is the optimum of HAP's linear programme (Zhang et al., "HAP: SPMD DNN Training on Heterogeneous
+GPU Clusters", EuroSys 2024) for one instruction, with its constants and memory kept: minimise z with z >=
+a_d + g_d r_d for every device, sum r = 1, 0 <= r_d <= cap_d.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import linprog
 
 from loadmaster.core.arrays import Floats
-from loadmaster.core.errors import PlanError
 
 EVEN, PROPORTIONAL, BALANCED = VARIANTS = ("even", "proportional", "balanced")
-
-
-def solve_shares(fixed_s: Floats, slope_s: Floats, most: Floats | None = None) -> Floats:
-    """[D] shares; `fixed_s` and `slope_s` are [K, D] seconds of each instruction on each device."""
-    count, devices = fixed_s.shape
-    caps = np.ones(devices) if most is None else np.minimum(most, 1.0)
-    if caps.sum() < 1.0 - 1e-12:
-        raise PlanError(f"the devices have memory for {caps.sum():.3g} of the batch; use fewer rows")
-    rows = np.zeros((count * devices, devices + count))
-    limit = np.zeros(count * devices)
-    for k in range(count):
-        at = slice(k * devices, (k + 1) * devices)
-        rows[at, :devices] = np.diag(slope_s[k])
-        rows[at, devices + k] = -1.0
-        limit[at] = -fixed_s[k]
-    whole = np.concatenate([np.ones(devices), np.zeros(count)])[None, :]
-    goal = np.concatenate([np.zeros(devices), np.ones(count)])
-    bounds = [(0.0, float(cap)) for cap in caps] + [(0.0, None)] * count
-    solved = linprog(goal, rows, limit, whole, [1.0], bounds=bounds, method="highs")
-    if solved.status != 0:
-        raise PlanError(f"no shares of the rows were found: {solved.message}")
-    found = np.maximum(solved.x[:devices], 0.0)
-    shares: Floats = found / found.sum()
-    return shares
 
 
 def fill_shares(fixed_s: Floats, slope_s: Floats, most: Floats) -> Floats:

@@ -117,7 +117,7 @@ class Group:
         taken = (time.perf_counter() - began) / count
         spans = tuple(self.device.spans()) if self.device.tracing else ()
         shares = (self._stream.up_bytes - before[0]) // count, self._stream.loads - before[1]
-        found = [ride.told(member, taken, *shares, spans) for member in ride.members]
+        found = [ride.make_result(member, taken, *shares, spans) for member in ride.members]
         for told in found:
             if told.error is not None:
                 self._drop_failed(told.state)
@@ -315,7 +315,7 @@ class _GroupStep:
         names = (f"{each.state.trial.name} " for each in self.members)
         return max((name for name in names if label.startswith(name)), key=len, default="")
 
-    def told(
+    def make_result(
         self, member: GroupMemberExecutor, seconds: float, up: int, loads: int, spans: Any
     ) -> GroupStepResult:
         key, name = id(member), member.state.trial.name

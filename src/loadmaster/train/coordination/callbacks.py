@@ -120,7 +120,7 @@ class _FileLogger:
         self.path = Path(path)
         self._file: Any = None
 
-    def _opened(self) -> Any:
+    def _open_file(self) -> Any:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115
@@ -150,7 +150,7 @@ class JsonlLogger(_FileLogger):
         self._write({"trial": trial, "kind": "end", "status": status, "error": error})
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        print(json.dumps(replace_nonfinite(row)), file=self._opened(), flush=True)
+        print(json.dumps(replace_nonfinite(row)), file=self._open_file(), flush=True)
 
 
 class CsvLogger(_FileLogger):
@@ -158,7 +158,7 @@ class CsvLogger(_FileLogger):
 
     def on_step(self, trial: str, done: Any) -> None:
         """A row."""
-        file = self._opened()
+        file = self._open_file()
         table = csv.writer(file)
         if file.tell() == 0:
             table.writerow(_COLUMNS)

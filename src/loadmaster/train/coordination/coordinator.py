@@ -222,7 +222,7 @@ class Coordinator:
             case TrialReleased():
                 self._handle_release(event)
             case CheckpointWritten():
-                self._written(event)
+                self._note_written(event)
             case _:
                 running = self._running.get(event.trial)
                 if running is None or running.fence != event.fence:
@@ -237,7 +237,7 @@ class Coordinator:
         del self._running[event.trial]
         match event:
             case TurnEnded():
-                self._turned(event, running)
+                self._end_turn(event, running)
             case SaveFailed():
                 self._trouble, self._can_save = event.problem, False
             case TrialFailed():
@@ -263,7 +263,7 @@ class Coordinator:
             "bytes_down": running.bytes_down,
         }
 
-    def _turned(self, event: TurnEnded, running: RunningTurn) -> None:
+    def _end_turn(self, event: TurnEnded, running: RunningTurn) -> None:
         name = event.trial
         entry = self.state.entries[name]
         if event.step != entry.step:
@@ -280,7 +280,7 @@ class Coordinator:
             if event.finished:
                 self._ending[name] = event
             if running.written is not None:
-                self._written(running.written)
+                self._note_written(running.written)
         if event.finished:
             if event.saved is not None:
                 self._finish_trial(event)
@@ -292,7 +292,7 @@ class Coordinator:
         self._apply(self.decisions.finish_trial(self.state.entries[event.trial], event.metrics))
         self._end(event.trial, TrialStatus.DONE)
 
-    def _written(self, event: CheckpointWritten) -> None:
+    def _note_written(self, event: CheckpointWritten) -> None:
         running = self._running.get(event.trial)
         if running is not None and running.fence == event.fence:
             running.written = event

@@ -183,7 +183,7 @@ class _Rungs:
         """Those who wait stop."""
         return []
 
-    def _noted(self, trial: str, step: int, metrics: Mapping[str, float]) -> int | None:
+    def _note_report(self, trial: str, step: int, metrics: Mapping[str, float]) -> int | None:
         """Keep a value; the rung's number, or None where the trial is at its end."""
         rungs = self.rungs(trial)
         if step not in rungs:
@@ -210,7 +210,7 @@ class SuccessiveHalving(_Rungs):
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
         """Wait at a rung for the others; the last to arrive is decided like the rest, by `released`."""
-        rung = self._noted(trial, step, metrics)
+        rung = self._note_report(trial, step, metrics)
         if rung is None:
             return Decision.CONTINUE
         self._decide(rung)
@@ -261,7 +261,7 @@ class Asha(_Rungs):
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
         """Go on, or wait: later reports may promote it."""
-        rung = self._noted(trial, step, metrics)
+        rung = self._note_report(trial, step, metrics)
         if rung is None:
             return Decision.CONTINUE
         self._promote(rung)

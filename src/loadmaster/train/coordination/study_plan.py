@@ -82,7 +82,7 @@ class StudyPlan:
         known = all(each.is_measured for each in self.trials if not each.ended)
         return "measured on this machine" if known else "of a typical device"
 
-    def _shared(self) -> list[str]:
+    def _describe_sharing(self) -> list[str]:
         most = max((each.num_together for each in self.trials), default=1)
         if most == 1:
             return []
@@ -109,7 +109,7 @@ class StudyPlan:
             f"disk: {need} for checkpoints, {free} free",
             f"time: {format_seconds(self.makespan_s)} predicted, from rates {self._origin()};"
             f" no schedule is faster than {format_seconds(self.bound_s)}",
-            *self._shared(),
+            *self._describe_sharing(),
             *(f"{each.trial}: {each.note}" for each in self.trials if each.note),
             *(f"cannot start: {problem}" for problem in self.problems),
         ]

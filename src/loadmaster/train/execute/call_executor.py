@@ -86,7 +86,7 @@ class CallExecutor(ShardExecutor):
         self._moment: MicroBatch | None = None  # whose backward pass runs
         self._undo: list[Callable[[], None]] = []
         if not self._stays:
-            self._undo.append(stand_around(state.chain.blocks, self._called))
+            self._undo.append(stand_around(state.chain.blocks, self._run_call))
         for number, parameter in enumerate(state.chain.parameters):
             if parameter.requires_grad:
                 hook = self._make_grad_hook(number)
@@ -307,7 +307,7 @@ class CallExecutor(ShardExecutor):
 
     # Forward
 
-    def _called(self, shard: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_call(self, shard: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a shard's module."""
         if not self._active or shard in self._running:
             return original(*args, **kwargs)

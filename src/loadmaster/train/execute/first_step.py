@@ -182,7 +182,7 @@ def _run_model_step(state: TrialState, device: Device, where: torch.device, *, w
         device.computing() if where.type == "cuda" else nullcontext(),
         device.arena.hold(f"{trial.name} first step", size),
         leave_no_trace(chain),
-        _use_weight_copies(chain, where) as written,
+        _use_weight_copies(chain, where) as list_written,
     ):
         randomness.restore_generators(state.generators, where)
         with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
@@ -197,7 +197,7 @@ def _run_model_step(state: TrialState, device: Device, where: torch.device, *, w
         ]
         grads = {n: p.grad.cpu() for n, p in enumerate(stepped) if p is not None and p.grad is not None}
         of = "the model itself" if whole else "its blocks in a row (its own forward cannot be used)"
-        return _StepNumbers(float(loss.detach()), grads, tuple(written()), drew, of)
+        return _StepNumbers(float(loss.detach()), grads, tuple(list_written()), drew, of)
 
 
 def _compute_loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whole: bool) -> torch.Tensor:
@@ -229,7 +229,7 @@ def _use_weight_copies(chain: Chain, where: torch.device) -> Iterator[Callable[[
     held = [parameter.data for parameter in chain.parameters]
     copies = {id(buffer): buffer.to(where, copy=True) for buffer in chain.buffers}
 
-    def written() -> list[str]:
+    def list_written() -> list[str]:
         rows = zip(chain.parameter_name, chain.parameters, held, strict=True)
         return [name for name, now, before in rows if not torch.equal(now.detach(), before.to(where))]
 
@@ -240,7 +240,7 @@ def _use_weight_copies(chain: Chain, where: torch.device) -> Iterator[Callable[[
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) in copies:
                     module._buffers[name] = copies[id(buffer)]
-        yield written
+        yield list_written
     finally:  # the tables of buffers are put back with all else that modules keep
         for parameter, before in zip(chain.parameters, held, strict=True):
             parameter.grad = None

@@ -59,10 +59,10 @@ class ShardRunner:
         updater: HostUpdater,
         sequence: Iterator[int],
         plan: ShardPlan | None = None,
-        planned: Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None = None,
+        plan_again: Callable[[int], tuple[ShardPlan, ExecutionConfig]] | None = None,
     ) -> None:
         self.plan = plan  # None: placed by hand
-        self._rehearsal = Rehearsal(state.trial, planned)
+        self._rehearsal = Rehearsal(state.trial, plan_again)
         self.state, self.config = state, config
         self._updater, self._sequence = updater, sequence
         updater.join(self)
@@ -347,7 +347,7 @@ def open_built_runner(
         plan = make_plan(built, cuts=cuts, **given)
     starts = [first for first, _ in plan.layout.cuts]
 
-    def planned(more_bytes: int) -> tuple[ShardPlan, ExecutionConfig]:
+    def plan_again(more_bytes: int) -> tuple[ShardPlan, ExecutionConfig]:
         """The same cuts, for what is held lies in them, with more kept free."""
         found = make_plan(built, cuts=starts, more_reserve_bytes=more_bytes, **given)
         return found, to_execution_config(found, num_threads=threads)
@@ -358,7 +358,7 @@ def open_built_runner(
         state,
         config,
         plan=plan,
-        planned=planned,
+        plan_again=plan_again,
         updater=updater or HostUpdater(),
         sequence=sequence or itertools.count(),
     )

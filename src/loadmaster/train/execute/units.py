@@ -101,7 +101,7 @@ class Units:
             self._changing[shard] = [table for table, was in attributes if python_state.differs(table, was)]
         changing = {id(table) for table in self._changing[shard]}
         attributes = [row for row in attributes if id(row[0]) in changing]
-        return out, ForwardRecord(value, generators, self._changed(shard, before), attributes)
+        return out, ForwardRecord(value, generators, self._copy_before_writes(shard, before), attributes)
 
     def last(self, value: Any, targets: Any, moment: MicroBatch, *, scale: float) -> tuple[torch.Tensor, Any]:
         """L: the loss of this micro-batch (before scaling) and the gradient of the shard's input."""
@@ -230,7 +230,9 @@ class Units:
         numbers = self._written.get(shard, set(self._buffers_of[shard]))
         return {n: (self.buffers[n]._version, self.buffers[n].clone()) for n in numbers}
 
-    def _changed(self, shard: int, before: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    def _copy_before_writes(
+        self, shard: int, before: dict[int, tuple[int, torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
         self.sync_buffers(shard)
         if shard not in self._written:
             self._written[shard] = self._find_written_buffers(shard, before)

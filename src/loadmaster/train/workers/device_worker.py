@@ -86,7 +86,7 @@ class Worker:
             yield TrialFailed(task.trial, task.fence, kind, f"{_format_headline(problem)}\n{text}", broken)
 
     def _turn(self, task: Task) -> Iterator[Event]:
-        runner = self._opened(task)
+        runner = self._open_runner(task)
         used_before = self._room.make(task.trial, self.held)
         num_done = 0
         if task.num_steps:
@@ -145,7 +145,7 @@ class Worker:
                 raise
             return None
 
-    def _opened(self, task: Task) -> Runner:
+    def _open_runner(self, task: Task) -> Runner:
         runner = self.held.get(task.trial)
         if runner is not None and not (task.fresh or task.restore or task.parcel):
             return runner
@@ -170,16 +170,16 @@ class Worker:
         if self._root is None:
             return {"snapshot": snapshot}
         if self._tell is None or not task.beside:
-            return {"saved": self._written(snapshot, task)}
+            return {"saved": self._write_checkpoint(snapshot, task)}
         if not finished:  # else it stays as it is, until it is told to go
             if count_copy_bytes(snapshot) > _OF_FREE * free_host_bytes():
-                return {"saved": self._written(snapshot, task)}
+                return {"saved": self._write_checkpoint(snapshot, task)}
             self._writer.wait()  # one copy at a time
             snapshot = copy_snapshot(snapshot)
         self._writer.begin(lambda: self._write_in_background(snapshot, task))
         return {"saving": True}
 
-    def _written(self, snapshot: Snapshot, task: Task) -> checkpoints.SavedCheckpoint:
+    def _write_checkpoint(self, snapshot: Snapshot, task: Task) -> checkpoints.SavedCheckpoint:
         assert self._root is not None, "the coordinator writes"
         return checkpoints.save(
             self._root,
@@ -193,7 +193,7 @@ class Worker:
     def _write_in_background(self, snapshot: Snapshot, task: Task) -> None:
         assert self._tell is not None, "else nobody would know"
         try:
-            event = CheckpointWritten(task.trial, task.fence, self._written(snapshot, task))
+            event = CheckpointWritten(task.trial, task.fence, self._write_checkpoint(snapshot, task))
         except Exception as problem:
             event = CheckpointWritten(task.trial, task.fence, None, problem)
         self._tell(event)

@@ -35,12 +35,12 @@ class Room:
                 break
             held[name].leave()
         self._arena.peak_bytes = self._arena.used_bytes
-        return int(self._arena.used_bytes) - mine - self._shared()
+        return int(self._arena.used_bytes) - mine - self._sum_shared_bytes()
 
     def note_turn(self, trial: str, used_before: int) -> None:
         """A turn is over: keep what it took at its highest."""
         if self._arena is not None:
-            took = self._arena.peak_bytes - used_before - self._shared()
+            took = self._arena.peak_bytes - used_before - self._sum_shared_bytes()
             self._need[trial] = max(self._need.get(trial, 0), took)
 
     def reclaim(self, held: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Room:
             if name not in SHARED and not any(name.startswith(f"{trial} ") for trial in held):
                 self._arena.release(name, size)
 
-    def _shared(self) -> int:
+    def _sum_shared_bytes(self) -> int:
         assert self._arena is not None
         return sum(self._arena.held.get(name, 0) for name in SHARED)
 

@@ -37,10 +37,10 @@ class InlineWorkerPool:
         self._make, self._halted = make_worker, False  # of (number, halted=, tell=)
         self.is_ending: Callable[[], bool] = lambda: False  # heard even while a worker is at work
         self._beside: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()  # from threads that write
-        self._workers = [self._made(at) for at in range(num_devices)]
+        self._workers = [self._make_worker(at) for at in range(num_devices)]
         self._active: deque[tuple[int, Iterator[Event]]] = deque()
 
-    def _made(self, at: int) -> Worker:
+    def _make_worker(self, at: int) -> Worker:
         return self._make(at, halted=self._is_halted, tell=lambda event: self._beside.put((at, event)))
 
     def _is_halted(self) -> bool:
@@ -80,7 +80,7 @@ class InlineWorkerPool:
     def restart(self, device: int) -> None:
         """A new worker on the same device."""
         self._workers[device].close()
-        self._workers[device] = self._made(device)
+        self._workers[device] = self._make_worker(device)
 
     def close(self) -> None:
         """Let go of every trial."""

@@ -16,9 +16,10 @@ from loadmaster.placers.learned._searcher import Climb, run_searcher
 from loadmaster.placers.learned._table import TableSearch, TableSettings, advantages, ascend
 from loadmaster.placers.learned.cross_entropy import CrossEntropy
 from loadmaster.placers.learned.post import Post
+from loadmaster.placers.registry import placer
 from loadmaster.simulator.events.engine import prepare
 from tests.builders import chain, loose_ops, problem_of, star_cluster
-from tests.conformance.problems import pinned_ops, pipeline, tight_memory, unsupported_ops
+from tests.conformance.problems import pinned_ops, pipeline, tight_memory, too_large, unsupported_ops
 
 
 def loose(num: int = 6, devices: int = 2) -> Problem:
@@ -238,6 +239,20 @@ class TestSearch:
         assert found.score_s is not None
         assert np.isfinite(found.score_s)
         assert len(calls) == 80
+
+    @pytest.mark.parametrize("name", ["cross_entropy", "post", "learned_order"])
+    def test_it_is_soon_over_where_it_is_proven_that_nothing_fits(self, name: str) -> None:
+        problem, asked = too_large(), []
+        run = run_of(problem, 5_000)
+
+        def arrange(plan: Plan) -> tuple[Plan, Score]:
+            asked.append(plan)
+            return run.arrange(plan)
+
+        hopeless = replace(run.bound, infeasible="an op is larger than every device")
+        found = placer(name)(problem, replace(run, arrange=arrange, bound=hopeless))
+        assert found.status == "infeasible"
+        assert len(asked) < 50
 
     @pytest.mark.parametrize(
         "wrong", [{"form": "other"}, {"elite": 0.0}, {"mixing": 2.0}, {"finish": 1.0}, {"ratio": "x"}]

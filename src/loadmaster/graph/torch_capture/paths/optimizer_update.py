@@ -118,7 +118,7 @@ def rebind_optimizer(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Modul
     pairs = zip(real.named_parameters(), fake.named_parameters(), strict=True)
     twin = {id(weight): other for (_, weight), (_, other) in pairs}
 
-    def made(weights: list[Any]) -> torch.optim.Optimizer:
+    def make_on_fakes(weights: list[Any]) -> torch.optim.Optimizer:
         wanted, groups = {id(weight) for weight in weights}, []
         for group in optimizer.param_groups:
             foreign = [weight for weight in group["params"] if id(weight) not in twin]
@@ -131,8 +131,8 @@ def rebind_optimizer(optimizer: Any, real: torch.nn.Module, fake: torch.nn.Modul
             groups.append({**group, "params": [weight for weight in own if id(weight) in wanted]})
         return _with_groups(optimizer, [group for group in groups if group["params"]])
 
-    made.__name__ = type(optimizer).__name__
-    return made
+    make_on_fakes.__name__ = type(optimizer).__name__
+    return make_on_fakes
 
 
 def _with_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:

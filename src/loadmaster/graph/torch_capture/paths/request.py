@@ -119,7 +119,7 @@ class CaptureRequest:
         """`strict`: a read that must be assumed is a failure of torch.export's path."""
         fake = self._make_fake()
         if path == "traced":
-            return self._traced(fake, path)
+            return self._capture_by_trace(fake, path)
         answers = Answers(assume=self.assume)
         try:
             with self._enter_autocast(), watch_others(answers):
@@ -127,24 +127,24 @@ class CaptureRequest:
         except Exception:
             if path == "joint":
                 raise
-            return self._traced(self._make_fake(), path)
+            return self._capture_by_trace(self._make_fake(), path)
         step = self._step(fake, answers)
         try:
-            graph = self._written(step, lambda: run_exported(exported, fake, step.recorder), path)
+            graph = self._record_step(step, lambda: run_exported(exported, fake, step.recorder), path)
         except InputError:
             raise
         except Exception:
             leave_transforms()
             if path == "joint":
                 raise
-            return self._traced(self._make_fake(), path)
+            return self._capture_by_trace(self._make_fake(), path)
         if step.recorder.answers.num_assumed and path == "estimated":
-            return self._traced(self._make_fake(), path)
+            return self._capture_by_trace(self._make_fake(), path)
         if strict and step.recorder.answers.num_assumed:
             raise RuntimeError("values were read in the backward pass")
         return graph
 
-    def _traced(self, fake: FakeModel, path: str) -> Graph:
+    def _capture_by_trace(self, fake: FakeModel, path: str) -> Graph:
         answers = Answers(
             assume=self.assume,
             reads=record_reads(self._model_in_mode(), self.args, self.kwargs, train=self.train),
@@ -153,7 +153,7 @@ class CaptureRequest:
         # estimated step peaks where autograd holds them all
         step = self._step(fake, answers, holds=path == "traced" or not self.train)
         with track_modules(fake.model, step.recorder):
-            return group_by_module(self._written(step, lambda: run_traced(fake), path), sums_apart=False)
+            return group_by_module(self._record_step(step, lambda: run_traced(fake), path), sums_apart=False)
 
     def _make_fake(self) -> FakeModel:
         fake = make_fake_model(self.model, self.args, self.kwargs)
@@ -178,7 +178,7 @@ class CaptureRequest:
         at_once = self.target == "cuda"
         return Step(fake, recorder, self.loss, optimizer, at_once, self.accumulation, scale)
 
-    def _written(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
+    def _record_step(self, step: Step, forward: Callable[[], Any], path: str) -> Graph:
         ops = step.begin()
         recorder, mode = step.recorder, step.fake.mode
         recomputing = (

@@ -223,7 +223,7 @@ class Ledger:
 
     def tensor(self, key: Key) -> int:
         """The tensor that is what `key` looks at."""
-        return self._seen(self._looks[key])
+        return self._find_tensor(self._looks[key])
 
     def producer(self, storage: int) -> int:
         """The op that made a storage."""
@@ -281,7 +281,7 @@ class Ledger:
         found = {}
         for record in self._storages.values():
             if record.op < first and record.last_write is not None and record.last_write.op >= first:
-                found[self._base(record.last_write.storage)] = self._seen(record.last_write)
+                found[self._base(record.last_write.storage)] = self._find_tensor(record.last_write)
         return [
             (at, found[base])
             for at, one in enumerate(self.tensors)
@@ -356,9 +356,9 @@ class Ledger:
         """The open op reads a look made by another op."""
         if look.op == self.current:
             return
-        self._uses[(self._seen(look), self.current)] = None
+        self._uses[(self._find_tensor(look), self.current)] = None
 
-    def _seen(self, look: _Look) -> int:
+    def _find_tensor(self, look: _Look) -> int:
         """The tensor of a look."""
         base = self._base(look.storage)
         if look.tensor == _UNMADE:

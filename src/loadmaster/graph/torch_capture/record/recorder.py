@@ -190,10 +190,10 @@ class Recorder(TorchDispatchMode):
         address = storage._cdata
         self._numbers[address] = number
         self._refs.setdefault(number, {})[address] = weakref.ref(
-            storage, lambda _: self._gone(address, number)
+            storage, lambda _: self._forget_storage(address, number)
         )
 
-    def _gone(self, address: int, number: int) -> None:
+    def _forget_storage(self, address: int, number: int) -> None:
         if self._numbers.get(address) == number:
             del self._numbers[address]
         self._refs[number].pop(address, None)
@@ -334,10 +334,10 @@ class Recorder(TorchDispatchMode):
             self.num_attributed += 1
             self.last_mirror = first.popleft()
             return self.last_mirror
-        self.num_attributed += self._known(self._sequence())
+        self.num_attributed += self._is_attributed(self._sequence())
         return self.find_mirror(self._sequence())
 
-    def _known(self, sequence: int) -> bool:
+    def _is_attributed(self, sequence: int) -> bool:
         """Whether an op is known to be its mirror's: by number, as the loss's gradient, or as a leaf's."""
         return sequence in self._mirror_of or sequence in (_NO_NODE, _LEAF)
 

@@ -223,7 +223,7 @@ class _Passes:
         used, came_from, came_by, ended, looked = self._run(limit_s, spent, most_first=most)
         if used[-1, -1] > most:
             return None, ended, looked
-        return self._traced(came_from, came_by), ended, looked
+        return self._trace_stages(came_from, came_by), ended, looked
 
     def _run(
         self, limit_s: float, spent: Spent, *, most_first: int
@@ -279,7 +279,7 @@ class _Passes:
         shared = (spot < len(sets)) & (least <= self.worth + slack)
         return carries, shared, left
 
-    def _traced(self, came_from: Ints, came_by: NDArray[np.int8]) -> Stages:
+    def _trace_stages(self, came_from: Ints, came_by: NDArray[np.int8]) -> Stages:
         """The stages that lead to the whole."""
         rows, num = self.ideals.rows, self.model.num_classes
         _, stride, *_ = self._states()

@@ -211,7 +211,7 @@ class _Pass:
         value_s = float(found.best[-1, state])
         if not found.ended or value_s > limit_s or value_s == np.inf:
             return None, found.ended
-        return self._traced(found.came_from, found.came_by, state, value_s), True
+        return self._trace_stages(found.came_from, found.came_by, state, value_s), True
 
     def sweep_ideals(self, limit_s: float, spent: Spent) -> _SweepResult:
         """The least busiest load of every ideal and state within the limit."""
@@ -255,7 +255,7 @@ class _Pass:
             *links, holds.again_s, barred.astype(np.int32), model.num_bytes, np.zeros(model.num_classes)
         )[0]
         behind = states.used.sum(axis=0).tolist()
-        in_flight = np.array([self.flight.schedule.held(count) for count in behind], dtype=np.int64)
+        in_flight = np.array([self.flight.schedule.count_held(count) for count in behind], dtype=np.int64)
         return (
             *(ideals.rows, ideals.ptr.astype(np.uint64)),
             *(ideals.up.astype(np.uint32), ideals.more.astype(np.uint32)),
@@ -268,7 +268,7 @@ class _Pass:
             len(read_s),
         )
 
-    def _traced(self, came_from: Ints, came_by: Ints, state: int, value_s: float) -> Staged:
+    def _trace_stages(self, came_from: Ints, came_by: Ints, state: int, value_s: float) -> Staged:
         """The stages that lead to the whole: the last one found is the first of the pipeline."""
         rows, model = self.ideals.rows, self.flight.model
         pools = [list(alike)[::-1] for alike in model.devices]

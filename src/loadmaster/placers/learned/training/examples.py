@@ -6,7 +6,7 @@ or the stage it is in; the label of a device is its kind, because devices of a k
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective, Problem
-from loadmaster.core.run import Budget, Run, ignore_progress
+from loadmaster.core.run import Budget, Run
 from loadmaster.placers.bounds import quick_bound
 from loadmaster.placers.learned._groups import Groups, group_problem
 from loadmaster.placers.learned._scene import Scene
@@ -114,19 +114,6 @@ def _stage_places(slicer: LoadSlicer, best: Placement) -> Floats:
     device[model.of_op] = best.plan.device
     rank = device_ranks(model.source, model.target, device)
     return np.asarray(rank[device] / max(float(rank.max()), 1.0), dtype=np.float64)
-
-
-def make_examples(
-    seeds: Iterable[int], progress: Callable[[str, float], None] = ignore_progress
-) -> list[Example]:
-    """Examples of seeds, the two objectives in turn."""
-    wanted, found = list(seeds), []
-    for done, seed in enumerate(wanted):
-        one = make_example(seed, (Objective.STEP, Objective.THROUGHPUT)[seed % 2])
-        if one is not None:
-            found.append(one)
-        progress(f"{len(found)} examples", (done + 1) / len(wanted))
-    return found
 
 
 def digest_of(examples: Iterable[Example]) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from loadmaster.core.errors import PlanError
-from loadmaster.core.graph import Graph, Phase
+from loadmaster.core.graph import Graph
 from loadmaster.core.plan import Plan
 from loadmaster.runtime.graph_engine.assignment import assign_devices, index_plan, names_in_plan
 from loadmaster.runtime.graph_engine.op_facts import Facts, is_random
@@ -66,17 +66,6 @@ def cut_stages(
         random[stage[node]] |= is_random(node)
     crossing = _find_crossing(program, facts, stage, num_stages, outputs)
     return StageCut(num_stages, stage, crossing, tuple(random), moved)
-
-
-def stages_of_modules(graph: Graph, plan: Plan) -> dict[str, int]:
-    """The earliest stage of every module that has ops of the forward pass."""
-    assert plan.pipeline is not None, "asked of pipelines"
-    found: dict[str, int] = {}
-    rows = zip(graph.module, graph.phase.tolist(), plan.pipeline.stage.tolist(), strict=True)
-    for module, phase, stage in rows:
-        if phase == Phase.FORWARD and module:
-            found[module] = min(found.get(module, stage), stage)
-    return found
 
 
 def describe_moves(cut: StageCut) -> str:
