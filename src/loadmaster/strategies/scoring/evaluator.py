@@ -32,7 +32,11 @@ from loadmaster.strategies.scoring.shares import (
 )
 from loadmaster.strategies.splitting.forms import Form, Splits
 
-DIVIDE_GRADIENTS, BROADCAST_PER_CONSUMER = COMPAT = ("divide_gradients", "broadcast_per_consumer")
+DIVIDE_GRADIENTS, BROADCAST_PER_CONSUMER, ONE_CHANNEL = COMPAT = (
+    "divide_gradients",  # bytes of a sum are divided by the replicas
+    "broadcast_per_consumer",  # a factor is paid for by each op that reads it
+    "one_channel",  # all sums wait for one another, and for no link
+)
 Rows = dict[tuple[int, ...], tuple[int, ...]]  # of each set of devices
 
 
@@ -95,6 +99,7 @@ class Evaluator:
         self._rows: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._sums: dict[tuple[object, ...], Schedule] = {}
         self._cuts: dict[tuple[object, ...], frozenset[int]] = {}
+        self._replayed: dict[tuple[object, ...], Evaluated] = {}
         self.candidates = find_candidates(problem, splits, facts.group_of, facts.segment_of)
         self.allowed = self._allowed()
 
@@ -121,7 +126,7 @@ class Evaluator:
             rows = self.rows_of(choice, variant)
             seen = tuple(rows.values())
             if seen not in tried:
-                tried[seen] = self.replay(choice, rows, frozenset())
+                tried[seen] = self._once(choice, rows, frozenset())
         best = min(tried.values(), key=lambda e: e.rank)
         if not self.with_factors or not self.candidates:
             return best
@@ -129,9 +134,27 @@ class Evaluator:
         for scale in (1.0, exposed):
             chosen = self.factors_of(choice, best.rows, scale)
             if chosen and chosen != best.factors:
-                other = self.replay(choice, best.rows, chosen)
+                other = self._once(choice, best.rows, chosen)
                 best = min(best, other, key=lambda e: e.rank)
         return best
+
+    def glance(self, choice: Sequence[int], *, factors: bool) -> Evaluated:
+        """One variant for one replay: balanced rows, and factors by one cut; what is known, as it is."""
+        key = tuple(int(a) for a in choice)
+        if key in self.seen:
+            return self.seen[key]
+        rows = self.rows_of(key, BALANCED)
+        chosen = frozenset[int]()
+        if factors and self.with_factors and self.candidates:
+            chosen = self.factors_of(key, rows, 1.0)
+        return self._once(key, rows, chosen)
+
+    def _once(self, choice: tuple[int, ...], rows: Rows, factors: frozenset[int]) -> Evaluated:
+        """A replay that is remembered."""
+        key = (choice, tuple(rows.values()), factors)
+        if key not in self._replayed:
+            self._replayed[key] = self.replay(choice, rows, factors)
+        return self._replayed[key]
 
     def _exposed(self, found: Evaluated) -> float:
         """The share of the links' busiest time that shows in the step."""
@@ -270,7 +293,7 @@ class Evaluator:
             facts.segment_group, tables, SHARES, gradient, gathered, facts.edge_source, facts.edge_of,
             facts.edge_part, facts.edge_full, facts.update_s, facts.kind, facts.route, facts.latency_s,
             facts.bytes_per_s, share, start, whole, layout, sync, comm, server, factor_s, *sums,
-            self.problem.cluster.num_links,
+            self.problem.cluster.num_links, ONE_CHANNEL in self.compat,
         )  # fmt: skip
         peak = self._peaks(share, whole, sync, server)
         over = np.maximum(peak - facts.usable_bytes, 0.0).sum() / facts.usable_bytes.sum()
