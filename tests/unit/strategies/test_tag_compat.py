@@ -7,8 +7,9 @@ pytest.importorskip("torch")
 
 from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.run import Budget
-from loadmaster.core.strategy import Mode
+from loadmaster.core.strategy import Mode, Sync
 from loadmaster.strategies.ask import make_evaluator
+from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.registry import make_search
 from loadmaster.strategies.scoring.evaluator import COMPAT, Evaluator
 from loadmaster.strategies.scoring.uniform_states import every_device, uniform_state
@@ -83,6 +84,30 @@ def test_a_broadcast_for_each_consumer_makes_fewer_factors_worth_while() -> None
     rows = plain.rows_of(state, "even")
     found = [e.factors_of(state, rows, 1.0) for e in (plain, dear)]
     assert found[1] < found[0]
+
+
+def test_one_channel_lets_sums_on_other_links_wait() -> None:
+    plain = make_evaluator(wide_problem(width=2048, devices=TWO_HOSTS), BATCH)
+    pairs = [
+        next(i for i, a in enumerate(plain.actions) if a.devices == pair and a.sync == Sync.ALLREDUCE)
+        for pair in ((0, 1), (2, 3))
+    ]
+    wide = int(plain.facts.group_gradient_bytes.argmax())
+    state = tuple(pairs[g == wide] for g in range(plain.facts.num_groups))
+    rows = plain.rows_of(state, "even")
+    honest, waiting = (e.replay(state, rows, frozenset()) for e in (plain, with_compat(plain, "one_channel")))
+    assert waiting.time_s > honest.time_s
+
+
+def test_a_network_changes_which_states_are_played() -> None:
+    pytest.importorskip("safetensors")
+    found = {}
+    for name in ("none", "shipped"):
+        evaluator = make_evaluator(wide_problem(width=512, devices=MIXED_DEVICES), BATCH)
+        search = TreeSearch(evaluator, run_of(), 30, load_guide(name))
+        search.run_all()
+        found[name] = list(search.known)
+    assert found["none"] != found["shipped"]
 
 
 @pytest.mark.parametrize("name", COMPAT)

@@ -30,7 +30,7 @@ class Record:
     seconds: Floats  # [G, D, 4] at a whole, half, quarter and eighth of the batch
     mask: Floats  # [A, D] devices of each action
     mode: Floats  # [A, MODES]
-    evaluator: Evaluator
+    usable_bytes: Floats  # [D]
 
 
 def mode_of(mode: Mode, sync: Sync) -> int:
@@ -91,7 +91,7 @@ def make_record(evaluator: Evaluator) -> Record:
     for a, action in enumerate(evaluator.actions):
         mask[a, list(action.devices)] = 1.0
         mode[a, mode_of(action.mode, action.sync)] = 1.0
-    return Record(group, np.log1p(before), device, link, seconds, mask, mode, evaluator)
+    return Record(group, np.log1p(before), device, link, seconds, mask, mode, facts.usable_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +117,8 @@ def make_states(record: Record, states: Sequence[Sequence[int]], best: Evaluated
         group[b, int(turn[b]), 1] = 1.0
         group[b, :, 2:] = record.mode[choice]
         placed[b] = record.mask[choice]
-    facts = record.evaluator.facts
     busy = best.busy_s / max(best.time_s, 1e-30)
-    full = np.minimum(best.peak_bytes / facts.usable_bytes, 2.0)
+    full = np.minimum(best.peak_bytes / record.usable_bytes, 2.0)
     device = np.repeat(np.stack([busy, full], axis=1)[None], len(states), axis=0)
     return State(group, device, placed, turn)
 
