@@ -45,7 +45,15 @@ COUNT = int(os.environ.get("LOADMASTER_STRATEGY_COUNT", "4000"))  # replays of a
 EACH = int(os.environ.get("LOADMASTER_STRATEGY_EACH", "600"))  # of one on a random cluster
 RANDOM = int(os.environ.get("LOADMASTER_STRATEGY_CLUSTERS", "100"))
 UNSEEN = int(os.environ.get("LOADMASTER_STRATEGY_UNSEEN", "20"))
-BASELINES = ("data_parallel", "proportional", "uniform", "greedy", "tag_compat", "tag_compat, network")
+BASELINES = (
+    "data_parallel",
+    "proportional",
+    "uniform",
+    "greedy",
+    "blocks",
+    "tag_compat",
+    "tag_compat, network",
+)
 
 
 @dataclass(frozen=True, slots=True)
