@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from loadmaster.api import launch as launch
     from loadmaster.api import load as load
     from loadmaster.api import load_measured as load_measured
+    from loadmaster.api import lower as lower
     from loadmaster.api import lower_bound as lower_bound
     from loadmaster.api import place as place
     from loadmaster.api import plan as plan
@@ -56,6 +57,7 @@ _HOME = {
     "fit": "api",
     "ways": "api",
     "launch": "api",
+    "lower": "api",
     "import_file": "api",
     "export": "api",
     "whatif": "api",

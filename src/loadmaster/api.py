@@ -587,6 +587,16 @@ def simulate(
     return engine.simulate(problem, plan, links=parse_choice(Links, links), dispatch=how)
 
 
+def lower(answer: StrategyAnswer) -> Placement:
+    """A strategy as a placement that `simulate`, `write_report`, `explain` and `export` serve.
+
+    Every op is there once for each replica, and collectives run on channels beside the devices.
+    """
+    from loadmaster.strategies.flat_answer import as_placement
+
+    return as_placement(answer)
+
+
 def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None = None) -> float:
     """Steady-state time of a pipelined plan: its busiest device or link."""
     _require_plan(problem, plan)

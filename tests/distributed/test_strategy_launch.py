@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,22 @@ def _example(batch: int = 8) -> Example:
     return Example(Rows(), (torch.randn(batch, 16),), loss=square)
 
 
+def _listening_addresses() -> set[str]:
+    """Addresses on which this process and its workers wait for connections (Linux)."""
+    found = set()
+    for process in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
+        own = set()
+        for name in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                own.add(os.readlink(name).removeprefix("socket:[").removesuffix("]"))
+        for kind in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and words[9] in own:
+                    found.add(socket.inet_ntoa(bytes.fromhex(words[1][:8])[::-1]) if kind == "tcp" else "::")
+    return found
+
+
 def test_a_strategy_from_a_file_trains_saves_and_goes_on(tmp_path: Path) -> None:
     example = _example()
     parts = [Part((0, 1), (5, 3), sync=PS, server=1), Part((0, 1), (8, 8), Mode.DUPLICATE)]
@@ -43,6 +62,7 @@ def test_a_strategy_from_a_file_trains_saves_and_goes_on(tmp_path: Path) -> None
         path, state = run.save(tmp_path / "saved"), run.state_dict()
         outputs, loss = run.predict(batches[0]), run.evaluate(batches[0])
         timeline, drift = run.timeline(), run.drift()
+        assert _listening_addresses() == {"127.0.0.1"}  # no port is open to other machines
     plain = train_whole(example.model, batches, adamw, loss=square)
     assert losses == pytest.approx(plain.losses, rel=1e-5)
     assert list(state) == list(plain.state)

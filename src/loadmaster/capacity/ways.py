@@ -356,7 +356,9 @@ def _mixed(asked: _Asked, name: str, text: str) -> Way:
     if isinstance(found, StrategyAnswer):
         modes = [group.mode for group in found.strategy.groups if Mode(group.mode)]
         counts = (f"{modes.count(mode)} {mode.value}" for mode in Mode if mode in modes)
-        return replace(row, note=f"groups: {', '.join(counts)}")
+        stuck = "; ".join(found.notes[:1])
+        note = f"groups: {', '.join(counts)}"
+        return replace(row, note=f"{note}; {stuck}" if stuck else note)
     return row
 
 

@@ -22,6 +22,7 @@ class StrategyAnswer:
     bound_name: str
     peak_bytes: Longs  # [D] predicted
     wall_s: float
+    notes: tuple[str, ...] = ()  # which ops cannot have rows of their own, and why
 
     def __post_init__(self) -> None:
         """Check that the parts belong together."""

@@ -32,6 +32,7 @@ from loadmaster.review.stages import close_over, try_stages
 from loadmaster.review.steps import has_steps, microbatches_of, op_seconds, samples_of
 from loadmaster.review.whatif import try_change
 from loadmaster.simulator.events.engine import Simulator, prepare
+from loadmaster.strategies.lowering.channels import CHANNEL
 
 _MOST_DEVICES, _MOST_LINKS = 4, 3
 _WORTH = 1e-3  # a change of less is none
@@ -50,13 +51,16 @@ def explain_plan(
         own_s, critical_s = _times_in_step(placement, plan, review, chosen)
     names = problem.cluster.device_name
     where = tuple(names[d] for d in np.unique(plan.device[chosen]))
+    # What is planned anew for the lowered graph of a strategy would be no strategy.
+    is_lowered = CHANNEL in problem.cluster.kind_name
     elsewhere: tuple[Elsewhere, ...] = ()
     if target and has_steps(problem, plan):
         elsewhere = tuple(try_stages(placement, plan, chosen))
     if target and problem.cluster.num_devices > 1 and plan.pipeline is None:
         moved = close_over(problem.graph, chosen)
+        replan = replan and not is_lowered
         elsewhere = tuple(_try_elsewhere(placement, simulator, moved, replanner, replan=replan))
-    changes = () if target else tuple(_try_changes(placement, review, replanner))
+    changes = () if target or is_lowered else tuple(_try_changes(placement, review, replanner))
     found = Explanation(
         target=target,
         ops=tuple(problem.graph.op_name[op] for op in np.flatnonzero(chosen)),
@@ -169,6 +173,8 @@ def _try_elsewhere(
     before_s = simulator.score(plan).time_s
     runs = np.asarray(np.isfinite(problem.device_compute_s[moved]).all(axis=0))  # [D]
     for device, name in enumerate(cluster.device_name):
+        if cluster.kind_name[cluster.kind[device]] == CHANNEL:
+            continue
         is_here = here == {device}
         pins = np.unique(problem.pinned[moved & (problem.pinned != FREE)]).tolist()
         if not runs[device] or (pins and pins != [device]):

@@ -25,6 +25,7 @@ from loadmaster.strategies.scoring.group_facts import find_facts
 from loadmaster.strategies.scoring.grouping import MOST_GROUPS, find_groups
 from loadmaster.strategies.search_run import SearchRun
 from loadmaster.strategies.splitting.forms import Form, Splits
+from loadmaster.strategies.splitting.semantics import find_obstacles
 from loadmaster.strategies.splitting.splits import find_splits
 from loadmaster.strategies.work_bound import NAME, work_bound
 
@@ -77,6 +78,7 @@ def find_strategy(problem: Problem, asked: StrategyRequest) -> StrategyAnswer:
         bound_name=NAME if bound > 0 else "",
         peak_bytes=np.array(score.peak_bytes, dtype=np.int64),
         wall_s=time.perf_counter() - begun,
+        notes=find_obstacles(problem.graph, evaluator.splits),
     )
 
 

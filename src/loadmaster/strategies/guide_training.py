@@ -2,11 +2,13 @@
 
 For each episode a problem and a random cluster are drawn, the tree grows with the network so far, and its
 nodes become examples: the prior learns the visits of the children, the value the best log speed-up found
-below. The same settings give the same weights on the same build of torch.
+below. An episode draws from a generator of its own, so that those of one round may be played anywhere: the
+same settings give the same weights on the same build of torch, however many workers there are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from loadmaster.strategies.search.guided import Guided, Node, Tree
 from loadmaster.strategies.search.uniform import Uniform
 from loadmaster.strategies.search_run import SearchRun
 
+Workers = Callable[[Callable[[int], list["Example"]], Sequence[int]], Iterable[list["Example"]]]
 KINDS = ("V100-16GB", "GTX1080Ti", "P100", "T4")
 NETWORKS = ("10gbit", "25gbit", "100gbit")
 
@@ -41,6 +44,7 @@ class Settings:
     rate: float = 2e-3
     passes: int = 2  # over the examples of an episode and of those kept
     kept: int = 1500  # examples
+    together: int = 1  # episodes of a round, played with the same network; more keep more workers busy
     batch: int = 16
     seed: int = 0
     spec: Spec = field(default_factory=Spec)
@@ -75,8 +79,9 @@ def train(
     graphs: Sequence[tuple[Graph, int]],
     settings: Settings,
     progress: Callable[[str, float], None] = ignore_progress,
+    workers: Workers | None = None,
 ) -> tuple[Network, list[float]]:
-    """A network and the loss of every episode; graphs come with their batch."""
+    """A network and the loss of every round; graphs come with their batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = Network(settings.spec)  # the only draw of torch's own generator
@@ -84,13 +89,25 @@ def train(
     optimizer = torch.optim.Adam(network.parameters(), lr=settings.rate, weight_decay=1e-5)
     kept: list[Example] = []
     losses = []
-    for episode in range(settings.episodes):
-        graph, batch = graphs[int(rng.integers(len(graphs)))]
-        kept += play(graph, batch, random_cluster(rng), network, settings, rng)
+    for first in range(0, settings.episodes, settings.together):
+        numbers = range(first, min(first + settings.together, settings.episodes))
+        network.eval()
+        for found in (workers or map)(partial(play_episode, graphs, network, settings), numbers):
+            kept += found
         kept = kept[-settings.kept :]
         losses.append(_learn(network, optimizer, kept, settings, rng))
-        progress(f"episode {episode + 1}, loss {losses[-1]:.3f}", (episode + 1) / settings.episodes)
+        done = numbers[-1] + 1
+        progress(f"episode {done}, loss {losses[-1]:.3f}", done / settings.episodes)
     return network.eval(), losses
+
+
+def play_episode(
+    graphs: Sequence[tuple[Graph, int]], network: Network, settings: Settings, number: int
+) -> list[Example]:
+    """The examples of an episode: a graph and a cluster are drawn by its number."""
+    rng = np.random.default_rng((settings.seed, number))
+    graph, batch = graphs[int(rng.integers(len(graphs)))]
+    return play(graph, batch, random_cluster(rng), network, settings, rng)
 
 
 def play(
@@ -101,7 +118,7 @@ def play(
     evaluator = make_evaluator(problem, batch)
     run = SearchRun(Budget(count=settings.replays), rng)
     Uniform()(evaluator, run)
-    tree = Tree(Guided(greedy_share=0.0), evaluator, run, NetworkGuide(network.eval()))
+    tree = Tree(Guided(descent_share=0.0), evaluator, run, NetworkGuide(network.eval()))
     tree.grow(most=settings.replays)
     base = float(np.log(tree.base_s))
     examples = []

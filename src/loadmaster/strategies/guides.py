@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from loadmaster.core.arrays import Floats
-from loadmaster.strategies.scoring.evaluator import Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Guide(Protocol):
         """What it keeps of a problem."""
         ...
 
-    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Sequence[int]) -> list[Guess]:
+    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Evaluated) -> list[Guess]:
         """A guess for each state; `best` fills what is undecided."""
         ...
 
@@ -34,6 +34,6 @@ class UniformGuide:
     def prepare(self, evaluator: Evaluator) -> None:
         """Nothing."""
 
-    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Sequence[int]) -> list[Guess]:
+    def guess(self, record: Any, states: Sequence[Sequence[int]], best: Evaluated) -> list[Guess]:
         """The same for all."""
         return [Guess(None, None)] * len(states)

@@ -13,7 +13,7 @@ from loadmaster.core.run import Budget
 from loadmaster.core.strategy import Mode
 from loadmaster.graph.transformer import transformer
 from loadmaster.strategies.ask import StrategyRequest, find_strategy
-from tests.unit.strategies.models import mixed_step
+from tests.unit.strategies.models import along_step, mixed_step
 from tests.unit.strategies.strategies import BATCH, problem_for, wide_problem
 
 SHORT = Budget(count=120)
@@ -78,6 +78,16 @@ def test_pins_are_refused() -> None:
 def test_a_batch_that_was_not_captured_is_refused() -> None:
     with pytest.raises(ProblemError, match=r"no input of the step has 7 rows \(float32\[12,8\]"):
         find_strategy(wide_problem(), StrategyRequest(7, "uniform", SHORT))
+
+
+def test_an_answer_names_what_cannot_be_split_and_why() -> None:
+    problem = problem_for(along_step(lambda x: x.cumsum(0)), "2xV100-16GB")
+    answer = find_strategy(problem, StrategyRequest(16, "uniform", SHORT))
+    assert answer.notes == (
+        "cumsum cannot run on some of the rows, because it mixes rows of the batch;"
+        " the group is placed or duplicated",
+    )
+    assert find_strategy(wide_problem(), StrategyRequest(BATCH, "uniform", SHORT)).notes == ()
 
 
 def test_a_graph_whose_rows_are_unknown_is_placed_or_duplicated() -> None:

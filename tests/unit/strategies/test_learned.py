@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from loadmaster.core.errors import FormatError, InputError
 from loadmaster.core.run import Budget
 from loadmaster.strategies.ask import make_evaluator
 from loadmaster.strategies.guide_choice import load_guide
+from loadmaster.strategies.guide_session import train_guide
 from loadmaster.strategies.guide_training import Settings, random_cluster, train
 from loadmaster.strategies.guides import UniformGuide
 from loadmaster.strategies.learned.features import make_record, make_states
@@ -114,6 +116,28 @@ def test_training_is_reproducible_by_seed() -> None:
     assert not torch.equal(next(iter(first[0].parameters())), next(iter(other.parameters())))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"workers": 2}, {"ray": True}])
+def test_workers_do_not_change_the_weights(tmp_path: Path, how: dict[str, Any]) -> None:
+    if "ray" in how:
+        pytest.importorskip("ray")
+    models = ("tests/distributed/run_models.py:build_rows@8",)
+    settings = dataclasses.replace(SMALL, together=2)
+    plain = train_guide(tmp_path / "one.safetensors", settings, models=models)
+    other = train_guide(tmp_path / "more.safetensors", settings, models=models, **how)
+    assert plain.weights.read_bytes() == other.weights.read_bytes()
+    assert plain.curve.read_text() == other.curve.read_text()
+
+
+def test_training_to_a_file_that_is_none_of_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"\.safetensors file, not to 'guide.pt'"):
+        train_guide(tmp_path / "guide.pt", SMALL)
+    with pytest.raises(InputError, match="episodes is 0; it must be at least 1"):
+        train_guide(tmp_path / "g.safetensors", dataclasses.replace(SMALL, episodes=0))
+    with pytest.raises(InputError, match="NAME@BATCH"):
+        train_guide(tmp_path / "g.safetensors", SMALL, models=("hf:gpt2@many",))
+
+
 def test_weights_survive_their_file(tmp_path: Path) -> None:
     save_network(network(), tmp_path / "w.safetensors", {"seed": "0"})
     again = load_network(tmp_path / "w.safetensors")
@@ -148,7 +172,7 @@ def test_a_search_with_a_network_repeats_and_differs_from_one_without(tmp_path: 
     for label, name in (("first", str(path)), ("again", str(path)), ("without", "none")):
         evaluator = make_evaluator(wide_problem(width=512), BATCH)
         run = SearchRun(Budget(count=300), np.random.default_rng(0))
-        Guided(network=name, greedy_share=0.0)(evaluator, run)
+        Guided(network=name, descent_share=0.0)(evaluator, run)
         found[label] = tuple(evaluator.seen)
     assert found["first"] == found["again"] != found["without"]
 

@@ -142,6 +142,16 @@ def test_collectives_overlap_the_backward_pass_and_occupy_links() -> None:
     assert (flat.link_bytes[nic] > 0).any()
 
 
+def test_every_communicator_has_one_channel_of_its_own() -> None:
+    problem = wide_problem()
+    counts = {}
+    for way in ("even", "other devices", "place"):
+        flat = lower(problem, all_ways(problem)[way])
+        added = flat.problem.cluster.device_name[flat.num_devices :]
+        counts[way] = sum(": " not in name for name in added)  # the others are ends of its edges
+    assert counts == {"even": 1, "other devices": 2, "place": 0}
+
+
 def test_links_that_are_shared_make_a_step_longer_than_links_that_are_not() -> None:
     problem = wide_problem(width=2048, devices=TWO_HOSTS)
     flat = lower(problem, all_ways(problem)["server"])  # two replicas push into one bus

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import loadmaster as lm
 from loadmaster.core.errors import PlanError
 from loadmaster.core.io import load, save
 from loadmaster.core.strategy import Mode, Sync
@@ -71,6 +72,24 @@ def test_a_strategy_for_another_graph_is_refused() -> None:
     problem = wide_problem()
     with pytest.raises(PlanError, match="the strategy is for graph"):
         predict(wide_problem(width=128), all_ways(problem)["even"])
+
+
+@pytest.mark.parametrize("way", ["uneven", "factors", "then placed", "1f1b"])
+def test_a_strategy_is_served_as_a_placement(way: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    problem = wide_problem()
+    answer = predict(problem, all_ways(problem)[way])
+    placement = lm.lower(answer)
+    assert placement.plan is not None
+    timeline = lm.simulate(placement.problem, placement.plan)
+    assert placement.score_s == timeline.step_s == answer.score_s
+    assert placement.peak_bytes[: problem.cluster.num_devices].tolist() == answer.peak_bytes.tolist()
+    lm.write_report(placement, tmp_path / "page.html")
+    assert b"strategy" in (tmp_path / "page.html").read_bytes()
+    content, _ = lm.export(placement, "chrome")
+    assert b"traceEvents" in content
+    found = lm.explain(placement)
+    assert found.changes == ()  # nothing is planned anew for a lowered graph
+    assert found.reasons
 
 
 def test_an_answer_survives_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -1,20 +1,27 @@
 """TAG's search: its space, its rows, and the published defects that can be played."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.run import Budget
-from loadmaster.core.strategy import Mode
+from loadmaster.core.strategy import Mode, Sync
+from loadmaster.graph.capture import capture
 from loadmaster.strategies.ask import make_evaluator
+from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.registry import make_search
-from loadmaster.strategies.scoring.evaluator import COMPAT, Evaluator
+from loadmaster.strategies.scoring.compat import COMPAT
+from loadmaster.strategies.scoring.evaluator import Evaluator
 from loadmaster.strategies.scoring.uniform_states import every_device, uniform_state
 from loadmaster.strategies.search.tag_compat import TreeSearch
 from loadmaster.strategies.search_run import SearchRun
-from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, wide_problem
+from tests.unit.strategies.strategies import BATCH, MIXED_DEVICES, TWO_HOSTS, problem_for, wide_problem
 
 
 def run_of(count: int = 300) -> SearchRun:
@@ -52,7 +59,6 @@ def test_rows_are_equal_and_none_is_dropped() -> None:
 @pytest.mark.parametrize("batch", [5, 7, 11, 13])
 def test_data_parallelism_trains_all_rows_of_a_batch_that_does_not_divide(batch: int) -> None:
     from tests.unit.strategies.models import wide_step
-    from tests.unit.strategies.strategies import problem_for
 
     evaluator = make_evaluator(problem_for(wide_step(batch, 64), TWO_HOSTS), batch)
     for name in ("data_parallel", "proportional"):
@@ -83,6 +89,74 @@ def test_a_broadcast_for_each_consumer_makes_fewer_factors_worth_while() -> None
     rows = plain.rows_of(state, "even")
     found = [e.factors_of(state, rows, 1.0) for e in (plain, dear)]
     assert found[1] < found[0]
+
+
+def test_one_channel_lets_sums_on_other_links_wait() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    graph = capture(model, (torch.zeros(BATCH, 1024),), optimizer="sgd", loss=lambda out: out.square().mean())
+    plain = make_evaluator(problem_for(graph, TWO_HOSTS), BATCH)
+    pairs = [
+        next(i for i, a in enumerate(plain.actions) if a.devices == pair and a.sync == Sync.ALLREDUCE)
+        for pair in ((0, 1), (2, 3))
+    ]
+    state = tuple(pairs[g % 2] for g in range(plain.facts.num_groups))
+    rows = plain.rows_of(state, "even")
+    honest, waiting = (e.replay(state, rows, frozenset()) for e in (plain, with_compat(plain, "one_channel")))
+    assert waiting.time_s > honest.time_s
+
+
+def test_the_time_of_all_rows_as_a_cost_makes_fewer_factors_worth_while() -> None:
+    plain = make_evaluator(wide_problem(width=1024, devices=TWO_HOSTS), BATCH)
+    state = uniform_state(plain, every_device(plain, "replicate", "allreduce"))
+    rows, fewer = plain.rows_of(state, "even"), 0
+    for rate in np.geomspace(1e9, 1e12, 20).tolist():
+        found = []
+        for evaluator in (with_compat(plain), with_compat(plain, "full_batch_time")):
+            speeds = tuple(tuple(rate for _ in row) for row in evaluator.wires.bytes_per_s)
+            evaluator.wires = dataclasses.replace(evaluator.wires, bytes_per_s=speeds)
+            found.append(evaluator.factors_of(state, rows, 1.0))
+        assert found[1] <= found[0]
+        fewer += found[1] < found[0]
+    assert fewer
+
+
+def test_rows_that_do_not_divide_are_left_out_on_demand() -> None:
+    plain = make_evaluator(wide_problem(devices="5xV100-16GB"), BATCH)  # 12 rows
+    state = uniform_state(plain, every_device(plain, "replicate", "allreduce"))
+    kept, left = (e.rows_of(state, "even") for e in (plain, with_compat(plain, "drop_rows")))
+    assert [sum(rows) for rows in kept.values()] == [12]
+    assert [sum(rows) for rows in left.values()] == [10]
+    times = [
+        e.replay(state, rows, frozenset()).time_s
+        for e, rows in ((plain, kept), (with_compat(plain, "drop_rows"), left))
+    ]
+    assert times[1] < times[0]
+
+
+def test_features_of_the_published_code_are_blind() -> None:
+    pytest.importorskip("safetensors")
+    from loadmaster.strategies.learned.features import make_record, make_states
+
+    plain = make_evaluator(wide_problem(width=512, devices=TWO_HOSTS), BATCH)
+    blind = with_compat(plain, "zero_edges", "whole_utilisation")
+    state = plain.evaluate(uniform_state(plain, 0))
+    seen, unseen = (make_record(e) for e in (plain, blind))
+    assert seen.before.any()
+    assert not unseen.before.any()
+    shown, hidden = (make_states(record, [()], state).device[0, :, 0] for record in (seen, unseen))
+    assert ((shown > 0) & (shown < 1)).any()
+    assert set(hidden.tolist()) <= {0.0, 1.0}
+
+
+def test_a_network_changes_which_states_are_played() -> None:
+    pytest.importorskip("safetensors")
+    found = {}
+    for name in ("none", "shipped"):
+        evaluator = make_evaluator(wide_problem(width=512, devices=MIXED_DEVICES), BATCH)
+        search = TreeSearch(evaluator, run_of(), 30, load_guide(name))
+        search.run_all()
+        found[name] = list(search.known)
+    assert found["none"] != found["shipped"]
 
 
 @pytest.mark.parametrize("name", COMPAT)

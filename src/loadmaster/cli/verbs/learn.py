@@ -1,4 +1,4 @@
-"""loadmaster learn: train the network of `learned_order`, and ask weights about problems they never saw."""
+"""loadmaster learn: train the networks of placement and of strategies, and ask weights of placement."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Train and evaluate learned placement."
+SUMMARY = "Train and evaluate learned placement, and the guide of strategies."
 app = typer.Typer(help=SUMMARY, rich_markup_mode=None, pretty_exceptions_enable=False)
 Workers = Annotated[
     int, typer.Option("--workers", metavar="N", help="Processes that draw and solve problems.")
@@ -108,6 +108,54 @@ def evaluate(
         )
     stdout().print(f"{found['weights']}: mean log ratio to the usual plans, below zero is better")
     stdout().print(table)
+
+
+@app.command(name="guide", short_help="Train weights that guide the search for strategies.")
+def guide(
+    out: Annotated[str, typer.Argument(metavar="FILE", help="Where the weights go: a .safetensors file.")],
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", help="Searches to learn from.")] = 200,
+    replays: Annotated[int, typer.Option("--replays", metavar="N", help="Replays of each search.")] = 400,
+    together: Annotated[
+        int,
+        typer.Option("--together", metavar="N", help="Searches between updates; they can run side by side."),
+    ] = 1,
+    models: Annotated[
+        str,
+        typer.Option("--models", metavar="NAME,NAME", help="Steps to search for; NAME@BATCH sets the batch."),
+    ] = "",
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Processes that search.")] = 1,
+    ray: Annotated[bool, typer.Option("--ray", help="Search on Ray's workers instead.")] = False,
+    seed: o.Seed = 0,
+    json: o.Json = False,
+) -> None:
+    """Search on random clusters and learn from what the trees found; the same seed gives the same weights."""
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from loadmaster.cli.console import print_json, progress, stdout
+    from loadmaster.report.tables import fields
+
+    _require_torch()
+    from loadmaster.strategies.guide_session import MODELS, train_guide
+    from loadmaster.strategies.guide_training import Settings
+
+    settings = Settings(episodes=episodes, replays=replays, together=together, seed=seed)
+    named = tuple(name.strip() for name in models.split(",") if name.strip()) or MODELS
+    with progress("training") as say:
+        found = train_guide(Path(out), settings, models=named, workers=workers, ray=ray, progress=say)
+    if json:
+        print_json({**asdict(found), "weights": str(found.weights), "curve": str(found.curve)})
+        return
+    stdout().print(
+        fields(
+            {
+                "weights": f"{found.weights}, {found.num_bytes} bytes",
+                "curve": str(found.curve),
+                "loss": f"{found.first_loss:.3f} to {found.last_loss:.3f}",
+                "took": f"{found.seconds:.0f} s",
+            }
+        )
+    )
 
 
 def _require_torch() -> None:

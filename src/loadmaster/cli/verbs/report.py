@@ -95,13 +95,16 @@ def _write_study(folder: str, out: str) -> str:
 
 
 def read_placement(path: str, limit: int) -> "Placement":
-    """The placement in a file; anything else is refused with what it is."""
+    """The placement in a file, of a strategy that of its lowered graph; anything else is refused."""
     from loadmaster import api
     from loadmaster.core.errors import PlanError
     from loadmaster.core.placement import Placement
+    from loadmaster.core.strategy_answer import StrategyAnswer
     from loadmaster.report.documents import require_matching
 
     found = api.load(path, max_bytes=limit)
+    if isinstance(found, StrategyAnswer):
+        found = api.lower(found)
     if not isinstance(found, Placement):
         word = type(found).__name__.lower()
         raise PlanError(

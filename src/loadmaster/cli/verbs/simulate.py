@@ -83,8 +83,11 @@ def _read_placement(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
     from loadmaster import api
     from loadmaster.core.errors import SchemaError
     from loadmaster.core.placement import Placement
+    from loadmaster.core.strategy_answer import StrategyAnswer
 
     placement = api.load(path, max_bytes=max_bytes)
+    if isinstance(placement, StrategyAnswer):
+        placement = api.lower(placement)
     if not isinstance(placement, Placement):
         kind = type(placement).__name__.lower()
         raise SchemaError(

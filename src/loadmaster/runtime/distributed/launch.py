@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from loadmaster.cluster.probe import threads_of_each
@@ -31,7 +30,7 @@ from loadmaster.core.units import format_bytes
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
 from loadmaster.runtime.distributed.member import Member, MemberSpec, enter
-from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment
+from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment, open_store
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
 from loadmaster.runtime.distributed.pipeline_run import PipelineRun
@@ -197,13 +196,7 @@ def _start(
         hosts = [int(cluster.host[layout.device_of(rank)]) for rank in range(layout.world)]
         spaces = [network.space(host) for host in hosts] if network is not None else [None] * layout.world
         address = network.address if network is not None else "127.0.0.1"
-        store = dist.TCPStore(
-            "0.0.0.0" if network is not None else "127.0.0.1",  # the bridge of our own namespaces
-            0,
-            layout.world,
-            is_master=True,
-            wait_for_workers=False,
-        )
+        store = open_store(address, layout.world)
         threads = options.threads if options.threads is not None else threads_of_each(layout.world)
         data = encode(answer)
         specs = [

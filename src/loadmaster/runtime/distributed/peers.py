@@ -108,6 +108,21 @@ def meet(meeting: Meeting) -> None:
         raise RunError(_describe_meeting(meeting, str(problem))) from problem
 
 
+def open_store(address: str, world: int) -> dist.TCPStore:
+    """Where processes meet, on one address of this machine; torch's own store listens on all of them."""
+    listener = socket.create_server((address, 0), backlog=max(2 * world, 16))
+    store = dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        world,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )
+    listener.detach()  # the store closes it
+    return store
+
+
 def _describe_meeting(meeting: Meeting, problem: str) -> str:
     where, first = f"{meeting.address}:{meeting.port}", problem.splitlines()[0][:200] if problem else ""
     lower = problem.lower()

@@ -30,7 +30,8 @@ class Record:
     seconds: Floats  # [G, D, 4] at a whole, half, quarter and eighth of the batch
     mask: Floats  # [A, D] devices of each action
     mode: Floats  # [A, MODES]
-    evaluator: Evaluator
+    usable_bytes: Floats  # [D]
+    whole_utilisation: bool = False  # a published defect
 
 
 def mode_of(mode: Mode, sync: Sync) -> int:
@@ -72,6 +73,8 @@ def make_record(evaluator: Evaluator) -> Record:
     source, target = facts.segment_group[facts.edge_source], facts.segment_group[facts.edge_target]
     np.add.at(before, (source, target), (facts.edge_part + facts.edge_full) / unit)
     np.fill_diagonal(before, 0.0)
+    if "zero_edges" in evaluator.compat:
+        before[:] = 0.0
     whole = kinds[:, :, -1].sum(axis=0)
     total = float(facts.resident_bytes.sum() + facts.saved_part.sum())
     alike = (facts.host[:, None] == facts.host[None, :]).sum(axis=1)
@@ -91,7 +94,17 @@ def make_record(evaluator: Evaluator) -> Record:
     for a, action in enumerate(evaluator.actions):
         mask[a, list(action.devices)] = 1.0
         mode[a, mode_of(action.mode, action.sync)] = 1.0
-    return Record(group, np.log1p(before), device, link, seconds, mask, mode, evaluator)
+    return Record(
+        group,
+        np.log1p(before),
+        device,
+        link,
+        seconds,
+        mask,
+        mode,
+        facts.usable_bytes,
+        "whole_utilisation" in evaluator.compat,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +130,10 @@ def make_states(record: Record, states: Sequence[Sequence[int]], best: Evaluated
         group[b, int(turn[b]), 1] = 1.0
         group[b, :, 2:] = record.mode[choice]
         placed[b] = record.mask[choice]
-    facts = record.evaluator.facts
     busy = best.busy_s / max(best.time_s, 1e-30)
-    full = np.minimum(best.peak_bytes / facts.usable_bytes, 2.0)
+    if record.whole_utilisation:
+        busy = np.floor(busy + 1e-9)
+    full = np.minimum(best.peak_bytes / record.usable_bytes, 2.0)
     device = np.repeat(np.stack([busy, full], axis=1)[None], len(states), axis=0)
     return State(group, device, placed, turn)
 

@@ -12,7 +12,7 @@ from loadmaster.core.arrays import Floats
 from loadmaster.strategies.guides import Guess, Guide, UniformGuide
 from loadmaster.strategies.learned.features import Record, State, make_record, make_states
 from loadmaster.strategies.learned.network import Inputs, Network, load_network
-from loadmaster.strategies.scoring.evaluator import Evaluator
+from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 
 SHIPPED = Path(__file__).parent / "weights" / "guide.safetensors"
 
@@ -27,11 +27,10 @@ class NetworkGuide:
         """The fixed features of a problem."""
         return make_record(evaluator)
 
-    def guess(self, record: Record, states: Sequence[Sequence[int]], best: Sequence[int]) -> list[Guess]:
+    def guess(self, record: Record, states: Sequence[Sequence[int]], best: Evaluated) -> list[Guess]:
         """Priors and values, all states in one batch."""
-        found = record.evaluator.evaluate(best)
         with torch.no_grad():
-            logits, value = self.network(make_inputs(record, make_states(record, states, found)))
+            logits, value = self.network(make_inputs(record, make_states(record, states, best)))
             prior = logits.softmax(-1).double().numpy()
         return [Guess(prior[b], float(value[b])) for b in range(len(states))]
 

@@ -19,6 +19,7 @@ from loadmaster.core.strategy import Mode, Strategy, Sync
 from loadmaster.strategies.lowering.collectives import Schedule, Wires, cheapest_sum, gather, push
 from loadmaster.strategies.lowering.row_costs import RowCosts
 from loadmaster.strategies.scoring.actions import Action, strategy_of
+from loadmaster.strategies.scoring.compat import COMPAT
 from loadmaster.strategies.scoring.factors import CutProblem, choose
 from loadmaster.strategies.scoring.group_facts import SHARES, GroupFacts
 from loadmaster.strategies.scoring.group_kernel import ALLREDUCE, BUCKET, SERVER, replay
@@ -32,7 +33,6 @@ from loadmaster.strategies.scoring.shares import (
 )
 from loadmaster.strategies.splitting.forms import Form, Splits
 
-DIVIDE_GRADIENTS, BROADCAST_PER_CONSUMER = COMPAT = ("divide_gradients", "broadcast_per_consumer")
 Rows = dict[tuple[int, ...], tuple[int, ...]]  # of each set of devices
 
 
@@ -82,7 +82,7 @@ class Evaluator:
         factors: bool = True,
         compat: frozenset[str] = frozenset(),
     ) -> None:
-        """`compat` names published defects to play (see `COMPAT`), for ablations alone."""
+        """`compat` names published defects to play (`compat.py`), for ablations alone."""
         strange = compat - set(COMPAT)
         if strange:
             raise UnknownNameError("compat switch", min(strange), COMPAT)
@@ -95,6 +95,7 @@ class Evaluator:
         self._rows: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._sums: dict[tuple[object, ...], Schedule] = {}
         self._cuts: dict[tuple[object, ...], frozenset[int]] = {}
+        self._replayed: dict[tuple[object, ...], Evaluated] = {}
         self.candidates = find_candidates(problem, splits, facts.group_of, facts.segment_of)
         self.allowed = self._allowed()
 
@@ -121,7 +122,7 @@ class Evaluator:
             rows = self.rows_of(choice, variant)
             seen = tuple(rows.values())
             if seen not in tried:
-                tried[seen] = self.replay(choice, rows, frozenset())
+                tried[seen] = self._once(choice, rows, frozenset())
         best = min(tried.values(), key=lambda e: e.rank)
         if not self.with_factors or not self.candidates:
             return best
@@ -129,9 +130,27 @@ class Evaluator:
         for scale in (1.0, exposed):
             chosen = self.factors_of(choice, best.rows, scale)
             if chosen and chosen != best.factors:
-                other = self.replay(choice, best.rows, chosen)
+                other = self._once(choice, best.rows, chosen)
                 best = min(best, other, key=lambda e: e.rank)
         return best
+
+    def glance(self, choice: Sequence[int], *, factors: bool) -> Evaluated:
+        """One variant for one replay: balanced rows, and factors by one cut; what is known, as it is."""
+        key = tuple(int(a) for a in choice)
+        if key in self.seen:
+            return self.seen[key]
+        rows = self.rows_of(key, BALANCED)
+        chosen = frozenset[int]()
+        if factors and self.with_factors and self.candidates:
+            chosen = self.factors_of(key, rows, 1.0)
+        return self._once(key, rows, chosen)
+
+    def _once(self, choice: tuple[int, ...], rows: Rows, factors: frozenset[int]) -> Evaluated:
+        """A replay that is remembered."""
+        key = (choice, tuple(rows.values()), factors)
+        if key not in self._replayed:
+            self._replayed[key] = self.replay(choice, rows, factors)
+        return self._replayed[key]
 
     def _exposed(self, found: Evaluated) -> float:
         """The share of the links' busiest time that shows in the step."""
@@ -157,6 +176,8 @@ class Evaluator:
 
     def _share(self, devices: tuple[int, ...], groups: list[int], variant: str) -> tuple[int, ...]:
         facts, count = self.facts, len(devices)
+        if variant == EVEN and "drop_rows" in self.compat:
+            return (facts.batch // count,) * count
         if variant == EVEN:
             return round_rows(facts.batch, np.full(count, 1.0 / count))
         kinds = facts.kind[list(devices)]
@@ -206,6 +227,8 @@ class Evaluator:
             [self.costs.seconds(ops, r / batch)[:, k] for r, k in zip(parts, kinds.tolist(), strict=True)],
             axis=1,
         )
+        if "full_batch_time" in self.compat:
+            own = np.zeros_like(whole)
         bucket = self.wires.seconds(cheapest_sum(self.wires, names, int(BUCKET)))
         saved = np.array([c.num_bytes for c in mine]) / BUCKET * bucket * scale
         tensors = sorted({t for c in mine for t in c.tensors})
@@ -214,7 +237,7 @@ class Evaluator:
         none, one = (self._gather_s(names, parts, n) for n in (0, 2**24))  # a line: latency and bytes
         seconds = scale * (none + (one - none) * size / 2**24)
         reads = [(place[t], i) for i, c in enumerate(mine) for t in c.tensors]
-        if BROADCAST_PER_CONSUMER in self.compat:  # each reader pays for a copy of its own
+        if "broadcast_per_consumer" in self.compat:  # each reader pays for a copy of its own
             seconds = seconds[[t for t, _ in reads]]
             reads = [(at, op) for at, (_, op) in enumerate(reads)]
         pairs = np.array(reads, dtype=np.int32)
@@ -270,7 +293,7 @@ class Evaluator:
             facts.segment_group, tables, SHARES, gradient, gathered, facts.edge_source, facts.edge_of,
             facts.edge_part, facts.edge_full, facts.update_s, facts.kind, facts.route, facts.latency_s,
             facts.bytes_per_s, share, start, whole, layout, sync, comm, server, factor_s, *sums,
-            self.problem.cluster.num_links,
+            self.problem.cluster.num_links, "one_channel" in self.compat,
         )  # fmt: skip
         peak = self._peaks(share, whole, sync, server)
         over = np.maximum(peak - facts.usable_bytes, 0.0).sum() / facts.usable_bytes.sum()
@@ -296,7 +319,7 @@ class Evaluator:
                 )
                 self._sums[key] = made
             for turn, step in enumerate(self._sums[key].rounds):
-                share = size * (len(used) if DIVIDE_GRADIENTS in self.compat else 1)
+                share = size * (len(used) if "divide_gradients" in self.compat else 1)
                 edges += [(a, b, n / share, turn, step.latency_s) for a, b, n in step.edges]
             ends.append(len(edges))
         columns = list(zip(*edges, strict=True)) if edges else [()] * 5

@@ -74,6 +74,7 @@ def replay(
     comm_round: Ints,
     comm_latency: Floats,  # of the edge's round, for a bucket
     num_links: int,
+    one_channel: bool,  # all sums wait for one another, and for no link (a published defect)
 ) -> tuple[float, Floats, Floats]:
     """Seconds of a step, seconds each device computes, seconds each link is busy."""
     num, devices = len(segment_group), share.shape[1]
@@ -81,6 +82,7 @@ def replay(
     end = np.zeros((num, devices))
     free, busy = np.zeros(devices), np.zeros(devices)
     link_free, link_busy = np.zeros(num_links), np.zeros(num_links)
+    sum_free = link_free
     pending, pending_at = np.zeros(max(comms, 1)), np.zeros(max(comms, 1))
     channel, gather_free = np.zeros(max(comms, 1)), np.zeros(max(comms, 1))
     ready = np.zeros(devices)
@@ -165,10 +167,12 @@ def replay(
             pending[c] += gradient[s]
             pending_at[c] = max(pending_at[c], latest)
             if pending[c] >= BUCKET:
+                if one_channel:
+                    sum_free = np.zeros(num_links)
                 channel[c] = flush(
                     c,
                     pending[c],
-                    max(pending_at[c], channel[c]),
+                    max(pending_at[c], channel.max() if one_channel else channel[c]),
                     comm_of,
                     comm_source,
                     comm_target,
@@ -178,16 +182,18 @@ def replay(
                     route,
                     latency_s,
                     bytes_per_s,
-                    link_free,
+                    sum_free,
                     link_busy,
                 )
                 pending[c], pending_at[c] = 0.0, 0.0
     for c in range(comms):
         if pending[c] > 0.0:
+            if one_channel:
+                sum_free = np.zeros(num_links)
             channel[c] = flush(
                 c,
                 pending[c],
-                max(pending_at[c], channel[c]),
+                max(pending_at[c], channel.max() if one_channel else channel[c]),
                 comm_of,
                 comm_source,
                 comm_target,
@@ -197,7 +203,7 @@ def replay(
                 route,
                 latency_s,
                 bytes_per_s,
-                link_free,
+                sum_free,
                 link_busy,
             )
     total = 0.0

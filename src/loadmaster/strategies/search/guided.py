@@ -1,6 +1,6 @@
-"""Greedy descent, then a tree search (PUCT) over groups, guided by a graph network where there is one.
+"""Blocks of groups moved together, then a tree search (PUCT) that a graph network guides where there is one.
 
-Seeds are the uniform strategies and greedy descent on a part of the budget. The tree decides groups by
+Most of the budget goes to `blocks`, which begins with the uniform strategies. The tree decides groups by
 time, the longest first; a leaf is scored by its fill-in (undecided groups keep the best known action)
 mixed with the value the network expects. Leaves are collected in batches under a virtual loss; states
 that were reached in another order are not replayed. The answer is the best state that was replayed,
@@ -17,7 +17,7 @@ from loadmaster.strategies.guide_choice import load_guide
 from loadmaster.strategies.guides import Guess, Guide, UniformGuide
 from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 from loadmaster.strategies.scoring.uniform_states import uniform_state
-from loadmaster.strategies.search.greedy import Greedy
+from loadmaster.strategies.search.blocks import Blocks
 from loadmaster.strategies.search_run import SearchRun, best_first
 
 _NO_NETWORK, _SHIPPED = "none", "shipped"
@@ -46,7 +46,7 @@ class Guided:
     network: str = _SHIPPED
     prior: bool = True
     value: bool = True
-    greedy_share: float = 0.6  # of the budget, at most
+    descent_share: float = 0.8  # of the budget, at most: blocks of groups, before the tree
     exploration: float = 1.4
     width: int = 12  # children of a node: the likeliest actions
     leaves: int = 8  # in a batch
@@ -54,8 +54,8 @@ class Guided:
 
     def __call__(self, evaluator: Evaluator, run: SearchRun) -> list[Evaluated]:
         """The best states that were replayed."""
-        if self.greedy_share > 0:
-            Greedy(share=self.greedy_share)(evaluator, run)
+        if self.descent_share > 0:
+            Blocks(share=self.descent_share)(evaluator, run)
         if not run.out_of_budget(evaluator):
             guide = UniformGuide() if self.network == _NO_NETWORK else load_guide(self.network)
             Tree(self, evaluator, run, guide).grow()
@@ -107,7 +107,7 @@ class Tree:
                 node.visits += 1
                 node.total -= 1.0
             paths.append((path, state))
-        guesses = self.guide.guess(self.record, [state for _, state in paths], self.best.choice)
+        guesses = self.guide.guess(self.record, [state for _, state in paths], self.best)
         for (path, state), guess in zip(paths, guesses, strict=True):
             found = self.evaluator.evaluate(self.fill(state))
             if found.rank < self.best.rank:

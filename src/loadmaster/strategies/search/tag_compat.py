@@ -1,9 +1,10 @@
-"""TAG's search, on this graph and simulator: equal rows, factors once at the end, no network.
+"""TAG's search, on this graph and simulator: equal rows, factors once at the end.
 
 Zhang et al., "Expediting Distributed DNN Training with Device Topology-Aware Graph Deployment", TPDS 2023.
 Actions are subsets of classes of like devices with sums, a server or placement; a tree search decides
 groups in the order of their time; undecided groups copy the first; factors are decided once, at the end.
-Left out or other: the prior is uniform (the published network is not shipped); a group that is "model
+Left out or other: the prior is uniform unless `network` names weights, which are those of this package's
+own network (`shipped` or a file), not of the published one; a group that is "model
 parallel" over a subset goes whole to its least loaded device; METIS is replaced by this package's own
 grouping. Rows are equal.
 """
@@ -12,7 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loadmaster.core.arrays import Floats
 from loadmaster.core.strategy import Mode, Sync
+from loadmaster.strategies.guide_choice import load_guide
+from loadmaster.strategies.guides import Guide, UniformGuide
 from loadmaster.strategies.scoring.actions import device_classes
 from loadmaster.strategies.scoring.evaluator import Evaluated, Evaluator
 from loadmaster.strategies.scoring.shares import EVEN
@@ -36,6 +40,7 @@ class TagCompat:
 
     playouts: int = 2000
     compat: tuple[str, ...] = ()  # published defects to play, for ablations alone
+    network: str = "none"  # weights whose prior is asked: 'none', 'shipped' or a file
 
     def __call__(self, evaluator: Evaluator, run: SearchRun) -> list[Evaluated]:
         """The best state ever replayed, then factors once."""
@@ -48,14 +53,18 @@ class TagCompat:
                 evaluator.actions,
                 compat=frozenset(self.compat),
             )
-        return TreeSearch(evaluator, run, self.playouts).run_all()
+        return TreeSearch(evaluator, run, self.playouts, load_guide(self.network)).run_all()
 
 
 class TreeSearch:
     """One search; `known` has every state replayed, in order."""
 
-    def __init__(self, evaluator: Evaluator, run: SearchRun, playouts: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator, run: SearchRun, playouts: int, guide: Guide | None = None
+    ) -> None:
         self.evaluator, self.run, self.playouts = evaluator, run, playouts
+        self.guide = guide or UniformGuide()
+        self.record = self.guide.prepare(evaluator)
         self.moves = self._moves()
         self.known: dict[tuple[int, ...], Evaluated] = {}
         every = every_device(evaluator, "replicate", "allreduce")
@@ -107,15 +116,31 @@ class TreeSearch:
             )
             path.append(node)
             state.append(move)
-        if len(state) < self.evaluator.facts.num_groups:
-            for move in range(len(self.moves)):
-                node.children[move] = _Node(1.0 / len(self.moves))
         fill = state[0] if state else self.default
         full = tuple(state) + (fill,) * (self.evaluator.facts.num_groups - len(state))
-        value = self._value(self._replay(full))
+        found = self._replay(full)
+        if len(state) < self.evaluator.facts.num_groups:
+            for move, prior in enumerate(self._priors(len(state), found).tolist()):
+                node.children[move] = _Node(prior)
+        value = self._value(found)
         for one in path:
             one.visits += 1
             one.value += (value - one.value) / one.visits
+
+    def _priors(self, decided: int, found: Evaluated) -> Floats:
+        """[moves] of the next group; a network's are shared out: what is placed has those of its devices."""
+        [guess] = self.guide.guess(self.record, [found.choice[:decided]], found)
+        if guess.prior is None:
+            return np.full(len(self.moves), 1.0 / len(self.moves))
+        single = {a.devices[0]: i for i, a in enumerate(self.evaluator.actions) if len(a.devices) == 1}
+        prior = np.array(
+            [
+                sum(guess.prior[single[d]] for d in devices) if action == _PLACED else guess.prior[action]
+                for devices, action in self.moves
+            ]
+        )
+        found_priors: Floats = prior / max(float(prior.sum()), 1e-30)
+        return found_priors
 
     def _value(self, found: Evaluated) -> float:
         if found.overflow > 0:
