@@ -98,6 +98,32 @@ def test_it_sees_that_a_slow_device_must_take_whole_layers() -> None:
     assert best.score_s * 0.9 <= found <= best.score_s * SLACK
 
 
+def test_it_sees_that_gradients_of_weights_cannot_fill_the_forward_pass() -> None:
+    """The first layer takes 3 s on one device; all that the other one does comes after it: 8 s."""
+    build = GraphBuilder("three layers with weights")
+    outputs: list[int] = []
+    for at in range(3):
+        op = build.op(f"f{at}", group=at)
+        if at:
+            build.use(outputs[-1], op)
+        outputs.append(build.tensor(op, 0))
+    gradient = outputs[-1]
+    for at in (2, 1, 0):
+        parts = ("b", "g") if at else ("b",)
+        made = [build.op(f"{part}{at}", phase=Phase.BACKWARD, mirror=at, group=at) for part in parts]
+        for op in made:
+            build.use(gradient, op)
+        gradient = build.tensor(made[0], 0)
+    cluster = cluster_of({(0, 1): [0], (1, 0): [1]}, kind=[0, 0], on_host=(False,))
+    pinned = np.array([1, 0, 0, 0, 0, 0, 0, 1], dtype=np.int32)
+    problem = problem_of(
+        build.build(), cluster, [[3.0], [1.0], [1.0], [1.0], [2.0], [1.0], [2.0], [0.5]], pinned=pinned
+    )
+    best = api.plan(problem, algorithm="brute_force", budget="1000000x")
+    assert best.score_s == 11.0
+    assert bound_by_layers(problem, 20.0, most_branches=50) == pytest.approx(11.0, rel=1e-6)
+
+
 def test_units_that_are_tied_across_layers_are_counted_once() -> None:
     """A group of two layers' ops: its work and bytes belong to one device, and to one layer of the spine."""
     problem = odd_step(109)

@@ -1,8 +1,8 @@
 """A relaxed decision diagram over the layers of a spine, compiled.
 
 A *label* is what a choice of devices from the last layer down to some layer has cost: chain (ticks from
-the start of m_k to the end of B_k), for each engine the most that some layer's chain and the engine's work
-around it take together, bytes on each device, and the *priced* cost, where bytes and work have prices. Of
+the start of m_k to the end of B_k), for each engine the most that some layer's chain, the forward pass up to
+there and the engine's work afterwards take together, bytes on each device, and the *priced* cost, where bytes and work have prices. Of
 a layer and device the best labels are kept; the others are merged, a merged label has the least of
 everything, so every plan is still at or above one of them. Without merging labels are dropped instead:
 then it finds plans.
@@ -31,8 +31,11 @@ def price_steps(
     work: Any,
     num_bytes: Any,
     first: Any,
+    first_work: Any,
     first_bytes: int,
     last: Any,
+    before: Any,
+    engine: Any,
     byte_price: Any,
     work_price: Any,
     open_at: Any,
@@ -49,7 +52,8 @@ def price_steps(
     for d in range(num):
         up[0, d] = NEVER
         if open_at[0, d] and first[d] < INFINITE:
-            up[0, d] = first[d] * ONE + first_bytes * byte_price[d]
+            later = (first_work[d] - first[d]) * work_price[0, engine[d]]
+            up[0, d] = first[d] * ONE + later + first_bytes * byte_price[d]
     for k in range(steps):
         weight = ONE
         for e in range(num_engines):
@@ -72,7 +76,7 @@ def price_steps(
     for d in range(num):
         down[steps, d] = NEVER
         if last[d] < INFINITE and open_at[steps, d]:
-            down[steps, d] = last[d] * weight
+            down[steps, d] = last[d] * weight + before[d] * (ONE - weight)
             if up[steps, d] < NEVER and up[steps, d] + down[steps, d] < best:
                 best, at = up[steps, d] + down[steps, d], d
     for k in range(steps - 1, -1, -1):
@@ -146,8 +150,11 @@ def search_layers(
     work: Any,
     num_bytes: Any,
     first: Any,
+    first_work: Any,
     first_bytes: int,
     last: Any,
+    before: Any,
+    engine: Any,
     room: Any,
     rest_bytes: int,
     byte_price: Any,
@@ -179,9 +186,10 @@ def search_layers(
         if first[d] < INFINITE and open_at[0, d] and first_bytes <= room[d]:
             labels[count] = 0
             labels[count, 0] = first[d]
-            labels[count, 1] = first[d] * ONE + first_bytes * byte_price[d]
+            later = (first_work[d] - first[d]) * work_price[0, engine[d]]
+            labels[count, 1] = first[d] * ONE + later + first_bytes * byte_price[d]
             for e in range(num_engines):
-                labels[count, 2 + e] = first[d]
+                labels[count, 2 + e] = first_work[d] if e == engine[d] else first[d]
             labels[count, 2 + num_engines + d] = first_bytes
             count += 1
     at[num] = count
@@ -311,7 +319,7 @@ def search_layers(
             whole = labels[label, 1] + down[steps, d] - budget
             bound = max(bound, -((-whole) // ONE))
             for e in range(num_engines):
-                bound = max(bound, labels[label, 2 + e])
+                bound = max(bound, labels[label, 2 + e] + before[d])
             if bound < best:
                 best, best_label = bound, label
     return best, best_label

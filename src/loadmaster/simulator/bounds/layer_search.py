@@ -72,7 +72,8 @@ class LayerSearch:
 
     @property
     def _ends(self) -> tuple[Any, ...]:
-        return self.steps.first, self.steps.first_bytes, self.steps.last
+        steps = self.steps
+        return steps.first, steps.first_work, steps.first_bytes, steps.last, steps.before, steps.engine
 
     def _price(self, byte_price: Longs, work_price: Longs, open_at: Bools) -> int:
         prices = (byte_price, work_price, open_at, self.up, self.down, self.chosen)
@@ -137,8 +138,11 @@ class LayerSearch:
         chain = np.append(self.span[path], self.steps.last[self.end[path[-1]]])
         rest = np.cumsum(chain[::-1])[::-1]
         load = np.cumsum(self.work[path][::-1], axis=0)[::-1]
-        late = (load[np.minimum(self.starts, len(path) - 1)] - rest[self.starts][:, None]) / self.scale
-        return np.concatenate([held, late.reshape(-1)])
+        late = load[np.minimum(self.starts, len(path) - 1)] - rest[self.starts][:, None]
+        late += self.steps.before[self.end[path[-1]]]
+        begin = self.start[path[0]]
+        late[0, self.steps.engine[begin]] += self.steps.first_work[begin] - self.steps.first[begin]
+        return np.concatenate([held, late.reshape(-1) / self.scale])
 
     def _project(self, point: Floats) -> Floats:
         point = np.maximum(point, 0.0)
@@ -223,7 +227,10 @@ class LayerSearch:
         engine, steps = self.steps.engine, self.steps
         lone = np.bincount(engine)[engine] == 1
         for i, j in itertools.combinations(range(self.num), 2):
-            ends = all(row[i] == row[j] for row in (steps.first, steps.last, steps.room))
+            ends = all(
+                row[i] == row[j]
+                for row in (steps.first, steps.first_work, steps.last, steps.before, steps.room)
+            )
             if ends and lone[i] and lone[j]:
                 alike[i, j] = alike[j, i] = all(
                     _is_symmetric(o, i, j, engine) for o in {id(o): o for o in steps.steps}.values()

@@ -37,8 +37,10 @@ class SpineSteps:
     room: Longs  # [D] bytes, at the moment that counts
     rest_bytes: int  # held by units that no step decides
     first: Longs  # [D] ticks of the last layer, INFINITE = not allowed
+    first_work: Longs  # [D] likewise, and no less than all that the unit does from m_K on
     first_bytes: int
-    last: Longs  # [D] ticks before m_0 starts and after B_0 ends
+    before: Longs  # [D] ticks before m_0 starts
+    last: Longs  # [D] those, and ticks after B_0 ends
     steps: tuple[Options, ...]
     layer_unit: Ints  # [K + 1] unit of each layer, from the last to the first
     inner_units: tuple[Ints, ...]  # of each step
@@ -104,14 +106,19 @@ class _Builder:
         held = np.where(decided, held + resident, 0)
         steps = [self._step(k, inner[num - 1 - k], held) for k in range(num - 1, 0, -1)]
         first_unit = int(self.unit[spine.forward[-1]])
+        first = self._first_layer()
+        travel = compute_travel(self.problem)
+        before = self._to_ticks(travel.head_s[spine.forward[0]])
         return SpineSteps(
             tick_s=self.tick_s,
             engine=self.engine,
             room=self.problem.cluster.usable_bytes.astype(np.int64),
             rest_bytes=int(resident[~decided].sum()),
-            first=self._first_layer(),
+            first=first,
+            first_work=np.maximum(first, self._work_from(spine.forward[-1])),
             first_bytes=int(held[first_unit]),
-            last=self._last_layer(),
+            before=before,
+            last=before + self._to_ticks(travel.tail_s[spine.backward[0]]),
             steps=tuple(steps),
             layer_unit=self.unit[list(spine.forward[::-1])],
             truncated=self.truncated,
@@ -172,11 +179,11 @@ class _Builder:
         rows: dict[int, int] = {}
         windows = tuple(self._window(*ends, slot_of, rows) for ends in (first, last))
         transfer = self.transfer[list(rows)] if rows else np.zeros((1, *self.transfer.shape[1:]), np.int64)
-        near = spine.before[spine.forward[k]] | spine.after[spine.backward[k]]
+        later = spine.after[spine.backward[k]]
         work = np.zeros((len(slots), len(self.engine)), dtype=np.int64)
         for s, u in enumerate(slots):
             if s != FROM_END:
-                ops = [op for op in self.ops_of[u] if near >> op & 1]
+                ops = [op for op in self.ops_of[u] if later >> op & 1]
                 work[s] = np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
         allowed, num_bytes = self.allowed[slots], held[slots]
         parts = (*windows[0].arrays, *windows[1].arrays, transfer, allowed, work, num_bytes)
@@ -252,11 +259,10 @@ class _Builder:
             found[d] = _turn_ticks(window, transfer, d)
         return found
 
-    def _last_layer(self) -> Longs:
-        """[D] what comes before m_0 and after B_0 at least."""
-        travel = compute_travel(self.problem)
-        forward, backward = self.spine.forward[0], self.spine.backward[0]
-        return self._to_ticks(travel.head_s[forward]) + self._to_ticks(travel.tail_s[backward])
+    def _work_from(self, op: int) -> Longs:
+        """[D] of an op and the ops of its unit that come after it."""
+        ops = [one for one in self.ops_of[int(self.unit[op])] if one == op or self.spine.after[op] >> one & 1]
+        return np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
 
 
 def _turn_ticks(window: Window, transfer: Longs, device: int) -> int:

@@ -6,7 +6,7 @@ devices of both ends and of the *inner* units, a few of those whose ops lie in t
     forward   from the start of m_k-1 to the start of m_k: the longest path, transfers paid, and no less than
               the work of any engine, and what passes a device's port, in that time
     backward  from the end of B_k to the end of B_k-1, likewise
-    work      of each engine: ops of these units that end before m_k starts or start after B_k ends
+    work      forward, and what each engine does after B_k ends of ops of these units
     bytes     on each device, of what stands there (`standing.py`)
 
 Ops of other units are wherever that costs least. Times are whole ticks, rounded down one by one.
@@ -291,7 +291,7 @@ def _try_options(
             continue
         spans[found, 0] = forward
         spans[found, 1] = backward
-        loads[found] = 0
+        loads[found] = forward
         held[found] = 0
         for s in range(slots):
             if s != 1:  # the unit of m_k belongs to the step before
