@@ -105,6 +105,7 @@ class _Builder:
         beside = self._find_units_beside(moment, taken)
         decided[[u for some in beside.values() for u in some]] = True
         held = moment.charge(decided, self.num_units)
+        weights = moment.select_storages(self.is_weight).charge(decided, self.num_units)
         resident = np.bincount(self.unit, self.graph.resident_bytes, self.num_units).astype(np.int64)
         held = np.where(decided, held + resident, 0)
         steps, inner_units, layers = list[Options](), list[list[int]](), [num - 1]
@@ -124,7 +125,7 @@ class _Builder:
             tick_s=self.tick_s,
             engine=self.engine,
             room=self.problem.cluster.usable_bytes.astype(np.int64),
-            rest_bytes=int(resident[~decided].sum()),
+            rest_bytes=max(int(resident[~decided].sum() - weights.sum()), 0),  # a weight may be at home there
             first=first,
             first_work=np.maximum(first, self._work_from(spine.forward[-1])),
             first_bytes=int(held[first_unit]),
@@ -138,7 +139,7 @@ class _Builder:
 
     def _fullest_moment(self) -> Standing:
         """The moment at an op of the spine when most stands that units of the spine are charged for."""
-        standing = StandingBytes(self.graph, self.unit, self.num_units)
+        standing = StandingBytes(self.graph, self.unit, self.num_units, weights=True)
         wanted = np.ones(self.num_units, dtype=np.bool_)
         best: tuple[int, Standing] | None = None
         last = self.spine.forward[-1], self.spine.backward[-1]
@@ -148,6 +149,7 @@ class _Builder:
             if best is None or total > best[0]:
                 best = total, moment
         assert best is not None
+        self.is_weight = standing.is_weight
         return best[1]
 
     def _mask(self, bits: int) -> Bools:
