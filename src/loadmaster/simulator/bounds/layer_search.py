@@ -21,7 +21,7 @@ from loadmaster.simulator.bounds.layer_diagram import NEVER, ONE, keep_options, 
 from loadmaster.simulator.bounds.spine_steps import SpineSteps, build_spine_steps
 
 WIDTH = 128
-FEW_OPTIONS, MANY_OPTIONS = 3_200, 30_000  # of a step
+FEW_OPTIONS, MANY_OPTIONS = 3_200, 8_000  # of a step
 _PRICED_OPTIONS = 20_000_000  # at the root: some tenths of a second
 _AT_A_BRANCH = 0.2  # of the rounds of the root, whose prices it begins with
 _FEWEST_ROUNDS, _MOST_ROUNDS = 60, 1_000
