@@ -30,6 +30,7 @@ _PACE, _SLOWER, _PATIENCE = 1.5, 0.7, 20  # of the steps of subgradients
 _SPELL, _GROWTH = 80, 1e-4  # rounds that must gain so much of the limit, or they are the last
 _PARTS = 6  # layers from which work has a price
 _BELOW = 1.0 - 1e-12
+_AMBITION, _NEARLY = 0.2, 1e-3  # of what is left to the limit, and of the limit: what a search is to prove
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,12 +168,12 @@ class LayerSearch:
             point[self.num :] *= self.scale / total
         return point
 
-    def search(self, open_at: Bools, point: Floats, width: int) -> int:
-        """What the merged diagram proves of a branch, in ticks."""
-        return self._search(open_at, point, width, merge=True)[0]
+    def search(self, open_at: Bools, point: Floats, width: int, aim: int) -> int:
+        """What the merged diagram proves of a branch, in ticks, `aim` if it is no less."""
+        return self._search(open_at, point, width, aim, merge=True)[0]
 
     def _search(
-        self, open_at: Bools, point: Floats, width: int, *, merge: bool, room: Longs | None = None
+        self, open_at: Bools, point: Floats, width: int, limit: int, *, merge: bool, room: Longs | None = None
     ) -> tuple[int, int, Longs, Longs]:
         byte_price, work_price = self.prices(point)
         none, free = np.zeros_like(byte_price), np.zeros_like(work_price)
@@ -182,7 +183,7 @@ class LayerSearch:
         rows = 0 if merge else len(self.ptr) - 1
         parent = np.zeros((rows, self.num * width), dtype=np.int64)
         taken = np.zeros((rows, self.num * width), dtype=np.int64)
-        rest = (self.down, plain, self.limit, width, merge, parent, taken)
+        rest = (self.down, plain, limit, width, merge, parent, taken)
         room = self.room if room is None else room
         prices = (room, self.steps.rest_bytes, byte_price, work_price, open_at)
         given: list[Any] = [*self._options, *self._ends, *prices, *rest]
@@ -194,7 +195,7 @@ class LayerSearch:
     ) -> tuple[float, dict[int, int]] | None:
         """Seconds and devices by unit of the best choice that a narrow search without merging meets."""
         room = (self.room * share).astype(np.int64)
-        bound, label, parent, taken = self._search(open_at, point, width, merge=False, room=room)
+        bound, label, parent, taken = self._search(open_at, point, width, self.limit, merge=False, room=room)
         if label < 0:
             return None
         device: dict[int, int] = {}
@@ -316,10 +317,11 @@ class LayerBound:
             return None
         bound, _, branch = heapq.heappop(self._waiting)
         if not branch.searched:
-            bound = max(bound, self.search.search(branch.open_at, branch.point, width))
-            searched = replace(branch, searched=True)
-            self._push(bound, searched)
-            return searched if bound < self.search.limit else None
+            aim = self._next_aim(bound)
+            found = self.search.search(branch.open_at, branch.point, width, aim)
+            branch = replace(branch, searched=found < aim)
+            self._push(max(bound, found), branch)
+            return branch if branch.searched else None
         for d in np.flatnonzero(branch.open_at[branch.split_at]):
             open_at = branch.open_at.copy()
             open_at[branch.split_at] = np.arange(self.search.num) == d
@@ -332,6 +334,11 @@ class LayerBound:
             self.search.limit = min(self.search.limit, int(np.ceil(upper_s / self.steps.tick_s)) + 1)
             self._waiting = [one for one in self._waiting if one[0] < self.search.limit]
             heapq.heapify(self._waiting)
+
+    def _next_aim(self, bound: int) -> int:
+        """What to prove next of a branch: the lower, the fewer labels stay below it and are merged."""
+        left = self.search.limit - bound
+        return self.search.limit if left < _NEARLY * self.search.limit else bound + int(_AMBITION * left)
 
     def _add(self, open_at: Bools, point: Floats, least: int) -> None:
         rounds = max(int(_AT_A_BRANCH * self.search.num_rounds), _FEWEST_ROUNDS)
