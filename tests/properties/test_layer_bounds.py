@@ -98,6 +98,88 @@ def test_it_sees_that_a_slow_device_must_take_whole_layers() -> None:
     assert best.score_s * 0.9 <= found <= best.score_s * SLACK
 
 
+def test_it_sees_that_gradients_of_weights_cannot_fill_the_forward_pass() -> None:
+    """The first layer takes 3 s on one device; all that the other one does comes after it: 8 s."""
+    build = GraphBuilder("three layers with weights")
+    outputs: list[int] = []
+    for at in range(3):
+        op = build.op(f"f{at}", group=at)
+        if at:
+            build.use(outputs[-1], op)
+        outputs.append(build.tensor(op, 0))
+    gradient = outputs[-1]
+    for at in (2, 1, 0):
+        parts = ("b", "g") if at else ("b",)
+        made = [build.op(f"{part}{at}", phase=Phase.BACKWARD, mirror=at, group=at) for part in parts]
+        for op in made:
+            build.use(gradient, op)
+        gradient = build.tensor(made[0], 0)
+    cluster = cluster_of({(0, 1): [0], (1, 0): [1]}, kind=[0, 0], on_host=(False,))
+    pinned = np.array([1, 0, 0, 0, 0, 0, 0, 1], dtype=np.int32)
+    problem = problem_of(
+        build.build(), cluster, [[3.0], [1.0], [1.0], [1.0], [2.0], [1.0], [2.0], [0.5]], pinned=pinned
+    )
+    best = api.plan(problem, algorithm="brute_force", budget="1000000x")
+    assert best.score_s == 11.0
+    assert bound_by_layers(problem, 20.0, most_branches=50) == pytest.approx(11.0, rel=1e-6)
+
+
+def test_it_counts_weights_that_both_passes_read() -> None:
+    """Four layers of 8 bytes and a weight of 2: without weights all of it would fit on the fast device."""
+    build = GraphBuilder("four layers with weights")
+    weights = [
+        build.tensor(build.op(f"w{at}", phase=Phase.PARAM, group=10 + at, resident_bytes=2), 2)
+        for at in range(4)
+    ]
+    saved: list[int] = []
+    for at in range(4):
+        op = build.op(f"f{at}", group=at)
+        for t in (weights[at], *saved[-1:]):
+            build.use(t, op)
+        saved.append(build.tensor(op, 8))
+    gradient = None
+    for at in (3, 2, 1, 0):
+        op = build.op(f"b{at}", phase=Phase.BACKWARD, mirror=4 + at, group=at)
+        for t in (weights[at], saved[at]) if gradient is None else (weights[at], saved[at], gradient):
+            build.use(t, op)
+        gradient = build.tensor(op, 0)
+    cluster = cluster_of(
+        {(0, 1): [0], (1, 0): [1]}, kind=[0, 1], on_host=(False, False), memory=[36, 100], rate=100.0
+    )
+    problem = problem_of(build.build(), cluster, [[0.0, 0.0]] * 4 + [[1.0, 5.0]] * 8)
+    best = api.plan(problem, algorithm="branch_and_bound", budget="20000x")
+    assert best.score_s is not None
+    assert best.score_s > 16.0
+    found = bound_by_layers(problem, 2 * best.score_s, most_branches=50)
+    assert best.score_s * 0.95 <= found <= best.score_s * SLACK
+
+
+def test_what_is_light_beside_many_layers_leaves_them_on_the_spine() -> None:
+    """Keys of cross-attention: from the first layer, for the last one."""
+    build = GraphBuilder("five layers and keys beside them")
+    outputs: list[int] = []
+    for at in range(6):
+        op = build.op(f"f{at}", group=at)
+        if at:
+            build.use(outputs[-1], op)
+        outputs.append(build.tensor(op, 1))
+        if at == 0:
+            keys = build.op("keys", group=9)
+            build.use(outputs[0], keys)
+            of_keys = build.tensor(keys, 1)
+    build.use(of_keys, op)
+    gradient = outputs[-1]
+    mirrors = [0, *range(2, 7)]
+    for at in range(5, -1, -1):
+        op = build.op(f"b{at}", phase=Phase.BACKWARD, mirror=mirrors[at], group=at)
+        build.use(gradient, op)
+        gradient = build.tensor(op, 1)
+    graph = build.build()
+    spine = find_spine(graph, np.where(np.arange(graph.num_ops) == keys, 1.0, 2.0))
+    assert spine is not None
+    assert spine.forward == tuple(mirrors)
+
+
 def test_units_that_are_tied_across_layers_are_counted_once() -> None:
     """A group of two layers' ops: its work and bytes belong to one device, and to one layer of the spine."""
     problem = odd_step(109)

@@ -53,10 +53,11 @@ _NOT_CONSTRUCTORS = (
 )
 _QUICK, _QUARTER, _MOST_OF_IT, _MOST = 0.1, 0.25, 0.6, 0.95
 _FOR_SEGMENTS = 0.4  # of the budget, for training steps
-_FOR_LAYERS = 0.25  # likewise, for the bound and for starts
+_FOR_LAYERS = 0.35  # likewise, for the bound and for starts
 _FOR_TREE = 0.4  # of the budget, for every plan of a tiny problem
 _FOR_ROOM = 0.5  # of what is left, for each member that may find a plan where nothing fits yet
 _FOR_PROOF = 0.4  # of the budget, where local search still has much to do
+_FOR_ANOTHER = 0.15  # likewise, where layers have proven something
 _UNMENDED = ("single_device", "memory_first")  # the first stays what it is, the second has done its best
 _EQUAL = 1e-9  # times this near differ by rounding
 _FEW_DEVICES, _FEW_OPS = 3, 60  # of a problem that is tiny
@@ -110,7 +111,8 @@ class Auto:
         small = portfolio.problem.graph.num_ops <= self.small_ops and _can_use_cpsat(portfolio.problem)
         if _has_backward(portfolio.problem):
             portfolio.search("layers", share=_FOR_LAYERS, start=portfolio.plan)
-            _certify(portfolio, share=0.0 if small else _FOR_PROOF)
+            share = _FOR_ANOTHER if portfolio.bound.name == "layers" else _FOR_PROOF
+            _certify(portfolio, share=0.0 if small else share)
             portfolio.search("segments", share=_FOR_SEGMENTS, start=portfolio.plan)
         else:
             _refine_list_plan(portfolio)

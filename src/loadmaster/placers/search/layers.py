@@ -30,7 +30,7 @@ from loadmaster.simulator.bounds.layer_search import FEW_OPTIONS, MANY_OPTIONS, 
 from loadmaster.simulator.events.engine import is_unordered, prepare
 
 NAME = "layers"
-_BRANCHES = 24  # under a count budget
+_SEARCHED, _BRANCHES = 12, 60  # under a count budget
 _WIDTH = 100  # labels of a device when a plan is looked for
 _SHARES = (1.0, 0.97, 0.94, 0.9)  # of the memory: what the bound does not count takes room, too
 _FOR_FEW = 0.3  # of the budget, where steps with more options follow
@@ -124,10 +124,10 @@ class _Climb:
     def run(self, share: float) -> None:
         """Until a share of the budget, or what there is to divide, ends."""
         counted = self.tally.run.budget.count is not None
-        branches = 0
-        while not self.found.done and not (counted and branches >= _BRANCHES):
-            branches += 1
+        branches = searched = 0
+        while not self.found.done and not (counted and (branches >= _BRANCHES or searched >= _SEARCHED)):
             branch = self.found.advance()
+            branches, searched = branches + 1, searched + (branch is not None)
             self.seconds = max(self.seconds, self.found.seconds)
             self._say()
             if branch is not None:

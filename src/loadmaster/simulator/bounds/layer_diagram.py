@@ -1,11 +1,11 @@
 """A relaxed decision diagram over the layers of a spine, compiled.
 
 A *label* is what a choice of devices from the last layer down to some layer has cost: chain (ticks from
-the start of m_k to the end of B_k), for each engine the most that some layer's chain and the engine's work
-around it take together, bytes on each device, and the *priced* cost, where bytes and work have prices. Of
-a layer and device the best labels are kept; the others are merged, a merged label has the least of
-everything, so every plan is still at or above one of them. Without merging labels are dropped instead:
-then it finds plans.
+the start of m_k to the end of B_k), two *rows* for each engine (the most that some layer's chain and either
+the forward pass up to there and the engine's work after it, or the engine's work before and after it, take
+together), bytes on each device, and the *priced* cost, where bytes and rows have prices. Of a layer and
+device the best labels are kept; the others are merged, a merged label has the least of everything, so every
+plan is still at or above one of them. Without merging labels are dropped instead: then it finds plans.
 
 Prices prove a bound on their own: T >= priced cost - price of all room, whatever the prices (Lagrange).
 All numbers are whole, prices too (in 1/ONE ticks), so nothing is rounded the wrong way.
@@ -23,6 +23,12 @@ NEVER = 1 << 61
 
 
 @kernel
+def _price_of(engine: int, work_price: Any) -> Any:
+    """Of an engine's two rows together."""
+    return work_price[engine] + work_price[len(work_price) // 2 + engine]
+
+
+@kernel
 def price_steps(
     ptr: Any,
     start: Any,
@@ -31,8 +37,11 @@ def price_steps(
     work: Any,
     num_bytes: Any,
     first: Any,
+    first_work: Any,
     first_bytes: int,
     last: Any,
+    before: Any,
+    engine: Any,
     byte_price: Any,
     work_price: Any,
     open_at: Any,
@@ -45,14 +54,15 @@ def price_steps(
     `up` counts from the last layer, `down` to the end. Layers are numbered in the order of the steps here.
     """
     steps, num = len(ptr) - 1, len(first)
-    num_engines = work.shape[1]
+    num_rows = work.shape[1]
     for d in range(num):
         up[0, d] = NEVER
         if open_at[0, d] and first[d] < INFINITE:
-            up[0, d] = first[d] * ONE + first_bytes * byte_price[d]
+            later = (first_work[d] - first[d]) * _price_of(engine[d], work_price[0])
+            up[0, d] = first[d] * ONE + later + first_bytes * byte_price[d]
     for k in range(steps):
         weight = ONE
-        for e in range(num_engines):
+        for e in range(num_rows):
             weight -= work_price[k, e]
         for d in range(num):
             up[k + 1, d] = NEVER
@@ -60,24 +70,26 @@ def price_steps(
             if up[k, start[o]] >= NEVER or not open_at[k + 1, end[o]]:
                 continue
             cost = span[o] * weight
-            for e in range(num_engines):
+            for e in range(num_rows):
                 cost += work[o, e] * work_price[k, e]
             for d in range(num):
                 cost += num_bytes[o, d] * byte_price[d]
             up[k + 1, end[o]] = min(up[k + 1, end[o]], up[k, start[o]] + cost)
     weight = ONE
-    for e in range(num_engines):
+    for e in range(num_rows):
         weight -= work_price[steps, e]
     best, at = NEVER, -1
     for d in range(num):
         down[steps, d] = NEVER
         if last[d] < INFINITE and open_at[steps, d]:
             down[steps, d] = last[d] * weight
+            for e in range(num_rows):
+                down[steps, d] += before[e, d] * work_price[steps, e]
             if up[steps, d] < NEVER and up[steps, d] + down[steps, d] < best:
                 best, at = up[steps, d] + down[steps, d], d
     for k in range(steps - 1, -1, -1):
         weight = ONE
-        for e in range(num_engines):
+        for e in range(num_rows):
             weight -= work_price[k, e]
         for d in range(num):
             down[k, d] = NEVER
@@ -86,7 +98,7 @@ def price_steps(
             if down[k + 1, end[o]] >= NEVER or not open_at[k, start[o]]:
                 continue
             cost = span[o] * weight
-            for e in range(num_engines):
+            for e in range(num_rows):
                 cost += work[o, e] * work_price[k, e]
             for d in range(num):
                 cost += num_bytes[o, d] * byte_price[d]
@@ -115,11 +127,11 @@ def keep_options(
     keep: Any,
 ) -> Any:
     """Mark the options through which the priced cost may stay below a limit; how many."""
-    num_engines, num = work.shape[1], num_bytes.shape[1]
+    num_rows, num = work.shape[1], num_bytes.shape[1]
     kept = 0
     for k in range(len(ptr) - 1):
         weight = ONE
-        for e in range(num_engines):
+        for e in range(num_rows):
             weight -= work_price[k, e]
         for o in range(ptr[k], ptr[k + 1]):
             if not keep[o]:
@@ -128,7 +140,7 @@ def keep_options(
                 keep[o] = False
                 continue
             cost = span[o] * weight
-            for e in range(num_engines):
+            for e in range(num_rows):
                 cost += work[o, e] * work_price[k, e]
             for d in range(num):
                 cost += num_bytes[o, d] * byte_price[d]
@@ -146,8 +158,11 @@ def search_layers(
     work: Any,
     num_bytes: Any,
     first: Any,
+    first_work: Any,
     first_bytes: int,
     last: Any,
+    before: Any,
+    engine: Any,
     room: Any,
     rest_bytes: int,
     byte_price: Any,
@@ -163,11 +178,11 @@ def search_layers(
 ) -> Any:
     """The least bound over the labels of the end, `limit` if none is below it; and the best label of the end.
 
-    By row of a label: chain, priced, engines, bytes. With `merge` off, `parent` and `taken` [K, labels] say
-    whence each label came.
+    By row of a label: chain, priced, rows of the engines, bytes. With `merge` off, `parent` and `taken`
+    [K, labels] say whence each label came.
     """
-    steps, num, num_engines = len(ptr) - 1, len(first), work.shape[1]
-    size = 2 + num_engines + num
+    steps, num, num_rows = len(ptr) - 1, len(first), work.shape[1]
+    size = 2 + num_rows + num
     budget = 0
     for d in range(num):
         budget += room[d] * byte_price[d]
@@ -179,10 +194,11 @@ def search_layers(
         if first[d] < INFINITE and open_at[0, d] and first_bytes <= room[d]:
             labels[count] = 0
             labels[count, 0] = first[d]
-            labels[count, 1] = first[d] * ONE + first_bytes * byte_price[d]
-            for e in range(num_engines):
-                labels[count, 2 + e] = first[d]
-            labels[count, 2 + num_engines + d] = first_bytes
+            later = (first_work[d] - first[d]) * _price_of(engine[d], work_price[0])
+            labels[count, 1] = first[d] * ONE + later + first_bytes * byte_price[d]
+            for e in range(num_rows):
+                labels[count, 2 + e] = first_work[d] if e % (num_rows // 2) == engine[d] else first[d]
+            labels[count, 2 + num_rows + d] = first_bytes
             count += 1
     at[num] = count
     capacity = 4096
@@ -191,7 +207,7 @@ def search_layers(
     whence = np.zeros((capacity, 2), dtype=np.int64)
     for k in range(steps):
         weight = ONE
-        for e in range(num_engines):
+        for e in range(num_rows):
             weight -= work_price[k, e]
         fresh = np.zeros((num * width, size), dtype=np.int64)
         fresh_at = np.zeros(num + 1, dtype=np.int64)
@@ -205,7 +221,7 @@ def search_layers(
                 if end[o] != target:
                     continue
                 cost = span[o] * weight
-                for e in range(num_engines):
+                for e in range(num_rows):
                     cost += work[o, e] * work_price[k, e]
                 for d in range(num):
                     cost += num_bytes[o, d] * byte_price[d]
@@ -232,15 +248,15 @@ def search_layers(
                         whence = other
                     fits, left = True, 0
                     for d in range(num):
-                        used = labels[label, 2 + num_engines + d] + num_bytes[o, d]
-                        made[found, 2 + num_engines + d] = used
+                        used = labels[label, 2 + num_rows + d] + num_bytes[o, d]
+                        made[found, 2 + num_rows + d] = used
                         left += room[d] - used
                         if used > room[d]:
                             fits = False
                             break
                     if not fits or left < rest_bytes:
                         continue
-                    for e in range(num_engines):
+                    for e in range(num_rows):
                         busy = labels[label, 2 + e] + work[o, e]
                         made[found, 2 + e] = max(busy, chain)
                         bound = max(bound, busy)
@@ -284,9 +300,9 @@ def search_layers(
                 many = width - kept
                 held = np.zeros(len(rest), dtype=np.int64)
                 for i in range(len(rest)):
-                    held[i] = made[rest[i], 2 + num_engines]
+                    held[i] = made[rest[i], 2 + num_rows]
                     for d in range(1, num):
-                        held[i] = max(held[i], made[rest[i], 2 + num_engines + d])
+                        held[i] = max(held[i], made[rest[i], 2 + num_rows + d])
                 rest = rest[np.argsort(held)]
                 for group in range(many):
                     low, high = group * len(rest) // many, (group + 1) * len(rest) // many
@@ -310,8 +326,8 @@ def search_layers(
             bound = labels[label, 0] + last[d]
             whole = labels[label, 1] + down[steps, d] - budget
             bound = max(bound, -((-whole) // ONE))
-            for e in range(num_engines):
-                bound = max(bound, labels[label, 2 + e])
+            for e in range(num_rows):
+                bound = max(bound, labels[label, 2 + e] + before[e, d])
             if bound < best:
                 best, best_label = bound, label
     return best, best_label

@@ -10,7 +10,7 @@ apart as far as its width goes. The weakest branch is divided on, where its chea
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,26 @@ from loadmaster.simulator.bounds.layer_diagram import NEVER, ONE, keep_options, 
 from loadmaster.simulator.bounds.spine_steps import SpineSteps, build_spine_steps
 
 WIDTH = 128
-FEW_OPTIONS, MANY_OPTIONS = 3_000, 30_000  # of a step
-_ROUNDS = 60
+FEW_OPTIONS, MANY_OPTIONS = 3_200, 8_000  # of a step
+_PRICED_OPTIONS = 20_000_000  # at the root: some tenths of a second
+_AT_A_BRANCH = 0.2  # of the rounds of the root, whose prices it begins with
+_FEWEST_ROUNDS, _MOST_ROUNDS = 60, 1_000
+_PRICED = 10  # branches at most for each one that is searched
+_PACE, _SLOWER, _PATIENCE = 1.5, 0.7, 20  # of the steps of subgradients
+_SPELL, _GROWTH = 80, 1e-4  # rounds that must gain so much of the limit, or they are the last
 _PARTS = 6  # layers from which work has a price
 _BELOW = 1.0 - 1e-12
+_AMBITION, _NEARLY = 0.2, 1e-3  # of what is left to the limit, and of the limit: what a search is to prove
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """Open devices [K + 1, D] by layer from the last, prices found for it, and its bound in ticks."""
+    """Open devices [K + 1, D] by layer from the last, and prices found for it."""
 
     open_at: Bools
-    point: Floats  # [D + parts * engines] prices in ticks
-    bound: int
+    point: Floats  # [D + parts * rows] prices in ticks
     split_at: int  # layer to divide, -1 = none
+    searched: bool = False  # by the diagram
 
 
 class LayerSearch:
@@ -55,7 +61,7 @@ class LayerSearch:
         self.limit = int(np.ceil(upper_s / steps.tick_s)) + 1
         self.scale = float(self.limit)
         self.num_layers, self.num = len(options) + 1, len(steps.first)
-        self.num_engines = int(steps.engine.max()) + 1
+        self.num_rows = 2 * (int(steps.engine.max()) + 1)
         self.room = np.minimum(steps.room, 1 << 56)
         self.open_at = np.ones((self.num_layers, self.num), dtype=np.bool_)
         self.starts = np.unique(np.linspace(0, self.num_layers - 1, _PARTS, endpoint=False).astype(np.int64))
@@ -72,7 +78,8 @@ class LayerSearch:
 
     @property
     def _ends(self) -> tuple[Any, ...]:
-        return self.steps.first, self.steps.first_bytes, self.steps.last
+        steps = self.steps
+        return steps.first, steps.first_work, steps.first_bytes, steps.last, steps.before, steps.engine
 
     def _price(self, byte_price: Longs, work_price: Longs, open_at: Bools) -> int:
         prices = (byte_price, work_price, open_at, self.up, self.down, self.chosen)
@@ -81,15 +88,15 @@ class LayerSearch:
 
     def first_point(self) -> Floats:
         """No prices."""
-        return np.zeros(self.num + len(self.starts) * self.num_engines)
+        return np.zeros(self.num + len(self.starts) * self.num_rows)
 
     def prices(self, point: Floats) -> tuple[Longs, Longs]:
         """Whole prices of a byte on each device, and of work of each engine at every layer."""
         with np.errstate(divide="ignore", invalid="ignore"):
             a_byte = np.where(self.priced_room > 0, point[: self.num] / self.priced_room * ONE, 0.0)
         byte_price = np.minimum(a_byte, float(self.most_price)).astype(np.int64)
-        share = point[self.num :].reshape(len(self.starts), self.num_engines) / self.scale
-        work_price = np.zeros((self.num_layers, self.num_engines), dtype=np.int64)
+        share = point[self.num :].reshape(len(self.starts), self.num_rows) / self.scale
+        work_price = np.zeros((self.num_layers, self.num_rows), dtype=np.int64)
         for row, begin in zip(np.floor(share * ONE).astype(np.int64), self.starts, strict=True):
             work_price[begin:] += row
         return byte_price, work_price
@@ -104,10 +111,11 @@ class LayerSearch:
         return min(-((budget - int(best)) // ONE), self.limit)
 
     def improve_prices(self, open_at: Bools, point: Floats, rounds: int) -> tuple[int, Floats, Floats]:
-        """The best bound of some rounds, its prices, and [K + 1, D] how often a layer was where."""
+        """The best bound of some rounds, its prices, and [K + 1, D] how often a layer was where at last."""
         best, best_point, often = -1, point, np.zeros((self.num_layers, self.num))
-        pace, idle = 1.0, 0
-        for _ in range(rounds):
+        before = -1
+        pace, idle = _PACE, 0
+        for at in range(rounds):
             bound = self.price(open_at, point)
             if bound >= self.limit:
                 return self.limit, point, often
@@ -115,14 +123,23 @@ class LayerSearch:
                 best, best_point, idle = bound, point, 0
             else:
                 idle += 1
-                if idle >= 4:
-                    pace, idle = 0.6 * pace, 0
+                if idle >= _PATIENCE:
+                    pace, idle = _SLOWER * pace, 0
+            if at % _SPELL == _SPELL - 1:
+                if best - before < _GROWTH * self.limit:
+                    break
+                before, often[:] = best, 0.0
             slope = self._slope(often)
             size = float(slope @ slope)
             if size < 1e-18:
                 break
             point = self._project(point + pace * (self.limit - bound) / size * slope)
         return best, best_point, often
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of subgradients that take some tenths of a second."""
+        return min(max(_PRICED_OPTIONS // len(self.start), _FEWEST_ROUNDS), _MOST_ROUNDS)
 
     def _slope(self, often: Floats) -> Floats:
         """How the bound changes with the prices, by the cheapest choice."""
@@ -137,8 +154,12 @@ class LayerSearch:
         chain = np.append(self.span[path], self.steps.last[self.end[path[-1]]])
         rest = np.cumsum(chain[::-1])[::-1]
         load = np.cumsum(self.work[path][::-1], axis=0)[::-1]
-        late = (load[np.minimum(self.starts, len(path) - 1)] - rest[self.starts][:, None]) / self.scale
-        return np.concatenate([held, late.reshape(-1)])
+        late = load[np.minimum(self.starts, len(path) - 1)] - rest[self.starts][:, None]
+        late += self.steps.before[:, self.end[path[-1]]]
+        begin = self.start[path[0]]
+        rows = self.steps.engine[begin] + np.array([0, self.num_rows // 2])
+        late[0, rows] += self.steps.first_work[begin] - self.steps.first[begin]
+        return np.concatenate([held, late.reshape(-1) / self.scale])
 
     def _project(self, point: Floats) -> Floats:
         point = np.maximum(point, 0.0)
@@ -147,12 +168,12 @@ class LayerSearch:
             point[self.num :] *= self.scale / total
         return point
 
-    def search(self, open_at: Bools, point: Floats, width: int) -> int:
-        """What the merged diagram proves of a branch, in ticks."""
-        return self._search(open_at, point, width, merge=True)[0]
+    def search(self, open_at: Bools, point: Floats, width: int, aim: int) -> int:
+        """What the merged diagram proves of a branch, in ticks, `aim` if it is no less."""
+        return self._search(open_at, point, width, aim, merge=True)[0]
 
     def _search(
-        self, open_at: Bools, point: Floats, width: int, *, merge: bool, room: Longs | None = None
+        self, open_at: Bools, point: Floats, width: int, limit: int, *, merge: bool, room: Longs | None = None
     ) -> tuple[int, int, Longs, Longs]:
         byte_price, work_price = self.prices(point)
         none, free = np.zeros_like(byte_price), np.zeros_like(work_price)
@@ -162,7 +183,7 @@ class LayerSearch:
         rows = 0 if merge else len(self.ptr) - 1
         parent = np.zeros((rows, self.num * width), dtype=np.int64)
         taken = np.zeros((rows, self.num * width), dtype=np.int64)
-        rest = (self.down, plain, self.limit, width, merge, parent, taken)
+        rest = (self.down, plain, limit, width, merge, parent, taken)
         room = self.room if room is None else room
         prices = (room, self.steps.rest_bytes, byte_price, work_price, open_at)
         given: list[Any] = [*self._options, *self._ends, *prices, *rest]
@@ -174,7 +195,7 @@ class LayerSearch:
     ) -> tuple[float, dict[int, int]] | None:
         """Seconds and devices by unit of the best choice that a narrow search without merging meets."""
         room = (self.room * share).astype(np.int64)
-        bound, label, parent, taken = self._search(open_at, point, width, merge=False, room=room)
+        bound, label, parent, taken = self._search(open_at, point, width, self.limit, merge=False, room=room)
         if label < 0:
             return None
         device: dict[int, int] = {}
@@ -223,7 +244,10 @@ class LayerSearch:
         engine, steps = self.steps.engine, self.steps
         lone = np.bincount(engine)[engine] == 1
         for i, j in itertools.combinations(range(self.num), 2):
-            ends = all(row[i] == row[j] for row in (steps.first, steps.last, steps.room))
+            ends = all(
+                row[i] == row[j]
+                for row in (steps.first, steps.first_work, steps.last, *steps.before, steps.room)
+            )
             if ends and lone[i] and lone[j]:
                 alike[i, j] = alike[j, i] = all(
                     _is_symmetric(o, i, j, engine) for o in {id(o): o for o in steps.steps}.values()
@@ -235,14 +259,15 @@ def _is_symmetric(options: Any, i: int, j: int, engine: Ints) -> bool:
     """Whether options stay the same when two devices are exchanged."""
     swap = np.arange(options.num_bytes.shape[1])
     swap[[i, j]] = [j, i]
-    by_engine = np.arange(options.work.shape[1])
+    by_engine = np.arange(options.work.shape[1] // 2)
     by_engine[[engine[i], engine[j]]] = [engine[j], engine[i]]
+    by_row = np.concatenate([by_engine, len(by_engine) + by_engine])
 
     def rows(exchanged: bool) -> Any:
         devices = np.column_stack([options.start, options.end, options.inner])
         work, held = options.work, options.num_bytes
         if exchanged:
-            devices, work, held = swap[devices], work[:, by_engine], held[:, swap]
+            devices, work, held = swap[devices], work[:, by_row], held[:, swap]
         table = np.column_stack([devices, options.forward, options.backward, work, held])
         return table[np.lexsort(table.T[::-1])]
 
@@ -262,7 +287,7 @@ class LayerBound:
             return
         self.search = LayerSearch(self.steps, upper_s)
         self._root, self.point, _ = self.search.improve_prices(
-            self.search.open_at, self.search.first_point(), _ROUNDS
+            self.search.open_at, self.search.first_point(), self.search.num_rounds
         )
         self.search.prune(self.search.open_at, self.point)
         self._fresh = list(self.search.first_branches())[::-1] if self._root < self.search.limit else []
@@ -280,19 +305,28 @@ class LayerBound:
     @property
     def done(self) -> bool:
         """Whether nothing is left to divide."""
-        return not self._fresh and (not self._waiting or self._waiting[0][2].split_at < 0)
+        if self._fresh or not self._waiting:
+            return not self._fresh
+        weakest = self._waiting[0][2]
+        return weakest.searched and weakest.split_at < 0
 
     def advance(self, width: int = WIDTH) -> Branch | None:
-        """One more branch; None where it is ruled out."""
+        """Price one more branch, search the weakest or divide it; the branch where one was searched."""
         if self._fresh:
-            return self._add(self._fresh.pop(), self.point, self._root, width)
+            self._add(self._fresh.pop(), self.point, self._root)
+            return None
         bound, _, branch = heapq.heappop(self._waiting)
-        last = None
+        if not branch.searched:
+            aim = self._next_aim(bound)
+            found = self.search.search(branch.open_at, branch.point, width, aim)
+            branch = replace(branch, searched=found < aim)
+            self._push(max(bound, found), branch)
+            return branch if branch.searched else None
         for d in np.flatnonzero(branch.open_at[branch.split_at]):
             open_at = branch.open_at.copy()
             open_at[branch.split_at] = np.arange(self.search.num) == d
-            last = self._add(open_at, branch.point, bound, width) or last
-        return last
+            self._add(open_at, branch.point, bound)
+        return None
 
     def lower_limit(self, upper_s: float) -> None:
         """A faster plan was found: what is no faster need not be looked at."""
@@ -301,27 +335,29 @@ class LayerBound:
             self._waiting = [one for one in self._waiting if one[0] < self.search.limit]
             heapq.heapify(self._waiting)
 
-    def _add(self, open_at: Bools, point: Floats, least: int, width: int) -> Branch | None:
-        search = self.search
-        bound, better, often = search.improve_prices(open_at, point, _ROUNDS)
-        bound = max(bound, least)
-        if bound < search.limit:
-            bound = max(bound, search.search(open_at, better, width))
-        if bound >= search.limit:
-            return None
+    def _next_aim(self, bound: int) -> int:
+        """What to prove next of a branch: the lower, the fewer labels stay below it and are merged."""
+        left = self.search.limit - bound
+        return self.search.limit if left < _NEARLY * self.search.limit else bound + int(_AMBITION * left)
+
+    def _add(self, open_at: Bools, point: Floats, least: int) -> None:
+        rounds = max(int(_AT_A_BRANCH * self.search.num_rounds), _FEWEST_ROUNDS)
+        bound, better, often = self.search.improve_prices(open_at, point, rounds)
         split = np.where(open_at, often, 0.0) / np.maximum(often.sum(axis=1, keepdims=True), 1.0)
         doubt = np.where(open_at.sum(axis=1) == 1, -1.0, 1.0 - split.max(axis=1))
         at = int(doubt.argmax()) if doubt.max() >= 0 else -1
-        branch = Branch(open_at, better, bound, at)
-        heapq.heappush(self._waiting, (bound, next(self._serial), branch))
-        return branch
+        self._push(max(bound, least), Branch(open_at, better, at))
+
+    def _push(self, bound: int, branch: Branch) -> None:
+        if bound < self.search.limit:
+            heapq.heappush(self._waiting, (bound, next(self._serial), branch))
 
 
 def bound_by_layers(problem: Problem, upper_s: float, *, most_branches: int, width: int = WIDTH) -> float:
-    """Seconds that no step is below, or none is below `upper_s`; 0 without a spine."""
-    found = LayerBound(problem, upper_s)
-    for _ in range(most_branches):
-        if found.done:
+    """Seconds that no step is below, or none is below `upper_s`; 0 without a spine. So many are searched."""
+    found, searched = LayerBound(problem, upper_s), 0
+    for _ in range(_PRICED * most_branches):
+        if found.done or searched == most_branches:
             break
-        found.advance(width)
+        searched += found.advance(width) is not None
     return found.seconds

@@ -21,6 +21,7 @@ from loadmaster.core.graph import Graph, Phase, edges, units
 _TINY = 2e-4  # of the path's time: what is shorter does not decide where the path is cut
 _DETOUR = 8  # steps of the path beside one tensor
 _WIDEST = 24  # timed ops of the path that are given up for a branch beside them
+_LIGHT = 4.0  # times as long as a branch beside it: then the path stays as it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,17 +112,23 @@ def _leave_detours(graph: Graph, path: list[int], least_s: Floats) -> list[int]:
 def _give_way(
     graph: Graph, path: list[int], least_s: Floats, before: list[int], after: list[int]
 ) -> list[int]:
-    """The path without its parts beside short branches."""
+    """The path without its parts beside branches that are short and not light: keys and values, a second arm.
+
+    What is light beside many layers, as cross-attention's keys, is no reason to give those layers up.
+    """
     tiny = _TINY * float(least_s[path].sum())
-    kept = [True] * len(path)
+    beside: dict[tuple[int, int], float] = {}
     on_path = set(path)
     for op in np.flatnonzero((graph.phase == Phase.FORWARD) & (least_s > tiny)).tolist():
-        if op in on_path:
-            continue
-        first, last = _neighbours(path, op, before, after)
-        if first >= 0 and last < len(path) and last - first - 1 <= _WIDEST:
-            for at in range(first + 1, last):
-                kept[at] = False
+        if op not in on_path:
+            ends = _neighbours(path, op, before, after)
+            beside[ends] = beside.get(ends, 0.0) + float(least_s[op])
+    kept = [True] * len(path)
+    for (first, last), seconds in beside.items():
+        between = path[first + 1 : last]
+        is_light = float(least_s[between].sum()) > _LIGHT * seconds
+        if first >= 0 and last < len(path) and len(between) <= _WIDEST and not is_light:
+            kept[first + 1 : last] = [False] * len(between)
     return [op for at, op in enumerate(path) if kept[at]]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.cluster import NO_LINK
-from loadmaster.core.graph import units
+from loadmaster.core.graph import Phase, units
 from loadmaster.core.problem import Links, Problem, allowed_devices
 from loadmaster.simulator.bounds.favourite_children import pair_table
 from loadmaster.simulator.bounds.spine import Spine, find_spine
@@ -26,6 +26,7 @@ from loadmaster.simulator.bounds.window_options import (
 
 _TICKS = float(1 << 34)  # of the horizon
 _UNIMPORTANT = 1e-4  # of all time and bytes: a unit that is less is not decided
+_UNIMPORTANT_BESIDE, _MOST_BESIDE = 5e-4, 200  # likewise beside the spine, and how many are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +38,9 @@ class SpineSteps:
     room: Longs  # [D] bytes, at the moment that counts
     rest_bytes: int  # held by units that no step decides
     first: Longs  # [D] ticks of the last layer, INFINITE = not allowed
+    first_work: Longs  # [D] likewise, and no less than all that the unit does from m_K on
     first_bytes: int
+    before: Longs  # [2 * engines, D] ticks before m_0 starts that a row of work does not count
     last: Longs  # [D] ticks before m_0 starts and after B_0 ends
     steps: tuple[Options, ...]
     layer_unit: Ints  # [K + 1] unit of each layer, from the last to the first
@@ -99,28 +102,44 @@ class _Builder:
         decided = np.zeros(self.num_units, dtype=np.bool_)
         decided[[int(self.unit[op]) for op in spine.forward]] = True
         decided[[u for some in inner for u in some]] = True
+        beside = self._find_units_beside(moment, taken)
+        decided[[u for some in beside.values() for u in some]] = True
         held = moment.charge(decided, self.num_units)
+        weights = moment.select_storages(self.is_weight).charge(decided, self.num_units)
         resident = np.bincount(self.unit, self.graph.resident_bytes, self.num_units).astype(np.int64)
         held = np.where(decided, held + resident, 0)
-        steps = [self._step(k, inner[num - 1 - k], held) for k in range(num - 1, 0, -1)]
+        steps, inner_units, layers = list[Options](), list[list[int]](), [num - 1]
+        for k in range(num - 1, 0, -1):
+            for u in beside.get(k, []):
+                steps.append(self._stay(k, u, int(held[u])))
+                inner_units.append([u])
+                layers.append(k)
+            steps.append(self._step(k, inner[num - 1 - k], held))
+            inner_units.append(inner[num - 1 - k])
+            layers.append(k - 1)
         first_unit = int(self.unit[spine.forward[-1]])
+        first = self._first_layer()
+        travel = compute_travel(self.problem)
+        before = self._to_ticks(travel.head_s[spine.forward[0]])
         return SpineSteps(
             tick_s=self.tick_s,
             engine=self.engine,
             room=self.problem.cluster.usable_bytes.astype(np.int64),
-            rest_bytes=int(resident[~decided].sum()),
-            first=self._first_layer(),
+            rest_bytes=max(int(resident[~decided].sum() - weights.sum()), 0),  # a weight may be at home there
+            first=first,
+            first_work=np.maximum(first, self._work_from(spine.forward[-1])),
             first_bytes=int(held[first_unit]),
-            last=self._last_layer(),
+            before=np.repeat([before, np.zeros_like(before)], int(self.engine.max()) + 1, axis=0),
+            last=before + self._to_ticks(travel.tail_s[spine.backward[0]]),
             steps=tuple(steps),
-            layer_unit=self.unit[list(spine.forward[::-1])],
+            layer_unit=self.unit[[spine.forward[k] for k in layers]],
             truncated=self.truncated,
-            inner_units=tuple(np.array(some, dtype=np.int32) for some in inner),
+            inner_units=tuple(np.array(some, dtype=np.int32) for some in inner_units),
         )
 
     def _fullest_moment(self) -> Standing:
         """The moment at an op of the spine when most stands that units of the spine are charged for."""
-        standing = StandingBytes(self.graph, self.unit, self.num_units)
+        standing = StandingBytes(self.graph, self.unit, self.num_units, weights=True)
         wanted = np.ones(self.num_units, dtype=np.bool_)
         best: tuple[int, Standing] | None = None
         last = self.spine.forward[-1], self.spine.backward[-1]
@@ -130,6 +149,7 @@ class _Builder:
             if best is None or total > best[0]:
                 best = total, moment
         assert best is not None
+        self.is_weight = standing.is_weight
         return best[1]
 
     def _mask(self, bits: int) -> Bools:
@@ -143,10 +163,7 @@ class _Builder:
         candidates = sorted({int(self.unit[op]) for op in ops} - taken)
         if not candidates:
             return []
-        least = np.where(self.ticks < INFINITE, self.ticks, 0).max(axis=1).astype(np.float64)
-        time = np.bincount(self.unit, least, self.num_units)
-        size = np.bincount(moment.unit, moment.num_bytes, self.num_units)
-        weight = time / max(time.sum(), 1.0) + size / max(size.sum(), 1.0)
+        weight = self._weigh(moment)
         chosen: list[int] = []
         total = int(self.allowed[self._unit_at(k)].sum() * self.allowed[self._unit_at(k - 1)].sum())
         for u in sorted(candidates, key=lambda u: (-weight[u], u)):
@@ -160,6 +177,41 @@ class _Builder:
         taken.update(chosen)
         return chosen
 
+    def _weigh(self, moment: Standing) -> Floats:
+        """[units] shares of all time and of all bytes, together."""
+        ticks = np.where(self.ticks < INFINITE, self.ticks, 0).max(axis=1).astype(np.float64)
+        time = np.bincount(self.unit, ticks, self.num_units)
+        size = np.bincount(moment.unit, moment.num_bytes, self.num_units)
+        weight: Floats = time / max(time.sum(), 1.0) + size / max(size.sum(), 1.0)
+        return weight
+
+    def _find_units_beside(self, moment: Standing, taken: set[int]) -> dict[int, list[int]]:
+        """By layer the weighty units that no step decides and whose forward op comes before that layer's."""
+        weight, forward = self._weigh(moment), self.graph.phase == Phase.FORWARD
+        found: dict[int, list[int]] = {}
+        heavy = [u for u in np.flatnonzero(weight > _UNIMPORTANT_BESIDE).tolist() if u not in taken]
+        for u in sorted(heavy, key=lambda u: (-weight[u], u))[:_MOST_BESIDE]:
+            ops = [op for op in self.ops_of[u] if forward[op]]
+            after = self.spine.after[max(ops, key=lambda op: int(self.ticks[op].min()))] if ops else 0
+            k = next((k for k, op in enumerate(self.spine.forward) if after >> op & 1), 0)
+            if k > 0:
+                found.setdefault(k, []).append(u)
+        return found
+
+    def _stay(self, k: int, unit: int, num_bytes: int) -> Options:
+        """Layer k stays where it is, and a unit beside the spine goes somewhere: its work and its bytes."""
+        places, homes = np.flatnonzero(self.allowed[unit]), np.flatnonzero(self.allowed[self._unit_at(k)])
+        home, place = (part.reshape(-1).astype(np.int32) for part in np.meshgrid(homes, places))
+        work, rows = self._work_of(unit, k), np.arange(len(home))
+        num_engines = int(self.engine.max()) + 1
+        loads = np.zeros((len(home), 2 * num_engines), dtype=np.int64)
+        loads[rows, self.engine[place]] = work[0, place]
+        loads[rows, num_engines + self.engine[place]] = work[1, place]
+        held = np.zeros((len(home), len(self.engine)), dtype=np.int64)
+        held[rows, place] = num_bytes
+        nothing = np.zeros(len(home), dtype=np.int64)
+        return Options(home, home, nothing, nothing, loads, held, place[:, None])
+
     def _unit_at(self, k: int) -> int:
         return int(self.unit[self.spine.forward[k]])
 
@@ -172,12 +224,10 @@ class _Builder:
         rows: dict[int, int] = {}
         windows = tuple(self._window(*ends, slot_of, rows) for ends in (first, last))
         transfer = self.transfer[list(rows)] if rows else np.zeros((1, *self.transfer.shape[1:]), np.int64)
-        near = spine.before[spine.forward[k]] | spine.after[spine.backward[k]]
-        work = np.zeros((len(slots), len(self.engine)), dtype=np.int64)
+        work = np.zeros((len(slots), 2, len(self.engine)), dtype=np.int64)
         for s, u in enumerate(slots):
             if s != FROM_END:
-                ops = [op for op in self.ops_of[u] if near >> op & 1]
-                work[s] = np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
+                work[s] = self._work_of(u, k)
         allowed, num_bytes = self.allowed[slots], held[slots]
         parts = (*windows[0].arrays, *windows[1].arrays, transfer, allowed, work, num_bytes)
         key = b"|".join(np.ascontiguousarray(part).tobytes() for part in parts)
@@ -187,6 +237,12 @@ class _Builder:
                 (windows[0], windows[1]), transfer, allowed, work, num_bytes, self.engine, self.ports
             )
         return self.known[key]
+
+    def _work_of(self, unit: int, k: int) -> Longs:
+        """[2, D] what a unit does after B_k ends, and that with what it does before m_k starts."""
+        later, earlier = self.spine.after[self.spine.backward[k]], self.spine.before[self.spine.forward[k]]
+        parts = [[op for op in self.ops_of[unit] if near >> op & 1] for near in (later, later | earlier)]
+        return np.minimum([self.ticks[ops].sum(axis=0) for ops in parts], INFINITE)
 
     def _window(self, first: int, last: int, slot_of: dict[int, int], rows: dict[int, int]) -> Window:
         """Ops between two ops; `rows` collects the tensors that matter."""
@@ -252,11 +308,10 @@ class _Builder:
             found[d] = _turn_ticks(window, transfer, d)
         return found
 
-    def _last_layer(self) -> Longs:
-        """[D] what comes before m_0 and after B_0 at least."""
-        travel = compute_travel(self.problem)
-        forward, backward = self.spine.forward[0], self.spine.backward[0]
-        return self._to_ticks(travel.head_s[forward]) + self._to_ticks(travel.tail_s[backward])
+    def _work_from(self, op: int) -> Longs:
+        """[D] of an op and the ops of its unit that come after it."""
+        ops = [one for one in self.ops_of[int(self.unit[op])] if one == op or self.spine.after[op] >> one & 1]
+        return np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
 
 
 def _turn_ticks(window: Window, transfer: Longs, device: int) -> int:

@@ -4,7 +4,8 @@ Let an op of a unit that has begun touch a tensor (make or use it), and an op of
 ended use it. Both are on the unit's device, so there the tensor, or the storage that it looks into, or a
 copy, stands all the time between. Its bytes are the least of the tensors that it may be a view of. Of
 several views of a storage the largest counts, and a storage counts for one unit only: units on one device
-may share it.
+may share it. A weight that an op of a unit has read and another one reads again stands there, too: as what is
+resident, or as a copy.
 """
 
 from dataclasses import dataclass
@@ -35,17 +36,29 @@ class Standing:
         np.add.at(total, unit[chosen], size[chosen])
         return total
 
+    def select_storages(self, chosen: Bools) -> "Standing":
+        """Only some storages, by tensor."""
+        mine = chosen[self.storage]
+        return Standing(self.storage[mine], self.unit[mine], self.num_bytes[mine])
+
 
 class StandingBytes:
     """Prepared for any op of a graph."""
 
-    def __init__(self, graph: Graph, unit: Ints, num_units: int) -> None:
+    def __init__(self, graph: Graph, unit: Ints, num_units: int, *, weights: bool = False) -> None:
+        """`weights`: those of units that do nothing but hold and update them are counted; by `is_weight` they
+        can be told from the rest, as they are part of what is resident where they are at home.
+        """
         self.graph, self.num_units = graph, num_units
-        takes = (graph.tensor_storage != NO_STORAGE) & (graph.phase[graph.tensor_op] != Phase.PARAM)
-        base = np.where(takes, graph.tensor_storage, 0)
-        takes &= graph.phase[graph.tensor_op[base]] != Phase.PARAM
-        made = np.flatnonzero(takes)
-        used = np.flatnonzero(takes[graph.use_tensor])
+        is_param = graph.phase == Phase.PARAM
+        stored = graph.tensor_storage != NO_STORAGE
+        base = np.where(stored, graph.tensor_storage, 0)
+        self.is_weight: Bools = is_param[graph.tensor_op[base]]
+        held_only = np.ones(num_units, dtype=np.bool_)
+        held_only[unit[~is_param & (graph.phase != Phase.UPDATE)]] = False
+        counted = ~self.is_weight | held_only[unit[graph.tensor_op[base]]] & weights
+        made = np.flatnonzero(stored & counted & ~is_param[graph.tensor_op])
+        used = np.flatnonzero((stored & counted)[graph.use_tensor])
         self.size = least_view_bytes(graph)
         self.tensor = np.concatenate([made, graph.use_tensor[used]]).astype(np.int64)
         self.op = np.concatenate([graph.tensor_op[made], graph.use_op[used]]).astype(np.int64)
@@ -80,15 +93,21 @@ class StandingBytes:
 
 
 def least_view_bytes(graph: Graph) -> Longs:
-    """[T] bytes of a tensor, or of what it is a view of, directly or not, if that is less."""
-    least = graph.tensor_bytes.copy()
+    """[T] bytes of a tensor, or of what it is a view of, directly or not, if that is less.
+
+    Of a weight no more than its share of what is resident.
+    """
+    least, outputs = graph.tensor_bytes.copy(), np.bincount(graph.tensor_op, minlength=graph.num_ops)
+    weights = np.flatnonzero(graph.phase[graph.tensor_op] == Phase.PARAM)
+    makers = graph.tensor_op[weights]
+    least[weights] = np.minimum(least[weights], graph.resident_bytes[makers] // outputs[makers])
     inputs: dict[int, list[int]] = {}
     views = np.flatnonzero(
         (graph.tensor_storage != np.arange(graph.num_tensors)) & (graph.tensor_storage != NO_STORAGE)
     )
-    makers = set(graph.tensor_op[views].tolist())
+    viewers = set(graph.tensor_op[views].tolist())
     for t, op in zip(graph.use_tensor.tolist(), graph.use_op.tolist(), strict=True):
-        if op in makers:
+        if op in viewers:
             inputs.setdefault(op, []).append(t)
     storage = graph.tensor_storage
     for t in views[np.argsort(graph.tensor_op[views], kind="stable")].tolist():

@@ -6,7 +6,8 @@ devices of both ends and of the *inner* units, a few of those whose ops lie in t
     forward   from the start of m_k-1 to the start of m_k: the longest path, transfers paid, and no less than
               the work of any engine, and what passes a device's port, in that time
     backward  from the end of B_k to the end of B_k-1, likewise
-    work      of each engine: ops of these units that end before m_k starts or start after B_k ends
+    work      two rows for each engine: forward, and what it does after B_k ends of ops of these units; or
+              what it does of them before m_k starts and after B_k ends
     bytes     on each device, of what stands there (`standing.py`)
 
 Ops of other units are wherever that costs least. Times are whole ticks, rounded down one by one.
@@ -54,7 +55,7 @@ class Options:
     end: Ints  # [O] device of m_k-1
     forward: Longs  # [O]
     backward: Longs  # [O]
-    work: Longs  # [O, engines]
+    work: Longs  # [O, 2 * engines]
     num_bytes: Longs  # [O, D]
     inner: Ints  # [O, n] devices of inner units
 
@@ -70,7 +71,7 @@ def list_options(
     engine: Ints,
     ports: Bools,
 ) -> Options:
-    """All options of a step, by slot where a unit may be, its work by device and its bytes."""
+    """All options of a step, by slot where a unit may be, its work by row and device, and its bytes."""
     num_inner, num_devices = len(allowed) - FIRST_INNER, len(engine)
     places = [np.flatnonzero(row).astype(np.int32) for row in allowed]
     ptr = np.cumsum([0, *(len(p) for p in places)]).astype(np.int32)
@@ -230,7 +231,7 @@ def _try_options(
     slots = num_inner + 2
     device = np.zeros((total, slots), dtype=np.int32)
     spans = np.zeros((total, 2), dtype=np.int64)
-    loads = np.zeros((total, num_engines), dtype=np.int64)
+    loads = np.zeros((total, 2 * num_engines), dtype=np.int64)
     held = np.zeros((total, num_devices), dtype=np.int64)
     load = np.zeros(num_engines, dtype=np.int64)
     end_f = np.zeros(f_ticks.shape, dtype=np.int64)
@@ -291,12 +292,14 @@ def _try_options(
             continue
         spans[found, 0] = forward
         spans[found, 1] = backward
-        loads[found] = 0
+        loads[found, :num_engines] = forward
+        loads[found, num_engines:] = 0
         held[found] = 0
         for s in range(slots):
             if s != 1:  # the unit of m_k belongs to the step before
                 d = now[s]
-                loads[found, engine[d]] += work[s, d]
+                loads[found, engine[d]] += work[s, 0, d]
+                loads[found, num_engines + engine[d]] += work[s, 1, d]
                 held[found, d] += num_bytes[s]
         found += 1
     return device[:found], spans[:found], loads[:found], held[:found]
