@@ -91,11 +91,11 @@ def _search_step(
     rng, waiting = tally.run.rng, list(first)
     best, best_plan = _Best(first[0].key, slicer.row(first[0].sliced.plan), np.inf), first[0].sliced.plan
     seen: set[bytes] = set()
-    ordered = True  # False: whoever evaluates has an order of its own, as torch has
+    ordered = due = True  # not ordered: whoever evaluates has an order of its own, as torch has
     while not is_over(tally):
         in_turn = waiting and (len(first) - len(waiting) < _AHEAD or rng.random() < _WAITING)
-        if ordered and len(seen) == _AHEAD:
-            plan = plan_of(best_plan.device)  # first come first served
+        if due and ordered and len(seen) >= _AHEAD:
+            plan, due = plan_of(best_plan.device), False  # first come first served
         elif in_turn:
             plan = waiting.pop(0).sliced.plan
         else:

@@ -72,13 +72,14 @@ def first_plans(
         usual = slicer.usual(bound_s)
         found = [(one.key, one.sliced) for one in learned]
         return _fastest_first([*found, (opinion.key, usual)])
-    listed, inserted = slicer.op_by_op()
-    alone = _fastest_first([(opinion.key, slicer.alone(opinion.key))])
+    listed, *ungrouped = slicer.op_by_op()
+    alone = _fastest_first([(slicer.no_key, slicer.alone(slicer.no_key))])
     kinds = [learned, _fastest_first(slicer.usual()), [Proposal(opinion.key, listed)], alone]
     ahead = _fastest_first([(kind[0].key, kind[0].sliced) for kind in kinds if kind])
     others = list(kinds[1][1:])
     others += [Proposal(*one) for view in slicer.views[1:] for one in slicer.usual(view)]
-    others += [Proposal(opinion.key, inserted), *learned[1:]]
+    others += [Proposal(opinion.key, one) for one in ungrouped]
+    others += learned[1:]
     return _without_twins([*ahead, *others])
 
 

@@ -24,6 +24,8 @@ from loadmaster.placers.heuristic.heft import plan_by_insertion
 from loadmaster.placers.learned._groups import Groups, group_problem
 from loadmaster.placers.learned._scene import Scene, scene_of_step, scene_of_throughput
 
+_FEW_OPS = 4096  # up to here every pass over ops is affordable
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sliced:
@@ -103,12 +105,16 @@ class StepSlicer:
         return found
 
     def op_by_op(self) -> list[Sliced]:
-        """The plans of heft and of one pass of m_etf, ungrouped; the second reckons as the others do."""
+        """Ungrouped plans: of a pass by rank, which reckons as those of nodes do, then of heft and m_etf."""
         lists = self.lists if self.grouped is None else load_lists(self.problem)
         rank = lists.compute_upward_rank(transfers=True)
         order = np.lexsort((np.arange(len(rank)), -rank)).astype(np.int32)
         inserted = plan_by_insertion(lists, order, np.full(len(rank), NOWHERE, dtype=np.int32))
-        return [Sliced(*lists.reckoned(-rank, self.views[0])), Sliced(inserted, np.inf)]
+        found = [Sliced(*lists.reckoned(-rank, self.views[0])), Sliced(inserted, np.inf)]
+        if self.grouped is not None and len(rank) <= _FEW_OPS:
+            number = np.arange(len(rank), dtype=np.float64)
+            found += [Sliced(*lists.reckoned(key, view)) for view in self.views for key in (number, None)]
+        return found
 
     def _sliced(self, plan: Plan, over_s: float) -> Sliced:
         row = self.groups.row(plan)
