@@ -41,11 +41,11 @@ _MOST_RETRIES = 3
 _TIMED = 2  # runs whose processor time is taken for each baseline
 CAPTURED = (  # source, devices, batch, tokens: with room on one device, and without
     ("zoo:lstm_unrolled", "RTX4090, RTX3090", 64, 24),
-    ("zoo:lstm_unrolled", "4xT4", 1024, 24),
-    ("zoo:gnmt", "2xT4, GTX1080Ti", 64, 8),
-    ("zoo:gnmt", "A100-40GB, V100, T4, T4", 128, 8),
-    ("zoo:inception_v3", "2xT4, GTX1080Ti", 8, 1),
-    ("zoo:inception_v3", "A100-40GB, V100, T4, T4", 256, 1),
+    ("zoo:lstm_unrolled", "4xT4", 2048, 24),
+    ("zoo:gnmt", "4xV100-16GB", 64, 8),
+    ("zoo:gnmt", "2xT4, GTX1080Ti", 1024, 8),
+    ("zoo:inception_v3", "4xV100-16GB", 8, 1),
+    ("zoo:inception_v3", "2xT4, GTX1080Ti", 256, 1),
     ("hf:bert-base", "T4, GTX1080Ti", 8, 512),
     ("hf:bert-base", "2xT4, GTX1080Ti", 32, 512),
 )

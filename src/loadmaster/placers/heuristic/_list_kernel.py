@@ -72,7 +72,8 @@ def downward_rank(fixed: ProblemArrays, mean_s: Any, transfer_s: Any) -> Any:
 
 @kernel
 def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
-    """Place every op; returns device [N], position [N] in the order of starts, and when the last op ends.
+    """Place every op; returns device [N], position [N] in the order of starts, when the last op ends, and the
+    bytes [D] that were counted on each device.
 
     What memory shuts out everywhere goes where most room is left.
     """
@@ -378,4 +379,4 @@ def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
             made_s[t] = finish
         end_time[num_running], end_op[num_running] = finish, o
         num_running += 1
-    return device, position, over_s
+    return device, position, over_s, used

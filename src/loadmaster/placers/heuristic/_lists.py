@@ -94,15 +94,10 @@ class Lists:
         self, key: Floats | None, links: int, *, favourite: Ints | None = None, awake: int = NEVER
     ) -> Plan:
         """The plan of one pass, in the order of its own starts."""
-        return self.reckoned(key, links, favourite=favourite, awake=awake)[0]
-
-    def reckoned(
-        self, key: Floats | None, links: int, *, favourite: Ints | None = None, awake: int = NEVER
-    ) -> tuple[Plan, float]:
-        """That plan, and the seconds it takes as the pass sees the links."""
-        rules = self.rules(key, links, favourite=favourite, awake=awake)
-        device, position, over_s = construct_plan(self.fixed, rules)
-        return plan_of(device, position), float(over_s)
+        device, position, _, _ = construct_plan(
+            self.fixed, self.rules(key, links, favourite=favourite, awake=awake)
+        )
+        return plan_of(device, position)
 
 
 def load_lists(problem: Problem) -> Lists:

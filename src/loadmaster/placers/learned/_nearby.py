@@ -26,6 +26,7 @@ from loadmaster.placers.learned._stages import device_ranks
 # up to these shares of the moves of a step
 _FREE_DEVICES, _ONE_GROUP, _STRETCH, _FREE_STRETCH = 0.25, 0.4, 0.6, 0.9
 _SCREENED = 4  # neighbours made for each that is evaluated
+_LEAST_ROOM = 0.5  # of what a device has, while no plan fits
 _AHEAD, _WAITING = 3, 0.25  # first plans evaluated at once, and how often one of the others is
 _CUT_AGAIN, _INSIDE = 0.1, 0.5  # of free splits: cut another order; and half of those inside of stages
 _SINGLE, _TRADED = 0.45, 0.65  # up to these shares of the other moves of free splits
@@ -99,9 +100,10 @@ def _search_step(
         elif in_turn:
             plan = waiting.pop(0).sliced.plan
         else:
-            tried = [_neighbour(slicer, best, rng, noise) for _ in range(_SCREENED)]
+            room = 1.0 if tally.best_score.overflow_bytes == 0 else float(rng.uniform(_LEAST_ROOM, 1.0))
+            tried = [_neighbour(slicer, best, rng, noise, room) for _ in range(_SCREENED)]
             fresh = [one for one in tried if _name(one.plan, ordered) not in seen] or tried[:1]
-            plan = min(fresh, key=lambda one: (one.too_large, one.expected_s)).plan
+            plan = min(fresh, key=lambda one: one.rank).plan
         seen.add(_name(plan, ordered))
         time_s = groups.penalised_s(tally.offer(plan))
         tally.run.progress(f"{tally.scored:,} plans tried", 0.0)
@@ -113,7 +115,9 @@ def _search_step(
             best, best_plan = _Best(_places(started), slicer.row(plan), time_s), plan
 
 
-def _neighbour(slicer: StepSlicer, best: _Best, rng: np.random.Generator, noise: float) -> Sliced:
+def _neighbour(
+    slicer: StepSlicer, best: _Best, rng: np.random.Generator, noise: float, room: float
+) -> Sliced:
     """The best plan's order with noise, or its devices with a stretch of the order on another or on any."""
     groups, key = slicer.groups, best.key
     wanted: Ints | None = best.row
@@ -134,7 +138,7 @@ def _neighbour(slicer: StepSlicer, best: _Best, rng: np.random.Generator, noise:
         key = _moved(key, rng, spread)
     else:
         key = _moved(key, rng, spread)
-    sliced = slicer.slice(key, wanted)
+    sliced = slicer.slice(key, wanted, room=room)
     assert sliced is not None  # list scheduling always ends
     return sliced
 

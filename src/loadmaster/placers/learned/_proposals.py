@@ -51,6 +51,8 @@ def learned_plans(
         (opinion.key, slicer.slice(opinion.key)),
         (opinion.key, slicer.slice(opinion.key, slicer.wish(opinion.score))),
     ]
+    if max(one.fullness for _, one in found if one is not None) > slicer.roomy:
+        found.append((opinion.key, slicer.slice(opinion.key, room=slicer.roomy)))
     rng = np.random.default_rng(0)  # the first plan is the same for every seed
     for at in range(orders):
         spread = noise * 2.0 ** (-3.0 * at / max(orders - 1, 1))
@@ -93,4 +95,4 @@ def _without_twins(proposals: list[Proposal]) -> list[Proposal]:
 
 def _fastest_first(found: Iterable[tuple[Floats, Sliced | None]]) -> list[Proposal]:
     known = [Proposal(key, one) for key, one in found if one is not None]
-    return sorted(known, key=lambda one: (one.sliced.too_large, one.sliced.expected_s))
+    return sorted(known, key=lambda one: one.sliced.rank)

@@ -25,15 +25,26 @@ from loadmaster.placers.learned._groups import Groups, group_problem
 from loadmaster.placers.learned._scene import Scene, scene_of_step, scene_of_throughput
 
 _FEW_OPS = 4096  # up to here every pass over ops is affordable
+_ROOMY = (
+    0.8  # of a training step: slicers count what stays, not what comes and goes, so full plans may not fit
+)
+_NEARLY_FULL = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sliced:
-    """A plan, what the slicer itself thinks it takes, and whether it thinks that it does not fit."""
+    """A plan, what the slicer itself thinks it takes, and how full it thinks the fullest device is."""
 
     plan: Plan
     expected_s: float
-    too_large: bool = False
+    fullness: float = 0.0  # of its room, 1 = full
+    roomy: float = 1.0  # up to here it surely fits
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Less is better: what seems too large comes last, what is nearly so is held to be slower."""
+        late = _NEARLY_FULL * max(self.fullness - self.roomy, 0.0)
+        return self.fullness > 1.0, self.expected_s * (1.0 + late)
 
 
 class StepSlicer:
@@ -54,6 +65,7 @@ class StepSlicer:
         self.first = np.arange(problem.graph.num_ops)  # [N] an op of each node
         if self.grouped is not None:
             _, self.first = np.unique(self.grouped.coarse.op_of, return_index=True)
+        self.roomy = _ROOMY if (problem.graph.mirror >= 0).any() else 1.0
         self._rules = {view: self.lists.rules(self.no_key, view) for view in self.views}
 
     @property
@@ -77,18 +89,24 @@ class StepSlicer:
         """[U] the devices of a plan of ops."""
         return self.groups.row(plan_of(plan.device[self.first]))
 
-    def slice(self, key: Floats, wanted: Ints | None = None, view: int | None = None) -> Sliced | None:
-        """The plan of keys [N]; `wanted` [U] names devices of groups, FREE those left to list scheduling."""
+    def slice(
+        self, key: Floats, wanted: Ints | None = None, view: int | None = None, *, room: float = 1.0
+    ) -> Sliced | None:
+        """The plan of keys [N]; `wanted` [U] names devices of groups, FREE those left to list scheduling.
+
+        `room`: the share of each device's room that may be used.
+        """
         rules = self._rules[self.views[0] if view is None else view]
         rules = rules._replace(key=np.ascontiguousarray(key, dtype=np.float64))
+        if room < 1.0:
+            rules = rules._replace(room=room * rules.room)
         if wanted is not None:
             fits = self.groups.cargo.fits
             asked = np.zeros_like(fits)
             told = np.flatnonzero(wanted != FREE)
             asked[told, wanted[told]] = fits[told, wanted[told]]
             rules = rules._replace(allowed=np.where(asked.any(axis=1)[:, None], asked, fits))
-        device, position, over_s = construct_plan(self.lists.fixed, rules)
-        return self._sliced(plan_of(device, position), float(over_s))
+        return self._sliced(*construct_plan(self.lists.fixed, rules))
 
     def usual(self, view: int | None = None) -> list[tuple[Floats, Sliced]]:
         """What nobody learned: the keys of m_etf, over nodes."""
@@ -100,8 +118,8 @@ class StepSlicer:
             one = self.slice(key, view=seen)
             assert one is not None
             found.append((key, one))
-        plan, over_s = self.lists.reckoned(None, seen)
-        found.append((plan.priority.astype(np.float64), self._sliced(plan, over_s)))
+        first_come = construct_plan(self.lists.fixed, self.lists.rules(None, seen))
+        found.append((first_come[1].astype(np.float64), self._sliced(*first_come)))
         return found
 
     def op_by_op(self) -> list[Sliced]:
@@ -110,17 +128,23 @@ class StepSlicer:
         rank = lists.compute_upward_rank(transfers=True)
         order = np.lexsort((np.arange(len(rank)), -rank)).astype(np.int32)
         inserted = plan_by_insertion(lists, order, np.full(len(rank), NOWHERE, dtype=np.int32))
-        found = [Sliced(*lists.reckoned(-rank, self.views[0])), Sliced(inserted, np.inf)]
+        passes: list[tuple[Floats | None, int]] = [(-rank, self.views[0])]
         if self.grouped is not None and len(rank) <= _FEW_OPS:
             number = np.arange(len(rank), dtype=np.float64)
-            found += [Sliced(*lists.reckoned(key, view)) for view in self.views for key in (number, None)]
-        return found
+            passes += [(key, view) for view in self.views for key in (number, None)]
+        made = [construct_plan(lists.fixed, lists.rules(*one)) for one in passes]
+        found = [self._sliced(*one, of_ops=True) for one in made]
+        return [found[0], Sliced(inserted, np.inf), *found[1:]]
 
-    def _sliced(self, plan: Plan, over_s: float) -> Sliced:
-        row = self.groups.row(plan)
-        held = np.bincount(row, self.lists.footprint, self.groups.num_devices)
-        too_large = bool((held > self.lists.room_bytes).any())
-        return Sliced(plan if self.grouped is None else self.grouped.back(plan), over_s, too_large)
+    def _sliced(
+        self, device: Ints, position: Ints, over_s: float, used: Floats, *, of_ops: bool = False
+    ) -> Sliced:
+        """What a list pass made, as a plan of ops."""
+        plan = plan_of(device, position)
+        if self.grouped is not None and not of_ops:
+            plan = self.grouped.back(plan)
+        fullness = float((used / np.maximum(self.lists.room_bytes, 1.0)).max())
+        return Sliced(plan, float(over_s), fullness, self.roomy)
 
     def alone(self, key: Floats) -> Sliced | None:
         """Everything on the fastest device that has room for it and may run it."""

@@ -189,7 +189,7 @@ class TestPlacer:
         found = first_plans(
             slicer, look_at(make_network(NetworkSize(), 0).eval(), slicer), orders=4, noise=0.1
         )
-        usual = min(one.expected_s for _, one in slicer.usual() if not one.too_large)
+        usual = min(one.expected_s for _, one in slicer.usual() if one.fullness <= 1.0)
         assert found[0].sliced.expected_s <= usual
         assert len({one.sliced.plan.device.tobytes() for one in found}) == len(found)
 
@@ -200,9 +200,9 @@ class TestPlacer:
         num = slicer.groups.num
         crowded = slicer.slice(slicer.no_key, np.zeros(num, dtype=np.int32))
         assert crowded is not None
-        assert crowded.too_large
+        assert crowded.fullness > 1.0
         found = first_plans(slicer, look_at(make_network(NetworkSize(), 0).eval(), slicer))
-        assert not found[0].sliced.too_large
+        assert found[0].sliced.fullness <= 1.0
 
     def test_more_orders_never_reckon_a_slower_first_plan(self) -> None:
         problem = fork_join()
