@@ -26,6 +26,7 @@ from loadmaster.placers.learned._stages import device_ranks
 # up to these shares of the moves of a step
 _FREE_DEVICES, _ONE_GROUP, _STRETCH, _FREE_STRETCH = 0.25, 0.4, 0.6, 0.9
 _SCREENED = 4  # neighbours made for each that is evaluated
+_OP_BY_OP, _MOVED_STRETCH = 0.25, 0.5  # how often ops move out of their groups, and many at once
 _LEAST_ROOM = 0.5  # of what a device has, while no plan fits
 _AHEAD, _WAITING = 3, 0.25  # first plans evaluated at once, and how often one of the others is
 _CUT_AGAIN, _INSIDE = 0.1, 0.5  # of free splits: cut another order; and half of those inside of stages
@@ -99,6 +100,8 @@ def _search_step(
             plan, due = plan_of(best_plan.device), False  # first come first served
         elif in_turn:
             plan = waiting.pop(0).sliced.plan
+        elif slicer.grouped is not None and rng.random() < _OP_BY_OP:
+            plan = _move_ops(groups, best_plan, rng)
         else:
             room = 1.0 if tally.best_score.overflow_bytes == 0 else float(rng.uniform(_LEAST_ROOM, 1.0))
             tried = [_neighbour(slicer, best, rng, noise, room) for _ in range(_SCREENED)]
@@ -141,6 +144,17 @@ def _neighbour(
     sliced = slicer.slice(key, wanted, room=room)
     assert sliced is not None  # list scheduling always ends
     return sliced
+
+
+def _move_ops(groups: Groups, plan: Plan, rng: np.random.Generator) -> Plan:
+    """The plan with one unit of ops, or a stretch of them, on another device: what no grouped plan says."""
+    row, to = groups.row(plan), int(rng.integers(groups.num_devices))
+    moved: Ints | Longs = np.array([int(rng.integers(groups.num))])
+    if rng.random() < _MOVED_STRETCH:
+        started = plan.priority.astype(np.float64)
+        moved = _draw_stretch(np.argsort(_first_places(groups, started), kind="stable"), rng)
+    row[moved] = np.where(groups.cargo.fits[moved, to], to, row[moved])
+    return replace(groups.plan(row), priority=plan.priority)
 
 
 def _name(plan: Plan, ordered: bool) -> bytes:
