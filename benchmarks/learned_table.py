@@ -25,7 +25,7 @@ from loadmaster.placers.learned._table import TableSearch, TableSettings
 from loadmaster.placers.registry import placer
 
 SUITE = "learned"
-BUDGETS = (100, 500, 2400, 10_000)
+BUDGETS = {Objective.THROUGHPUT: (100, 500, 2400, 10_000), Objective.STEP: (100, 500, 2400)}
 OPTIMA = {  # proven, of free splits; None: no plan is proven to be best
     "LayerGraphs/bert24_inference": 17.714719,
     "LayerGraphs/bert24_training": 39.789539,
@@ -213,10 +213,10 @@ def measure_table(report: Report, shared: Path, seeds: int) -> None:
 
 def _measure_input(report: Report, name: str, given: Input, optimum: float | None, seeds: int) -> None:
     label = f"{name} ({given.groups.num})"
-    question, least = question_of(given.problem), np.inf
+    question, least, budgets = question_of(given.problem), np.inf, BUDGETS[given.problem.objective]
     medians: dict[tuple[str, int], float] = {}
     for method, search in METHODS.items():
-        for most in BUDGETS:
+        for most in budgets:
             found, taken = [], []
             for seed in range(seeds):
                 evaluator, began = given.evaluator(), time.process_time()
@@ -242,7 +242,7 @@ def _measure_input(report: Report, name: str, given: Input, optimum: float | Non
     report.add(SUITE, f"{label}: best of all methods and seeds", least, "")
     if optimum is not None:
         report.add(SUITE, f"{label}: proven optimum", optimum, "")
-    for most in BUDGETS:
+    for most in budgets:
         ratio = medians["warm post", most] / medians["warm hill climbing", most]
         aim, reached = ("<= 1", ratio <= 1 + 1e-9) if most == 2400 else ("", None)
         ratio_name = f"{label}: warm post / warm hill climbing, {most} evaluations"

@@ -23,10 +23,10 @@ def train(
     ] = 60,
     imitation: Annotated[
         int, typer.Option("--imitation", metavar="N", help="Updates on the solvers' answers.")
-    ] = 2000,
+    ] = 1500,
     reinforcement: Annotated[
         int, typer.Option("--reinforcement", metavar="N", help="Updates on simulated times.")
-    ] = 8000,
+    ] = 4500,
     width: Annotated[int, typer.Option("--width", metavar="N", help="Width of the network.")] = 48,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds of messages.")] = 5,
     workers: Workers = 1,
