@@ -39,7 +39,7 @@ def run(report: Report) -> None:
     if "hsdag" in parts:
         from benchmarks.learned_hsdag import measure_hsdag
 
-        measure_hsdag(report, min(SEEDS, 3))
+        measure_hsdag(report, min(SEEDS, 5))
 
 
 def _measure_large(report: Report) -> None:
