@@ -22,6 +22,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally, with_note
 from loadmaster.placers.learned._groups import group_problem
+from loadmaster.placers.learned._levels import say_levels
 from loadmaster.placers.learned._nearby import search_nearby
 from loadmaster.placers.learned._proposals import look_at
 from loadmaster.placers.learned._slicers import slicer_of
@@ -67,7 +68,7 @@ class LearnedOrder:
         groups, tally = group_problem(problem), Tally(problem, run)
         slicer = slicer_of(problem, groups)
         search_nearby(problem, groups, tally, slicer, look_at(network, slicer), self.noise, self.orders)
-        return tally.answer(algorithm="learned_order")
+        return say_levels(problem, tally.answer(algorithm="learned_order"))
 
 
 PLACER: type[Placer] = LearnedOrder
