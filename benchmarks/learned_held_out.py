@@ -35,7 +35,7 @@ from loadmaster.simulator.events.engine import prepare
 SUITE = "learned"
 BUDGETS = (0, 10, 100)
 SEEDS = 5
-OTHER_ACCELERATORS = 4  # instead of 6 or 3
+OTHER_ACCELERATORS = 4  # of latency inputs, instead of 4 to 12
 _NEARLY = 0.8  # of the processor time that a baseline may spend
 _MOST_RETRIES = 3
 _TIMED = 2  # runs whose processor time is taken for each baseline
@@ -99,8 +99,6 @@ def list_graphs(shared: Path) -> list[tuple[str, Problem]]:
         found += [
             (f"{name}, {split.value}", lm.problem(path, split=split)) for split in (Split.CHAIN, Split.FREE)
         ]
-        other = with_accelerators(found[-1][1], OTHER_ACCELERATORS)
-        found.append((f"{name}, free, {OTHER_ACCELERATORS} accelerators", other))
     for path in sorted((shared / "msr" / "latency-inputs").glob("*/*.json")):
         problem = lm.problem(str(path), objective="step", split="free")
         found.append((f"{path.parent.name}/{path.stem}, step", problem))

@@ -194,7 +194,6 @@ METHODS: dict[str, Search] = {
     "post, KL": _table(False, ppo="kl"),
     "warm hill climbing": _climb(True),
     "warm cross-entropy": _table(True),
-    "warm post, table alone": _table(True, ppo="clipped"),
     "warm post": _table(True, climbs=True, ppo="clipped"),
 }
 
