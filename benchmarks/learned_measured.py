@@ -27,8 +27,8 @@ def main() -> None:
     """Plan twice, then compare in turns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--source", default="hf:gpt2-large")
-    parser.add_argument("--devices", default="cuda:0-8GB, cpu-8GB")
+    parser.add_argument("--source", default="hf:gpt2-xl")
+    parser.add_argument("--devices", default="cuda:0-10GB, cpu-10GB")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--evaluations", type=int, default=60)

@@ -24,6 +24,7 @@ from loadmaster.placers.heuristic._list_kernel import (
 )
 from loadmaster.placers.heuristic._lists import VIEWS, Lists, load_lists
 from loadmaster.placers.heuristic.heft import plan_by_insertion
+from loadmaster.simulator.events.engine import prepare
 from loadmaster.simulator.events.kernel import PARALLEL
 from tests import reference
 from tests.builders import arrows, graph_of, problem_of, star_cluster
@@ -39,7 +40,7 @@ def nowhere(lists: Lists) -> Ints:
 
 
 def assert_same(lists: Lists, rules: Rules) -> None:
-    device, position = construct_plan(lists.fixed, rules)
+    device, position, _, _ = construct_plan(lists.fixed, rules)
     assert SlowList(lists, rules).run() == (device.tolist(), position.tolist())
 
 
@@ -72,6 +73,18 @@ class TestConstruct:
         assert_same(*case)
 
     @quick
+    @given(ruled(NEVER))
+    def test_it_says_when_the_last_op_ends_and_what_devices_hold(self, case: tuple[Lists, Rules]) -> None:
+        """Where transfers never wait, the simulator agrees to the second."""
+        lists, rules = case
+        device, position, over_s, used = construct_plan(lists.fixed, rules)
+        simulated = prepare(lists.problem).score(plan_of(device, position))
+        assert over_s == pytest.approx(simulated.time_s)
+        row = np.zeros(len(lists.footprint), dtype=np.int64)
+        row[lists.cargo.of_op] = device
+        assert (used >= np.bincount(row, lists.footprint, len(used)) - 1e-9).all()
+
+    @quick
     @given(ruled(PUBLISHED))
     def test_it_decides_as_the_slow_one_with_the_published_rule(self, case: tuple[Lists, Rules]) -> None:
         assert_same(*case)
@@ -83,7 +96,7 @@ class TestConstruct:
         slow = SlowList(lists, rules)
         expected = slow.run()
         assume(not slow.left_alone)  # the defect that R11 shows, see test_published_defects.py
-        device, position = construct_plan(lists.fixed, rules)
+        device, position, _, _ = construct_plan(lists.fixed, rules)
         assert expected == (device.tolist(), position.tolist())
 
     @pytest.mark.parametrize("seed", range(20))
@@ -219,7 +232,7 @@ def any_pass(draw: st.DrawFn) -> tuple[Lists, Rules]:
 def test_r9_groups_pins_and_support_hold_under_every_rule(case: tuple[Lists, Rules]) -> None:
     """Published: the urgent pick did not look at where an op's group may go."""
     lists, rules = case
-    device, position = construct_plan(lists.fixed, rules)
+    device, position, _, _ = construct_plan(lists.fixed, rules)
     assert sorted(position.tolist()) == list(range(len(position)))
     broken = check_plan(lists.problem, plan_of(device, position))
     assert [rule.message for rule in broken if rule.rule != "memory"] == []

@@ -20,13 +20,13 @@ def train(
     problems: Annotated[int, typer.Option("--problems", metavar="N", help="Problems to learn from.")] = 300,
     held_out: Annotated[
         int, typer.Option("--held-out", metavar="N", help="Problems that choose the checkpoint.")
-    ] = 40,
+    ] = 60,
     imitation: Annotated[
         int, typer.Option("--imitation", metavar="N", help="Updates on the solvers' answers.")
-    ] = 1200,
+    ] = 1500,
     reinforcement: Annotated[
         int, typer.Option("--reinforcement", metavar="N", help="Updates on simulated times.")
-    ] = 2400,
+    ] = 4500,
     width: Annotated[int, typer.Option("--width", metavar="N", help="Width of the network.")] = 48,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds of messages.")] = 5,
     workers: Workers = 1,

@@ -72,7 +72,8 @@ def downward_rank(fixed: ProblemArrays, mean_s: Any, transfer_s: Any) -> Any:
 
 @kernel
 def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
-    """Place every op; returns device [N] and position [N] in the order of starts.
+    """Place every op; returns device [N], position [N] in the order of starts, when the last op ends, and the
+    bytes [D] that were counted on each device.
 
     What memory shuts out everywhere goes where most room is left.
     """
@@ -112,7 +113,7 @@ def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
     end_time, end_op, num_running = np.empty(num_engines), np.empty(num_engines, dtype=np.int32), 0
     fresh, num_fresh = np.empty(num_ops, dtype=np.int32), 0
     estimate = np.empty(num_devices)
-    num_placed, num_ready, now = 0, 0, 0.0
+    num_placed, num_ready, now, over_s = 0, 0, 0.0, 0.0
     for i in range(num_ops):
         missing[i] = in_ptr[i + 1] - in_ptr[i]
         if missing[i] == 0:
@@ -369,6 +370,7 @@ def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
                 if standing[t]:
                     used[d] += tensor_bytes[t]
         finish = now + compute_s[o, kind[d]]
+        over_s = max(over_s, finish)
         busy[engine[d]] = True
         awake_s[d] = finish + rules.patience_s[o]
         for out in range(out_ptr[o], out_ptr[o + 1]):
@@ -377,4 +379,4 @@ def construct_plan(fixed: ProblemArrays, rules: Rules) -> Any:
             made_s[t] = finish
         end_time[num_running], end_op[num_running] = finish, o
         num_running += 1
-    return device, position
+    return device, position, over_s, used

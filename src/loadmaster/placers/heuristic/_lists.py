@@ -94,7 +94,7 @@ class Lists:
         self, key: Floats | None, links: int, *, favourite: Ints | None = None, awake: int = NEVER
     ) -> Plan:
         """The plan of one pass, in the order of its own starts."""
-        device, position = construct_plan(
+        device, position, _, _ = construct_plan(
             self.fixed, self.rules(key, links, favourite=favourite, awake=awake)
         )
         return plan_of(device, position)

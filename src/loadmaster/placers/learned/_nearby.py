@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints, Longs
-from loadmaster.core.problem import Problem, Split
+from loadmaster.core.plan import Plan, plan_of
+from loadmaster.core.problem import FREE, Problem, Split
 from loadmaster.core.run import Score
 from loadmaster.placers.answer import Meter, Tally
 from loadmaster.placers.exact._maxload.packed import loads_s
@@ -22,8 +23,14 @@ from loadmaster.placers.learned._searcher import is_over
 from loadmaster.placers.learned._slicers import LoadSlicer, Sliced, Slicer, StepSlicer
 from loadmaster.placers.learned._stages import device_ranks
 
-_FREE_DEVICES, _ONE_GROUP, _STRETCH = 0.35, 0.5, 0.85  # up to these shares of the moves of a step
-_CUT_AGAIN, _INSIDE = 0.35, 0.5  # of free splits: cut another order; and half of those inside of stages
+# up to these shares of the moves of a step
+_FREE_DEVICES, _ONE_GROUP, _STRETCH, _FREE_STRETCH = 0.25, 0.4, 0.6, 0.9
+_SCREENED = 4  # neighbours made for each that is evaluated
+_OP_BY_OP, _MOVED_STRETCH = 0.25, 0.5  # how often ops move out of their groups, and many at once
+_LEAST_ROOM = 0.5  # of what a device has, while no plan fits
+_AHEAD, _WAITING = 3, 0.25  # first plans evaluated at once, and how often one of the others is
+_CUT_AGAIN, _INSIDE = 0.1, 0.5  # of free splits: cut another order; and half of those inside of stages
+_SINGLE, _TRADED = 0.45, 0.65  # up to these shares of the other moves of free splits
 _WIDEST = 0.25  # of the order
 _HALVINGS = 6.0
 
@@ -38,11 +45,17 @@ class _Best:
 
 
 def search_nearby(
-    problem: Problem, groups: Groups, tally: Tally, slicer: Slicer, opinion: Opinion, noise: float
+    problem: Problem,
+    groups: Groups,
+    tally: Tally,
+    slicer: Slicer,
+    opinion: Opinion,
+    noise: float,
+    orders: int = 16,
 ) -> None:
     """The network's plans, the usual ones, then their neighbours until the budget ends."""
     bound_s = tally.run.bound.seconds
-    first = first_plans(slicer, opinion, bound_s)
+    first = first_plans(slicer, opinion, bound_s, orders=orders, noise=noise)
     if not first:
         _fall_back(problem, tally)
         return
@@ -76,38 +89,77 @@ def _places(key: Floats) -> Floats:
 def _search_step(
     groups: Groups, tally: Tally, slicer: StepSlicer, first: list[Proposal], noise: float
 ) -> None:
-    rng = tally.run.rng
-    best: _Best | None = None
-    for one in first:
-        if best is not None and is_over(tally):
-            break
-        time_s = _offer(groups, tally, one.sliced)
-        if best is None or time_s < best.time_s:
-            best = _Best(_places(one.key), groups.row(one.sliced.plan), time_s)
-    assert best is not None
-    spread = noise
+    """Of a few neighbours the one that its own list pass reckons fastest is evaluated."""
+    rng, waiting = tally.run.rng, list(first)
+    best, best_plan = _Best(first[0].key, slicer.row(first[0].sliced.plan), np.inf), first[0].sliced.plan
+    seen: set[bytes] = set()
+    ordered = due = True  # not ordered: whoever evaluates has an order of its own, as torch has
     while not is_over(tally):
-        key, row = best.key, best.row
-        kind = rng.random()
-        wanted: Ints | None = row
-        if kind < _FREE_DEVICES:
-            key, wanted = _moved(key, rng, spread), None
-        elif kind < _ONE_GROUP:
-            wanted = row.copy()
-            wanted[int(rng.integers(groups.num))] = int(rng.integers(groups.num_devices))
-        elif kind < _STRETCH:
-            order = np.argsort(_first_places(groups, key), kind="stable")
-            wanted = row.copy()
-            wanted[_draw_stretch(order, rng)] = int(rng.integers(groups.num_devices))
+        in_turn = waiting and (len(first) - len(waiting) < _AHEAD or rng.random() < _WAITING)
+        if due and ordered and len(seen) >= _AHEAD:
+            plan, due = plan_of(best_plan.device), False  # first come first served
+        elif in_turn:
+            plan = waiting.pop(0).sliced.plan
+        elif slicer.grouped is not None and rng.random() < _OP_BY_OP:
+            plan = _move_ops(groups, best_plan, rng)
         else:
-            key = _moved(key, rng, spread)
-        sliced = slicer.slice(key, wanted)
-        if sliced is None:
-            continue
-        time_s = _offer(groups, tally, sliced)
+            room = 1.0 if tally.best_score.overflow_bytes == 0 else float(rng.uniform(_LEAST_ROOM, 1.0))
+            tried = [_neighbour(slicer, best, rng, noise, room) for _ in range(_SCREENED)]
+            fresh = [one for one in tried if _name(one.plan, ordered) not in seen] or tried[:1]
+            plan = min(fresh, key=lambda one: one.rank).plan
+        seen.add(_name(plan, ordered))
+        time_s = groups.penalised_s(tally.offer(plan))
+        tally.run.progress(f"{tally.scored:,} plans tried", 0.0)
+        if ordered and len(seen) == 1:
+            ordered = not (np.diff(tally.last.priority) == 1).all() or (np.diff(plan.priority) == 1).all()
+            seen = {_name(plan, ordered)}
         if time_s <= best.time_s:
-            best = _Best(key, groups.row(sliced.plan), time_s)
-        spread = noise * 2.0 ** (-4.0 * rng.random())
+            started = slicer.earliest(tally.last.priority.astype(np.float64))
+            best, best_plan = _Best(_places(started), slicer.row(plan), time_s), plan
+
+
+def _neighbour(
+    slicer: StepSlicer, best: _Best, rng: np.random.Generator, noise: float, room: float
+) -> Sliced:
+    """The best plan's order with noise, or its devices with a stretch of the order on another or on any."""
+    groups, key = slicer.groups, best.key
+    wanted: Ints | None = best.row
+    kind, spread = rng.random(), noise * 2.0 ** (-4.0 * rng.random())
+    if kind < _FREE_DEVICES:
+        key, wanted = _moved(key, rng, spread), None
+    elif kind < _ONE_GROUP:
+        wanted = best.row.copy()
+        wanted[int(rng.integers(groups.num))] = int(rng.integers(groups.num_devices))
+    elif kind < _STRETCH:
+        order = np.argsort(_first_places(groups, key), kind="stable")
+        wanted = best.row.copy()
+        wanted[_draw_stretch(order, rng)] = int(rng.integers(groups.num_devices))
+    elif kind < _FREE_STRETCH:
+        order = np.argsort(_first_places(groups, key), kind="stable")
+        wanted = best.row.copy()
+        wanted[_draw_stretch(order, rng)] = FREE
+        key = _moved(key, rng, spread)
+    else:
+        key = _moved(key, rng, spread)
+    sliced = slicer.slice(key, wanted, room=room)
+    assert sliced is not None  # list scheduling always ends
+    return sliced
+
+
+def _move_ops(groups: Groups, plan: Plan, rng: np.random.Generator) -> Plan:
+    """The plan with one unit of ops, or a stretch of them, on another device: what no grouped plan says."""
+    row, to = groups.row(plan), int(rng.integers(groups.num_devices))
+    moved: Ints | Longs = np.array([int(rng.integers(groups.num))])
+    if rng.random() < _MOVED_STRETCH:
+        started = plan.priority.astype(np.float64)
+        moved = _draw_stretch(np.argsort(_first_places(groups, started), kind="stable"), rng)
+    row[moved] = np.where(groups.cargo.fits[moved, to], to, row[moved])
+    return replace(groups.plan(row), priority=plan.priority)
+
+
+def _name(plan: Plan, ordered: bool) -> bytes:
+    """What tells plans apart: devices, and the order where it counts."""
+    return plan.device.tobytes() + (plan.priority.tobytes() if ordered else b"")
 
 
 def _first_places(groups: Groups, key: Floats) -> Floats:
@@ -186,15 +238,47 @@ def _order_of(slicer: LoadSlicer, device: Longs, key: Floats) -> Ints:
 
 
 def _give_away(slicer: LoadSlicer, device: Longs, order: Ints, rng: np.random.Generator) -> Longs:
-    """The devices with a stretch of a busy one given to another."""
+    """The devices with some work of the busiest one given away: a class, a stretch, or one class for another.
+
+    Loads of the best plan are known since it was evaluated; only moves that may relieve its busiest device
+    are proposed.
+    """
     model = slicer.chain.model
-    load = loads_s(model, device.astype(np.int32))
-    busy = int(load.argmax()) if rng.random() < 0.7 else int(rng.integers(len(load)))
+    load, moved = loads_s(model, device.astype(np.int32)), device.copy()
+    busy = int(load.argmax())
     own = order[device[order] == busy]
-    moved = device.copy()
-    if len(own) == 0:
+    to = _draw_idle(load, busy, rng)
+    spare_s = max(float(load[busy] - load[to]), 0.0)
+    here, there = (model.seconds[:, slicer.kind[d]] for d in (busy, to))
+    kind = rng.random()
+    if kind < _SINGLE:
+        small = own[there[own] <= spare_s]
+        moved[_draw_one(small if len(small) else own, rng)] = to
         return moved
-    stretch = _draw_stretch(own, rng)
-    to = int(load.argmin()) if rng.random() < 0.4 else int(rng.integers(len(load)))
-    moved[stretch] = to
+    if kind < _TRADED:
+        given = _draw_one(own, rng)
+        theirs = np.flatnonzero((device == to) & (there < there[given]))
+        moved[given] = to
+        if len(theirs):
+            moved[_draw_one(theirs, rng)] = busy
+        return moved
+    begin = 0 if rng.random() < 0.3 else int(rng.integers(len(own)))
+    if rng.random() < 0.3:
+        own, begin = own[::-1], 0
+    done_s = np.cumsum(here[own[begin:]])
+    width = 1 + int(np.searchsorted(done_s, spare_s * rng.random()))
+    moved[own[begin : begin + width]] = to
     return moved
+
+
+def _draw_idle(load: Floats, busy: int, rng: np.random.Generator) -> int:
+    """A device other than the busiest; the less it has to do, the likelier."""
+    others = np.flatnonzero(np.arange(len(load)) != busy)
+    if not len(others):
+        return busy
+    spare = (load[busy] - load[others]) / max(float(load[busy]), 1e-300) + 0.05
+    return int(others[int(np.searchsorted(np.cumsum(spare), rng.random() * spare.sum()))])
+
+
+def _draw_one(among: "Ints | Longs", rng: np.random.Generator) -> int:
+    return int(among[int(rng.integers(len(among)))])

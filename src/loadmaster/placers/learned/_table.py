@@ -15,12 +15,12 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints
 from loadmaster.core.errors import InputError
 from loadmaster.placers.learned._groups import Groups
+from loadmaster.placers.learned._surrogate import climb_surrogate
 
 CLIPPED, KL, NONE = "clipped", "kl", ""
 JOINT, GROUP = "joint", "group"
 _PERIOD, _SHORT_PERIOD, _SHORT_BUDGET = 100, 50, 500
 _MIXED, _WARM = 2.0, 3.0  # over the number of groups: the uniform share, and what a warm start leaves open
-_MOST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,31 +136,15 @@ def ascend(probability: Floats, rows: Ints, times_s: Floats, settings: TableSett
     advantage = advantages(times_s, by_rank=settings.by_rank)
     if not advantage.any():
         return probability
-    taken = _one_hot(rows, probability.shape[1])
-    start = np.log(np.maximum(probability, 1e-300))
-    at_start = np.where(taken > 0.0, start[None], 0.0).sum(axis=2)  # [B, U]
-    logits = np.where(probability > 0.0, start, -np.inf)
-    now = probability
-    for _ in range(settings.ppo_steps):
-        with np.errstate(divide="ignore"):
-            log_now = np.log(now)
-        change = np.where(taken > 0.0, log_now[None], 0.0).sum(axis=2) - at_start
-        if settings.ratio == JOINT:
-            change = np.broadcast_to(change.sum(axis=1, keepdims=True), change.shape)
-        ratio = np.exp(np.clip(change, -_MOST_LOG_RATIO, _MOST_LOG_RATIO))
-        push = ratio * advantage[:, None]  # [B, U]
-        if settings.ppo == CLIPPED:
-            up = (advantage[:, None] > 0.0) & (ratio > 1.0 + settings.clip)
-            down = (advantage[:, None] < 0.0) & (ratio < 1.0 - settings.clip)
-            push = np.where(up | down, 0.0, push)
-        slope = (push[:, :, None] * (taken - now[None])).mean(axis=0)
-        if settings.ppo == KL:
-            slope = slope + settings.beta * (probability - now)
-        logits = logits + settings.ppo_rate * slope
-        now = _softmax(logits)
-    return now
-
-
-def _softmax(logits: Floats) -> Floats:
-    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(shifted / shifted.sum(axis=1, keepdims=True))
+    table: Floats = climb_surrogate(
+        probability,
+        rows,
+        advantage,
+        settings.ppo_steps,
+        settings.ppo_rate,
+        settings.ratio == JOINT,
+        settings.ppo == CLIPPED,
+        settings.clip,
+        settings.beta,
+    )
+    return table

@@ -7,6 +7,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.learned._groups import Groups, group_problem
+from loadmaster.placers.learned._levels import say_levels
 from loadmaster.placers.learned._searcher import Climb, Searcher, offer_start, run_searcher, warm_start_of
 from loadmaster.placers.learned._table import TableSearch, TableSettings
 
@@ -35,7 +36,7 @@ def answer_by_table(
     search = TableSearch(groups, settings, budget=run.budget.count, start=first)
     search_and_climb(search, groups, tally, finish)
     tally.mend()
-    return tally.answer(algorithm=algorithm)
+    return say_levels(problem, tally.answer(algorithm=algorithm))
 
 
 def search_and_climb(search: Searcher, groups: Groups, tally: Tally, finish: float) -> None:

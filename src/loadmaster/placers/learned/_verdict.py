@@ -1,10 +1,11 @@
 """Verdicts: for which classes of graphs a learned placer may be recommended, by a rule and not by taste.
 
-A class is an objective with the size of a graph. For each held-out graph of a class the benchmark measures,
-over seeds, the learned placer and every mandatory baseline at equal evaluations and at equal processor time.
-The placer is recommended where its median beats the best baseline's on more than half of the graphs and the
-bootstrap interval of the mean log ratio excludes zero, both ways of counting. The benchmark writes the
-outcome to `weights/verdict.json`; `auto` reads it. Where it is missing or damaged nothing is recommended.
+A class is an objective (for throughput with its split) and the size of a graph. For each held-out graph of a
+class the benchmark measures, over seeds, the learned placer and every mandatory baseline at equal evaluations
+and at equal processor time. The placer is recommended where its median beats the best baseline's on more than
+half of the graphs and the bootstrap interval of the mean log ratio excludes zero, both ways of counting. The
+benchmark writes the outcome to `weights/verdict.json`; `auto` reads it. Where it is missing or damaged
+nothing is recommended.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.core.problem import Problem
+from loadmaster.core.problem import Objective, Problem
 
 FILE = Path(__file__).parent / "weights" / "verdict.json"
 VERSION = 1
@@ -72,10 +73,12 @@ def recommend(by_evaluations: Verdict, by_seconds: Verdict) -> bool:
 
 
 def class_of(problem: Problem) -> str:
-    """The class of a problem, e.g. 'step, up to 1000 ops'."""
-    num = problem.graph.num_ops
+    """The class of a problem, e.g. 'step, up to 1000 ops' or 'throughput (chain), up to 100 ops'."""
+    num, asked = problem.graph.num_ops, problem.objective.value
     size = next((label for most, label in _SIZES if num <= most), "more than 1000")
-    return f"{problem.objective.value}, {size} ops"
+    if problem.objective == Objective.THROUGHPUT:
+        asked = f"{asked} ({problem.split.value})"
+    return f"{asked}, {size} ops"
 
 
 def is_recommended(algorithm: str, problem: Problem, path: Path | None = None) -> bool:

@@ -20,6 +20,7 @@ from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.learned._groups import group_problem
+from loadmaster.placers.learned._levels import say_levels
 from loadmaster.placers.learned._searcher import offer_start
 from loadmaster.placers.learned._table_placer import require_share, search_and_climb
 from loadmaster.placers.registry import Placer
@@ -65,7 +66,7 @@ class Hsdag:
         search = HsdagSearch(problem, groups, self, int(run.rng.integers(2**31)))
         search_and_climb(search, groups, tally, self.finish)
         tally.mend()
-        return tally.answer(algorithm="hsdag")
+        return say_levels(problem, tally.answer(algorithm="hsdag"))
 
 
 PLACER: type[Placer] = Hsdag

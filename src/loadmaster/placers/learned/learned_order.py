@@ -1,10 +1,12 @@
 """A graph network gives every op a place in an order; exact slicers and a simulator do the rest.
 
-Learn the order, slice exactly: for throughput the best cut of the learned order, for a step insertion in that
-order, on devices of its own choice or where an op ends first. The first plan needs no evaluation. While
-evaluations last it tries keys and devices near to the best, stretches of the order on other devices (free
-splits), and the usual plan, too. Features are ratios, messages run along and against the edges, and a device
-is scored by its features: any graph, any number of devices. Whatever the network says, plans obey every rule.
+Learn the order, slice exactly: for throughput the best cut of the learned order, for a step list scheduling
+of groups of ops in that order and in others near to it, on devices of its own choice or where an op ends
+first. The usual orders are sliced beside it; the first plan is the one that slicers reckon fastest, and needs
+no evaluation. While evaluations last it tries keys and devices near to the best, and where the split is free
+gives work of the busiest device away. Features are ratios, messages run along and against the edges, and a
+device is scored by its features: any graph, any number of devices. Whatever the network says, plans obey
+every rule.
 
 Weights come with the package, or from `weights`. Where they are missing or damaged, `auto` answers and a note
 says so. Needs torch. Deterministic under a seed and a count budget.
@@ -20,6 +22,7 @@ from loadmaster.core.problem import Problem
 from loadmaster.core.run import Run
 from loadmaster.placers.answer import Tally, with_note
 from loadmaster.placers.learned._groups import group_problem
+from loadmaster.placers.learned._levels import say_levels
 from loadmaster.placers.learned._nearby import search_nearby
 from loadmaster.placers.learned._proposals import look_at
 from loadmaster.placers.learned._slicers import slicer_of
@@ -27,20 +30,29 @@ from loadmaster.placers.learned._weights import cached_weights, load_weights, sh
 from loadmaster.placers.registry import Placer, placer
 from loadmaster.placers.traits import MOST_OPS
 
+_MOST_ORDERS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class LearnedOrder:
-    """`weights`: a file, '' the shipped one; `noise`: how far keys are moved, in whole orders."""
+    """`weights`: a file, '' the shipped one; `noise`: how far keys are moved, in whole orders; `orders`: how
+    many orders near to the learned one are sliced for the first plan of a step.
+    """
 
     weights: str = ""
     noise: float = 0.1
+    orders: int = 16
     max_ops: ClassVar[int] = MOST_OPS
     needs: ClassVar[tuple[str, str]] = ("torch", "torch")
 
     def __post_init__(self) -> None:
-        """Refuse what is no noise."""
+        """Refuse what is no noise, or no number of orders."""
         if not 0.0 <= self.noise <= 10.0:
             raise InputError(f"learned_order: noise is {self.noise!r}; give a number from 0 to 10")
+        if not 0 <= self.orders <= _MOST_ORDERS:
+            raise InputError(
+                f"learned_order: orders is {self.orders!r}; give a number from 0 to {_MOST_ORDERS}"
+            )
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Ask the network once, then search near to what it says."""
@@ -55,8 +67,8 @@ class LearnedOrder:
             return with_note(answer, "learned_order", f"{trouble}; auto answered without it")
         groups, tally = group_problem(problem), Tally(problem, run)
         slicer = slicer_of(problem, groups)
-        search_nearby(problem, groups, tally, slicer, look_at(network, slicer), self.noise)
-        return tally.answer(algorithm="learned_order")
+        search_nearby(problem, groups, tally, slicer, look_at(network, slicer), self.noise, self.orders)
+        return say_levels(problem, tally.answer(algorithm="learned_order"))
 
 
 PLACER: type[Placer] = LearnedOrder

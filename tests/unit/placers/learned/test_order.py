@@ -10,8 +10,10 @@ from loadmaster import api
 from loadmaster.core.errors import FileError, FormatError, InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.problem import Links, Objective, Problem, Split
+from loadmaster.placers.heuristic._lists import load_lists
 from loadmaster.placers.learned._groups import group_problem
 from loadmaster.placers.learned._proposals import first_plans, look_at
+from loadmaster.placers.learned._scene import scene_of_step
 from loadmaster.placers.learned._slicers import LoadSlicer, StepSlicer, slicer_of
 from loadmaster.placers.learned._stages import device_ranks
 from loadmaster.placers.learned._weights import load_weights, save_weights, shipped_weights, weights_name
@@ -71,11 +73,20 @@ class TestInvariance:
         network = make_network(NetworkSize(), 3).eval()
         keys, scores = [], []
         for each in (problem, turned):
-            opinion = look_at(network, slicer_of(each, group_problem(each)))
+            scene = scene_of_step(each, load_lists(each))
+            opinion = look_at(network, slicer_of(each, group_problem(each)), scene)
             keys.append(opinion.key)
             scores.append(opinion.score)
         assert np.allclose(keys[0], keys[1][place], atol=1e-5)
         assert np.allclose(scores[0], scores[1][place], atol=1e-4)
+
+    def test_groups_of_permuted_ops_get_the_same_keys(self) -> None:
+        problem = fork_join()
+        turned, _ = permuted(problem, np.random.default_rng(1))
+        network = make_network(NetworkSize(), 3).eval()
+        one, other = (look_at(network, slicer_of(each, group_problem(each))) for each in (problem, turned))
+        assert len(one.key) < problem.graph.num_ops
+        assert np.allclose(np.sort(one.key), np.sort(other.key), atol=1e-5)
 
     def test_renamed_devices_of_one_kind_get_each_others_scores(self) -> None:
         problem = problem_of(_graph(), star_cluster(3), 1.0)
@@ -100,7 +111,7 @@ class TestInvariance:
         for devices in (1, 2, 7, 23):
             problem = problem_of(_graph(), star_cluster(devices), 1.0)
             opinion = look_at(network, slicer_of(problem, group_problem(problem)))
-            assert opinion.score.shape == (problem.graph.num_ops, devices)
+            assert opinion.score.shape == (len(opinion.key), devices)
             assert np.isfinite(opinion.score).all()
 
 
@@ -171,11 +182,39 @@ class TestPlacer:
             assert None not in scores
             assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
 
-    def test_expected_times_rank_the_first_plans(self, tmp_path: Path) -> None:
+    def test_the_first_plan_is_reckoned_no_slower_than_what_nobody_learned(self) -> None:
         problem = fork_join()
         slicer = slicer_of(problem, group_problem(problem))
+        assert isinstance(slicer, StepSlicer)
+        found = first_plans(
+            slicer, look_at(make_network(NetworkSize(), 0).eval(), slicer), orders=4, noise=0.1
+        )
+        usual = min(one.expected_s for _, one in slicer.usual() if one.fullness <= 1.0)
+        assert found[0].sliced.expected_s <= usual
+        assert len({one.sliced.plan.device.tobytes() for one in found}) == len(found)
+
+    def test_plans_that_seem_too_large_come_last_of_their_kind(self) -> None:
+        problem = tight_memory()
+        slicer = slicer_of(problem, group_problem(problem))
+        assert isinstance(slicer, StepSlicer)
+        num = slicer.groups.num
+        crowded = slicer.slice(slicer.no_key, np.zeros(num, dtype=np.int32))
+        assert crowded is not None
+        assert crowded.fullness > 1.0
         found = first_plans(slicer, look_at(make_network(NetworkSize(), 0).eval(), slicer))
-        assert [one.sliced.expected_s for one in found] == sorted(one.sliced.expected_s for one in found)
+        assert found[0].sliced.fullness <= 1.0
+
+    def test_more_orders_never_reckon_a_slower_first_plan(self) -> None:
+        problem = fork_join()
+        slicer = slicer_of(problem, group_problem(problem))
+        opinion = look_at(make_network(NetworkSize(), 0).eval(), slicer)
+        few, many = (first_plans(slicer, opinion, orders=orders, noise=0.1)[0] for orders in (0, 32))
+        assert many.sliced.expected_s <= few.sliced.expected_s
+
+    @pytest.mark.parametrize("wrong", [{"noise": -1.0}, {"orders": -1}, {"orders": 10**9}])
+    def test_parameters_that_make_no_search_are_refused(self, wrong: dict[str, float]) -> None:
+        with pytest.raises(InputError, match="give a number"):
+            placer("learned_order", **wrong)
 
     def test_the_shipped_weights_are_small_and_named_by_their_training_set(self) -> None:
         path = shipped_weights()

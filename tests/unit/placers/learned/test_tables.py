@@ -7,11 +7,12 @@ import pytest
 
 from loadmaster import api
 from loadmaster.core.errors import InputError
-from loadmaster.core.plan import Plan
+from loadmaster.core.plan import Plan, plan_of
 from loadmaster.core.problem import Problem, Split
 from loadmaster.core.run import Bound, Budget, Run, Score
 from loadmaster.placers.answer import Tally
 from loadmaster.placers.learned._groups import group_problem
+from loadmaster.placers.learned._levels import count_levels
 from loadmaster.placers.learned._searcher import Climb, run_searcher
 from loadmaster.placers.learned._table import TableSearch, TableSettings, advantages, ascend
 from loadmaster.placers.learned.cross_entropy import CrossEntropy
@@ -260,6 +261,23 @@ class TestSearch:
     def test_parameters_that_make_no_search_are_refused(self, wrong: dict[str, object]) -> None:
         with pytest.raises(InputError):
             Post(**wrong)  # type: ignore[arg-type]
+
+
+class TestFreeSplits:
+    """The busiest load ignores the samples in flight, so answers say how many there are."""
+
+    def test_levels_count_the_changes_of_device_on_the_longest_way(self) -> None:
+        problem = problem_of(chain(5), star_cluster(2), 1.0)
+        for devices, levels in (([0] * 5, 1), ([0, 0, 1, 1, 1], 2), ([0, 1, 0, 1, 1], 4)):
+            assert count_levels(problem, plan_of(np.array(devices, dtype=np.int32))) == levels
+
+    @pytest.mark.parametrize("algorithm", ["cross_entropy", "post"])
+    def test_an_answer_says_how_many_samples_are_in_flight(self, algorithm: str) -> None:
+        problem = pipeline(Split.FREE)
+        found = api.plan(problem, algorithm=algorithm, budget="20x")
+        assert found.plan is not None
+        levels = count_levels(problem, found.plan)
+        assert f"a free split of {levels} levels" in found.members[-1].reason
 
 
 def _made(algorithm: str, *, warm: bool) -> CrossEntropy | Post:

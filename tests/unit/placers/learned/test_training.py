@@ -95,6 +95,23 @@ def test_a_session_writes_weights_named_by_their_set_and_a_curve(tmp_path: Path)
         train_weights(SessionSettings(tmp_path / "new", problems=2, held_out=0, resume=True), TINY)
 
 
+def test_what_is_judged_was_never_trained_on(examples: list[Example]) -> None:
+    """Neither the problems that choose a checkpoint nor those that judge it."""
+    trained = {one.problem.digest for one in examples}
+    for first in (HELD_OUT, HELD_OUT + 1000):
+        assert trained.isdisjoint(one.problem.digest for one in draw_examples(range(first, first + 4)))
+    with pytest.raises(InputError, match="give fewer problems"):
+        SessionSettings(Path("unused"), problems=HELD_OUT + 1)
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loadmaster.cli.verbs.learn import evaluate
+
+    monkeypatch.setattr("loadmaster.placers.registry.is_installed", lambda _name: False)
+    with pytest.raises(InputError, match=r"pip install 'loadmaster\[torch\]'"):
+        evaluate()
+
+
 def test_budgets_are_read_and_refused() -> None:
     assert parse_budgets("0,10") == [0, 10]
     for text in ("", "a", "1,-2"):

@@ -75,7 +75,8 @@ def test_both_ways_of_counting_must_agree() -> None:
 
 def test_classes_are_objective_and_size() -> None:
     assert class_of(fork_join()) == "step, up to 1000 ops"
-    assert class_of(pipeline(Split.FREE)) == "throughput, up to 100 ops"
+    assert class_of(pipeline(Split.FREE)) == "throughput (free), up to 100 ops"
+    assert class_of(pipeline(Split.CHAIN)) == "throughput (chain), up to 100 ops"
 
 
 def test_a_missing_or_damaged_file_recommends_nothing(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from loadmaster.placers.learned.training.problems import draw_problem
 from loadmaster.placers.registry import placer
 from loadmaster.simulator.events.engine import Simulator, prepare
 
-VERSION = 1
+VERSION = 2
 _MOST_UNITS = 12
 _BUDGETS = {"refine": Budget(count=3000), "ideal_dp": Budget(count=2)}  # others: one constructor's call
 _USUAL = Budget(count=200)
@@ -67,9 +67,9 @@ def make_example(seed: int, objective: Objective) -> Example | None:
     assert usual.score_s is not None
     _, kind = np.unique(problem.cluster.kind, return_inverse=True)
     if isinstance(slicer, StepSlicer):
-        timeline = simulator.run(best.plan)
-        place = timeline.op_start / max(best.score_s, 1e-300)
-        device = kind[best.plan.device].astype(np.int32)
+        started_s = slicer.earliest(simulator.run(best.plan).op_start)
+        place = started_s / max(best.score_s, 1e-300)
+        device = kind[best.plan.device[slicer.first]].astype(np.int32)
     else:
         place = _stage_places(slicer, best)
         device = np.full(len(place), -1, dtype=np.int32)

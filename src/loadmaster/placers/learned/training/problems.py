@@ -1,7 +1,7 @@
 """Problems to learn from, drawn by seed: generated graphs on clusters of drawn speeds, links and memory.
 
 No published and no captured graph is among them, so every one of those is held out. Graph family, size,
-devices, the ratio of transfers to work and the room for memory are drawn for every problem.
+devices, kind of links, the ratio of transfers to work and the room for memory are drawn for every problem.
 """
 
 from dataclasses import replace
@@ -15,7 +15,9 @@ from loadmaster.core.problem import BY_ROUTE, FREE, Costs, Links, Load, Objectiv
 from loadmaster.graph.generate import chain, diamond, fork_join, layered, many_source, rnn_grid
 
 FAMILIES = (fork_join, rnn_grid, layered, many_source, diamond, chain)
-_SIZES = (14, 40, 80, 140)
+_SIZES = {Objective.STEP: (14, 40, 80, 140, 300), Objective.THROUGHPUT: (14, 40, 80, 140)}
+_STEP_LINKS = (Links.SHARED, Links.HOST, Links.PARALLEL)
+_MOST_DEVICES = (6, 14)  # of most problems of a step, and of a quarter of them
 _TINY = 9  # ops of a problem whose every plan can be ruled out
 
 
@@ -24,10 +26,11 @@ def draw_problem(seed: int, objective: Objective) -> Problem:
     rng = np.random.default_rng([seed, 20, objective == Objective.STEP])
     family = FAMILIES[int(rng.integers(len(FAMILIES)))]
     tiny = rng.random() < 0.25
-    size = _TINY if tiny else int(rng.choice(_SIZES) * rng.uniform(0.6, 1.3))
+    size = _TINY if tiny else int(rng.choice(_SIZES[objective]) * rng.uniform(0.6, 1.3))
     graph = family(size, int(rng.integers(2**31)))
     if objective == Objective.STEP:
-        return _step_problem(graph, rng, most=2 if tiny else 6)
+        most = 2 if tiny else _MOST_DEVICES[int(rng.random() < 0.25)]
+        return _step_problem(graph, rng, most=most)
     return _throughput_problem(graph, rng)
 
 
@@ -46,8 +49,11 @@ def _step_problem(graph: Graph, rng: np.random.Generator, *, most: int) -> Probl
         bytes_per_s=mean_bytes / max(0.8 * wait_s, 1e-12),
         latency_s=0.2 * wait_s,
     )
-    cluster = _with_kinds(cluster, kind, np.zeros(kinds, dtype=np.bool_))
-    return _make_problem(graph, cluster, compute_s, Objective.STEP, Links.SHARED, Split.FREE)
+    links = _STEP_LINKS[int(rng.integers(len(_STEP_LINKS)))] if kinds > 1 else Links.SHARED
+    on_host = np.zeros(kinds, dtype=np.bool_)
+    on_host[-1] = links == Links.HOST  # which go through the memory of a host
+    cluster = _with_kinds(cluster, kind, on_host)
+    return _make_problem(graph, cluster, compute_s, Objective.STEP, links, Split.FREE)
 
 
 def _throughput_problem(graph: Graph, rng: np.random.Generator) -> Problem:

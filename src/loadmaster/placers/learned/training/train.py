@@ -195,7 +195,7 @@ class Trainer:
                 chance = -0.5 * ((taken - key) / settings.noise).square().mean()
                 row = rows[at]
                 if row is not None:
-                    device = torch.from_numpy(row[example.groups.cargo.of_op].astype(np.int64))
+                    device = torch.from_numpy(row[_nodes(example).groups.cargo.of_op].astype(np.int64))
                     chance = chance + log_share.gather(1, device[:, None]).mean()
                 loss = loss - value * chance / len(part)
         spread = -(log_share.exp() * log_share.clamp(min=-30.0)).sum(dim=1).mean()
@@ -263,9 +263,13 @@ def _kind_loss(score: Tensor, example: Example) -> Tensor:
     return -torch.log(taken.clamp(min=1e-9)).mean()
 
 
-def _slice_on(example: Example, key: "np.typing.NDArray[np.float64]", row: Any) -> Sliced | None:
+def _nodes(example: Example) -> StepSlicer:
     assert isinstance(example.slicer, StepSlicer)
-    return example.slicer.slice(key, row)
+    return example.slicer
+
+
+def _slice_on(example: Example, key: "np.typing.NDArray[np.float64]", row: Any) -> Sliced | None:
+    return _nodes(example).slice(key, row)
 
 
 def time_of(example: Example, sliced: Sliced) -> float:
