@@ -21,8 +21,8 @@ from torch.utils._device import DeviceContext
 
 from loadmaster.core.errors import GraphError
 from loadmaster.modules.randomness import preserve_rng
-from loadmaster.runtime.graph_engine.python_reads import Code, follow_code
-from loadmaster.runtime.graph_engine.torch_settings import find_setter, setter_codes
+from loadmaster.modules.tracing.python_reads import Code, follow_code
+from loadmaster.modules.tracing.torch_settings import find_setter, setter_codes
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))

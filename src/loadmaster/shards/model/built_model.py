@@ -39,6 +39,10 @@ from loadmaster.shards.spec.trial import Trial, split_batch
 
 _MOST_LOOKED_AT = 1000  # batches, to find the longest
 _LONGEST_LOOK_S = 2.0
+_CACHES_OFF = (
+    "its caches of keys and values (use_cache) are off while it trains, as the Trainer of transformers has"
+    " them; a loop that leaves them on may differ in the last bits"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +131,8 @@ def _profile_batch(
     if chain.by_call:
         with blame_loader(trial.name):
             batch, note = _find_longest_batch(trial, batch)
+        if chain.switches is not None and chain.switches.has_caches:
+            note = f"{note}; {_CACHES_OFF}" if note else _CACHES_OFF
         return *profile_calls(trial, chain, batch, device=device), num_batches, note, batch
     with refuse_value_reads(trial):
         return chain, profile(trial, chain, batch, device=device), num_batches, "", batch

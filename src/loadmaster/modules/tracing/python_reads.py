@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from loadmaster.runtime.graph_engine.library_objects import is_library_kind, make_fetch
+from loadmaster.modules.tracing.library_objects import is_library_kind, make_fetch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
 _MOST = 256  # values of a container, and elements of an array, that are watched one by one

@@ -1,7 +1,7 @@
 """What of torch's own state a forward sets while it runs: seeds, kernels that may be taken, default dtypes.
 
 A graph holds ops alone: it would neither seed a generator again nor run its ops under the settings that the
-forward made for them. So a forward that sets any of these is run by hooks, as Python has it.
+forward made for them. So a forward that sets any of these is run as Python has it.
 """
 
 import inspect
