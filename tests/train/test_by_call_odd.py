@@ -250,14 +250,56 @@ class Seeding(Plain):
         return super().forward(nn.functional.dropout(value, 0.5))
 
 
-@pytest.mark.parametrize("build", [Counting, Remembering, Seeding])
-def test_forward_that_changes_from_call_to_call_is_not_cut_into_blocks(build: Any) -> None:
+class Branching(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if torch.rand(()) < 0.5 or value.sum() > 3:
+            return self.second(value)
+        return super().forward(value)
+
+
+class Skipping(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value if random.random() < 0.5 else 2 * value)
+
+
+class Spare(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+class Optional(Plain):
+    def forward(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(value if scale is None else scale * value)
+
+
+class Forces(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.detach().requires_grad_()
+        energy = super().forward(value)
+        (force,) = torch.autograd.grad(energy.pow(2).sum(), value, create_graph=True)
+        return energy + force
+
+
+class ReversedBackward(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_full_backward_hook(lambda module, given, out: (-given[0],))
+
+
+_CHANGING = [Counting, Remembering, Seeding, Branching, Skipping, Spare, Optional, Forces, ReversedBackward]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", _CHANGING)
+def test_forward_that_no_one_graph_tells_is_not_cut_into_blocks(build: Any) -> None:
     def rows() -> list[Any]:
         made = torch.Generator().manual_seed(2)
         return [(torch.randn(4, WIDTH, generator=made),) * 2 for _ in range(4)]
 
     trial = trial_of(build, data=rows, loss=nn.functional.mse_loss)
     torch.manual_seed(trial.seed)
+    random.seed(trial.seed)
     model = build()
     optimizer = trial.optim(model.parameters())
     wanted = []

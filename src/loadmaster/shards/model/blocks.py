@@ -6,6 +6,7 @@ whose only children are such chains), or cut out of the graph (`fx_blocks.py`). 
 its own forward, and its blocks are modules which that calls (`call_shards.py`).
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -92,6 +93,17 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
         return build_call_chain(trial, model, find_call_shards(model))
     if not blocks:
         raise InputError(f"trial {trial.name!r}: its blocks are an empty list")
+    chain = _make_chain(trial, model, blocks, traced=traced)
+    try:
+        _check_chain(trial, chain)
+    except InputError:
+        if not traced:
+            raise
+        return build_call_chain(trial, model, find_call_shards(model))  # a parameter that no block reads
+    return chain
+
+
+def _make_chain(trial: Trial, model: nn.Module, blocks: tuple[Any, ...], *, traced: bool) -> Chain:
     for index, block in enumerate(blocks):
         if not callable(block):
             raise InputError(f"trial {trial.name!r}: block {index} is {type(block).__name__}, not a module")
@@ -99,7 +111,7 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
     names = tuple(module_name.get(id(block)) or f"block{index}" for index, block in enumerate(blocks))
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    chain = Chain(
+    return Chain(
         model,
         blocks,
         names,
@@ -111,8 +123,6 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
         find_slots(blocks, list(buffers.values()), "_buffers"),
         traced,
     )
-    _check_chain(trial, chain)
-    return chain
 
 
 def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chain:
@@ -160,19 +170,28 @@ def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
     """Blocks cut out of a model's graph; empty where it cannot be traced.
 
     A recurrent layer rounds otherwise without gradients than with them, and a norm that counts its batches in
-    a forward of its own counts them in the graph: both had better run as they are, by call.
+    a forward of its own counts them in the graph: both had better run as they are, by call. So had models
+    whose hooks are told of gradients, and those whose forward may be called in several ways.
     """
-    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in model.modules()):
+    modules = list(model.modules())
+    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in modules):
+        return ()
+    if any(module._backward_hooks or module._backward_pre_hooks for module in modules) or _has_options(model):
         return ()
     blocks: tuple[Any, ...] = ()
-    modules = list(model.modules())
     # the trace runs the model's own Python: what it counts or writes is not of the training
     with python_state.preserve_buffers(modules), python_state.preserve_state(modules), suppress(InputError):
-        with randomness.preserve_rng(), follow_code(setter_codes()) as (ran, called):
+        with randomness.preserve_rng() as drawn, follow_code(setter_codes()) as (ran, called):
             blocks = cut_blocks_from_graph(model)
-        if blocks and (find_setter(ran, called) or _changes_by_itself(model, ran)):
+            chance = drawn()
+        if blocks and (chance or find_setter(ran, called) or _changes_by_itself(model, ran)):
             return ()
     return blocks
+
+
+def _has_options(model: nn.Module) -> bool:
+    """Whether its forward has arguments that may be left out: a trace cannot tell whether they are."""
+    return any(one.default is not one.empty for one in inspect.signature(model.forward).parameters.values())
 
 
 def _changes_by_itself(model: nn.Module, ran: Code) -> bool:

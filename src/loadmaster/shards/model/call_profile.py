@@ -248,6 +248,7 @@ class _Look:
         from torch.utils.flop_counter import FlopCounterMode
 
         self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+        self.flops.mod_tracker = _NoModules()  # torch's own fails where forward takes gradients of an input
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.parameters if p.requires_grad]
         try:
             with self.live:
@@ -443,6 +444,18 @@ def _has_user_hooks(block: nn.Module) -> bool:
         if module._backward_hooks or module._backward_pre_hooks:
             return True
     return False
+
+
+class _NoModules:
+    """Stands for a tracker of modules: flops are counted in all, not by module."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, *problem: object) -> None:
+        """Nor to end."""
 
 
 def _is_among(leaf: Any, tensors: list[torch.Tensor]) -> bool:

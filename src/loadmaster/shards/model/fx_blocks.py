@@ -41,7 +41,9 @@ class _Tracer(fx.Tracer):
         self._opened, self._depth = {id(module) for module in opened}, 0
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node; a graph does not know of a region around it."""
+        """A node; a graph does not know of a region around it, nor of gradients taken inside of it."""
+        if len(args) > 1 and args[1] in (torch.autograd.grad, torch.autograd.backward):
+            raise _Untraceable("its forward takes gradients")
         if _get_modes() != self._modes:
             raise _Untraceable("its forward runs a part without gradients or under autocast")
         return super().create_node(*args, **kwargs)
