@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from loadmaster.core.errors import InputError, RunError
 from loadmaster.shards.model.built_model import build_trial
-from tests.train.test_by_call import VOCAB, WIDTH, Layer, Net, check, trial_of
+from tests.train.test_by_call import VOCAB, WIDTH, Layer, Net, by_call, check, trial_of
 
 
 class OfLayers(Net):
@@ -106,6 +107,36 @@ class WritingIntoAnObject(OfLayers):
         return value
 
 
+class Shelf:
+    def __init__(self) -> None:
+        self.box, self.rows = Box(), {"seen": []}
+
+
+class WritingBehindAnObject(OfLayers):
+    class Kind(Layer):
+        def forward(self, value: torch.Tensor, shelf: Shelf) -> torch.Tensor:
+            shelf.box.total = shelf.box.total + value.detach()
+            shelf.rows["seen"].append(1)
+            return super().forward(value * torch.tanh(shelf.box.total) * len(shelf.rows["seen"]))
+
+    def run(self, value: torch.Tensor) -> torch.Tensor:
+        shelf = Shelf()
+        for layer in self.layers:
+            value = layer(value, shelf)
+        return value
+
+
+class KernelsSetAround(OfLayers):
+    class Kind(Layer):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            mixed = nn.functional.scaled_dot_product_attention(value[:, None], value[:, None], value[:, None])
+            return super().forward(value + mixed[:, 0])
+
+    def run(self, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().run(value)
+
+
 class GivingAwayWeights(OfLayers):
     class Kind(Layer):
         def forward(self, value: torch.Tensor) -> Any:
@@ -162,6 +193,8 @@ class PenaltyOfGradients(Net):
         CountingInAList,
         GivenAGrowingList,
         WritingIntoAnObject,
+        WritingBehindAnObject,
+        KernelsSetAround,
         GivingAwayWeights,
         ModeSetAround,
         CheckpointedInside,
@@ -184,6 +217,99 @@ def test_weight_read_both_cast_and_plain_in_several_calls_sums_its_gradients_as_
             return super().run(super().run(super().run(value)))
 
     check(trial_of(Mixed, precision="bf16"), again=again)
+
+
+class Plain(nn.Module):
+    """A model that takes a tensor, whose graph could be cut into blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.count, self.last = 0, None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(value)))
+
+
+class Counting(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(value * (1 + 0.1 * self.count))
+
+
+class Remembering(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        out = super().forward(value if self.last is None else value + self.last)
+        self.last = out.detach()
+        return out
+
+
+class Seeding(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return super().forward(nn.functional.dropout(value, 0.5))
+
+
+class Branching(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if torch.rand(()) < 0.5 or value.sum() > 3:
+            return self.second(value)
+        return super().forward(value)
+
+
+class Skipping(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value if random.random() < 0.5 else 2 * value)
+
+
+class Spare(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+class Optional(Plain):
+    def forward(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(value if scale is None else scale * value)
+
+
+class Forces(Plain):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.detach().requires_grad_()
+        energy = super().forward(value)
+        (force,) = torch.autograd.grad(energy.pow(2).sum(), value, create_graph=True)
+        return energy + force
+
+
+class ReversedBackward(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_full_backward_hook(lambda module, given, out: (-given[0],))
+
+
+_CHANGING = [Counting, Remembering, Seeding, Branching, Skipping, Spare, Optional, Forces, ReversedBackward]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", _CHANGING)
+def test_forward_that_no_one_graph_tells_is_not_cut_into_blocks(build: Any) -> None:
+    def rows() -> list[Any]:
+        made = torch.Generator().manual_seed(2)
+        return [(torch.randn(4, WIDTH, generator=made),) * 2 for _ in range(4)]
+
+    trial = trial_of(build, data=rows, loss=nn.functional.mse_loss)
+    torch.manual_seed(trial.seed)
+    random.seed(trial.seed)
+    model = build()
+    optimizer = trial.optim(model.parameters())
+    wanted = []
+    for value, target in rows():
+        loss = nn.functional.mse_loss(model(value), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert by_call(trial)[0] == wanted
 
 
 class Renormed(Net):
@@ -228,7 +354,7 @@ def test_gradients_taken_inside_of_a_later_forward_are_refused_with_a_sentence()
         check(trial_of(Later), placement="host")
 
 
-class Remembering(nn.Module):
+class KeepingRows(nn.Module):
     """Scales by how often it was called, which it keeps in a list."""
 
     def __init__(self) -> None:
@@ -244,7 +370,7 @@ class Remembering(nn.Module):
 def test_planning_a_chain_leaves_lists_of_its_modules_alone() -> None:
     built = build_trial(
         trial_of(
-            lambda: nn.Sequential(*(Remembering() for _ in range(3))),
+            lambda: nn.Sequential(*(KeepingRows() for _ in range(3))),
             data=lambda: [(torch.ones(2, WIDTH), torch.ones(2, WIDTH))],
             loss=nn.functional.mse_loss,
         ),

@@ -1,6 +1,7 @@
 """What people have: a model, batches as dicts, a DataLoader, a transformers Trainer; one line trains it."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -115,6 +116,21 @@ def test_trained_model_of_transformers_is_written_and_read_again(tmp_path: Path)
     assert all(torch.equal(each, back[name]) for name, each in found.state_dict().items())
     with pytest.raises(InputError, match="save_pretrained"):
         found.save_pretrained(tmp_path / "other", Net())
+
+
+def test_configuration_of_a_trained_model_is_as_it_was_and_caches_are_said_to_be_off(tmp_path: Path) -> None:
+    model = make_gpt2()
+    model.gradient_checkpointing_enable()
+    data = [pad([Rows()[0], Rows()[1]])]
+    config = model.config
+    trial = lt.Trial(name="gpt", build=lambda: model, data=lambda: data, optim=torch.optim.AdamW)
+    assert "use_cache" in str(lt.Study(trial, dir=tmp_path / "planned", devices="cpu").plan())
+    found = lt.train(model, data, name="gpt", dir=tmp_path / "run", device="cpu")
+    found.save_pretrained(tmp_path / "saved", model)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["use_cache"] is True
+    assert model.config is config
+    assert config.use_cache
+    assert model.is_gradient_checkpointing
 
 
 def _trainer(tmp_path: Path, **options: Any) -> Any:

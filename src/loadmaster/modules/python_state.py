@@ -80,7 +80,7 @@ def copy_contents(tables: Iterable[dict[str, Any]]) -> list[tuple[Any, Any]]:
         for name, value in table.items()
         if isinstance(value, _CONTAINERS) and not name.startswith("_")
     }
-    return [(each, dict(each) if isinstance(each, dict) else list(each)) for each in found.values()]
+    return [(each, _copy_container(each)) for each in found.values()]
 
 
 def holds_same(container: Any, before: Any) -> bool:
@@ -106,6 +106,23 @@ def preserve_contents(containers: Iterable[Any]) -> Iterator[None]:
             act()
 
 
+def watch_objects(roots: Iterable[Any], *, with_modules: bool = False) -> Callable[[], bool]:
+    """Whether anything was written into some objects, or into what they lead to (modules only on request)."""
+    found = list(_iter_reachable(roots, with_modules=with_modules))
+    tensors = [
+        (each, each._version) for each in found if isinstance(each, torch.Tensor) and not each.is_inference()
+    ]
+    tables = [each if isinstance(each, _CONTAINERS) else getattr(each, "__dict__", None) for each in found]
+    held = [(each, _copy_container(each)) for each in tables if isinstance(each, _CONTAINERS)]
+
+    def was_written() -> bool:
+        if any(tensor._version != version for tensor, version in tensors):
+            return True
+        return any(not _has_same_items(table, before) for table, before in held)
+
+    return was_written
+
+
 def plain_tensors(modules: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Tensors that modules hold beside parameters and buffers."""
     return (each for each in _iter_reachable(modules) if isinstance(each, torch.Tensor))
@@ -126,13 +143,13 @@ def _collect_undo(roots: Iterable[Any]) -> list[Callable[[], None]]:
     return undo
 
 
-def _iter_reachable(roots: Iterable[Any]) -> Iterator[Any]:
+def _iter_reachable(roots: Iterable[Any], *, with_modules: bool = True) -> Iterator[Any]:
     """All objects behind some, each once; no recursion."""
     waiting = list(roots)
     seen: dict[int, Any] = {}  # kept, so that no other gets its id
     while waiting and len(seen) < _MOST:
         each = waiting.pop()
-        if id(each) in seen or _is_opaque(each):
+        if id(each) in seen or _is_opaque(each) or (isinstance(each, nn.Module) and not with_modules):
             continue
         seen[id(each)] = each
         yield each
@@ -153,7 +170,7 @@ def _list_children(each: Any) -> list[Any]:
 
 
 def _make_container_undo(container: Any) -> Callable[[], None]:
-    before = dict(container) if isinstance(container, dict) else list(container)
+    before = _copy_container(container)
 
     def act() -> None:
         if _has_same_items(container, before):
@@ -162,6 +179,10 @@ def _make_container_undo(container: Any) -> Callable[[], None]:
         (container.extend if isinstance(container, list | deque) else container.update)(before)
 
     return act
+
+
+def _copy_container(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _has_same_items(container: Any, before: Any) -> bool:

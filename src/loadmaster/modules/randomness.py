@@ -104,9 +104,10 @@ def is_same_generators(left: Generators, right: Generators) -> bool:
 
 @contextmanager
 def preserve_rng() -> Iterator[Callable[[], str]]:
-    """Afterwards the others go on as if nothing had been drawn; until then it can be asked who was drawn
-    from ('' where nobody was)."""
+    """Afterwards all generators go on as if nothing had been drawn or seeded; until then it can be asked who
+    was drawn from of Python's and NumPy's ('' where nobody was)."""
     before = capture_others()
+    torch_states = _torch_states()
 
     def name_drawn() -> str:
         if random.getstate() != before[0]:
@@ -117,6 +118,17 @@ def preserve_rng() -> Iterator[Callable[[], str]]:
         yield name_drawn
     finally:
         _restore_others(before)
+        for generator, state in torch_states:
+            generator.set_state(state)
+
+
+def _torch_states() -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Torch's own generators, of the host and of GPUs that are in use: a forward may seed them."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found += torch.cuda.default_generators
+    with torch.utils._python_dispatch._disable_current_modes():
+        return [(one, one.get_state()) for one in found]
 
 
 def seed_rng(seed: int) -> None:

@@ -38,3 +38,42 @@ def silence_torch() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+_KERNEL_SETTINGS = (  # how torch asks for one, and how it sets it
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+)
+
+
+def list_kernel_settings() -> tuple[Any, ...]:
+    """Which kernels may be taken now, and the dtype of what is made without one."""
+    found = [getattr(torch._C, ask)() if hasattr(torch._C, ask) else None for ask, _ in _KERNEL_SETTINGS]
+    return (*found, torch.get_default_dtype())
+
+
+@contextmanager
+def use_kernel_settings(wanted: tuple[Any, ...]) -> Iterator[None]:
+    """The settings of an earlier moment, for a while."""
+    now = list_kernel_settings()
+    if now == wanted:
+        yield
+        return
+    _set_kernel_settings(wanted)
+    try:
+        yield
+    finally:
+        _set_kernel_settings(now)
+
+
+def _set_kernel_settings(wanted: tuple[Any, ...]) -> None:
+    for (_, name), value in zip(_KERNEL_SETTINGS, wanted, strict=False):
+        if value is not None:
+            getattr(torch._C, name)(value)
+    torch.set_default_dtype(wanted[-1])

@@ -98,7 +98,7 @@ class _Loop:
         dtype = COMPUTE_DTYPE[self.trial.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             if self.chain.is_whole and not self.trial.counted_rng:  # the model itself, not what was cut of it
-                return compute_loss(self.trial, call_block(self.chain.model, value, first=True), targets)
+                return compute_loss(self.trial, self.chain.call_model(value), targets)
             for index, block in enumerate(self.chain.blocks):
                 if self.trial.counted_rng:
                     seed = randomness.derive_seed(

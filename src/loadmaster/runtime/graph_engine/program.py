@@ -24,6 +24,7 @@ from loadmaster.modules.fake_model import FakeModel, make_fake_model
 from loadmaster.modules.op_signature import kind_of
 from loadmaster.modules.randomness import preserve_rng
 from loadmaster.modules.torch_state import silence_torch
+from loadmaster.modules.tracing.python_reads import Code, Reads, collect_reads
 from loadmaster.runtime.graph_engine.free_batch import (
     FIXED,
     Fits,
@@ -38,7 +39,6 @@ from loadmaster.runtime.graph_engine.python_attributes import (
     refuse_attribute_changes,
     remove_hooks,
 )
-from loadmaster.runtime.graph_engine.python_reads import Code, Reads, collect_reads
 
 Region = tuple[tuple[Any, ...], ...]  # ('grad', enabled) or ('autocast', device, dtype, enabled, cached)
 _OWN = ("_parameters", "_buffers", "_modules")

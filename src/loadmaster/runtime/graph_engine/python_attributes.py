@@ -21,7 +21,8 @@ from torch.utils._device import DeviceContext
 
 from loadmaster.core.errors import GraphError
 from loadmaster.modules.randomness import preserve_rng
-from loadmaster.runtime.graph_engine.python_reads import Code, follow_code
+from loadmaster.modules.tracing.python_reads import Code, follow_code
+from loadmaster.modules.tracing.torch_settings import find_setter, setter_codes
 
 _OWN = frozenset(vars(nn.Module()))  # of every module; its mode is asked apart
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
@@ -206,13 +207,15 @@ def remove_hooks(root: nn.Module) -> None:
 
 @contextmanager
 def refuse_attribute_changes(model: nn.Module) -> Iterator[Code]:
-    """Refuse a `forward` that changes attributes of the model, or draws random numbers but torch's.
+    """Refuse a `forward` that changes attributes of the model, draws random numbers but torch's, or sets
+    something of torch's own.
 
     Gives the code that ran.
     """
     code: Code = {}
     seen: list[str] = []
     chance: list[str] = []
+    settings_made: list[str] = []
     right: Callable[..., Any] = model.forward
     ours = frozenset({"forward"})
 
@@ -220,9 +223,10 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[Code]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         before, settings = snapshot_named_state(model, ours), collect_settings(model, ours)
         with preserve_rng() as drawn:
-            with follow_code() as ran:
+            with follow_code(setter_codes()) as (ran, called):
                 out = right(*args, **kwargs)
             chance.append(drawn())
+        settings_made.append(find_setter(ran, called))
         code.update(ran)
         unset = {name for name, value in settings.items() if value is None}  # filled in once: not for a graph
         seen.extend(
@@ -241,3 +245,5 @@ def refuse_attribute_changes(model: nn.Module) -> Iterator[Code]:
         raise GraphError(f"its forward changes {seen[0]!r}, which a graph would not do again")
     if any(chance):
         raise GraphError(f"its forward draws from {max(chance)}, which a graph would not do again")
+    if any(settings_made):
+        raise GraphError(f"its forward calls {max(settings_made)}, which a graph would not do again")

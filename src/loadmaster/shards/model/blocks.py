@@ -6,8 +6,9 @@ whose only children are such chains), or cut out of the graph (`fx_blocks.py`). 
 its own forward, and its blocks are modules which that calls (`call_shards.py`).
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from loadmaster.core.errors import InputError
-from loadmaster.modules import python_state
-from loadmaster.shards.model.call_shards import CallShards, find_call_shards, prepare_to_train
+from loadmaster.modules import python_state, randomness
+from loadmaster.modules.tracing.python_reads import Code, collect_reads, follow_code
+from loadmaster.modules.tracing.torch_settings import find_setter, setter_codes
+from loadmaster.shards.model.call_shards import CallShards, TrainingSwitches, find_call_shards
 from loadmaster.shards.model.fx_blocks import cut_blocks_from_graph
 from loadmaster.shards.model.torch_containers import as_chain, has_hooks
 from loadmaster.shards.spec.trial import Trial
@@ -47,6 +50,16 @@ class Chain:
     traced: bool = False  # cut out of the model's graph
     by_call: bool = False  # blocks are modules that the model's own forward calls, in whatever order
     rest: tuple[int, ...] = ()  # by call: parameters that are read outside of all blocks
+    switches: TrainingSwitches | None = None  # by call: what is off while the model's own forward trains
+
+    def switched(self) -> AbstractContextManager[None]:
+        """The model as it is trained, for a while."""
+        return nullcontext() if self.switches is None else self.switches.off()
+
+    def call_model(self, inputs: Any) -> Any:
+        """The model's own forward, as it is trained."""
+        with self.switched():
+            return call_block(self.model, inputs, first=True)
 
     @property
     def is_whole(self) -> bool:
@@ -77,10 +90,20 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
         blocks = _try_to_trace(model)
         traced = bool(blocks)
     if not blocks and trial.blocks is None:
-        prepare_to_train(model)
         return build_call_chain(trial, model, find_call_shards(model))
     if not blocks:
         raise InputError(f"trial {trial.name!r}: its blocks are an empty list")
+    chain = _make_chain(trial, model, blocks, traced=traced)
+    try:
+        _check_chain(trial, chain)
+    except InputError:
+        if not traced:
+            raise
+        return build_call_chain(trial, model, find_call_shards(model))  # a parameter that no block reads
+    return chain
+
+
+def _make_chain(trial: Trial, model: nn.Module, blocks: tuple[Any, ...], *, traced: bool) -> Chain:
     for index, block in enumerate(blocks):
         if not callable(block):
             raise InputError(f"trial {trial.name!r}: block {index} is {type(block).__name__}, not a module")
@@ -88,7 +111,7 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
     names = tuple(module_name.get(id(block)) or f"block{index}" for index, block in enumerate(blocks))
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    chain = Chain(
+    return Chain(
         model,
         blocks,
         names,
@@ -100,8 +123,6 @@ def build_chain(trial: Trial, model: nn.Module, *, shards: CallShards | None = N
         find_slots(blocks, list(buffers.values()), "_buffers"),
         traced,
     )
-    _check_chain(trial, chain)
-    return chain
 
 
 def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chain:
@@ -139,6 +160,7 @@ def build_call_chain(trial: Trial, model: nn.Module, shards: CallShards) -> Chai
         find_slots((model, *blocks[1:]), list(buffers.values()), "_buffers"),
         by_call=True,
         rest=rest,
+        switches=TrainingSwitches(model),
     )
     _check_parameters(trial, chain)
     return chain
@@ -148,16 +170,36 @@ def _try_to_trace(model: nn.Module) -> tuple[Any, ...]:
     """Blocks cut out of a model's graph; empty where it cannot be traced.
 
     A recurrent layer rounds otherwise without gradients than with them, and a norm that counts its batches in
-    a forward of its own counts them in the graph: both had better run as they are, by call.
+    a forward of its own counts them in the graph: both had better run as they are, by call. So had models
+    whose hooks are told of gradients, and those whose forward may be called in several ways.
     """
-    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in model.modules()):
+    modules = list(model.modules())
+    if any(isinstance(module, nn.RNNBase) or _counts_batches(module) for module in modules):
+        return ()
+    if any(module._backward_hooks or module._backward_pre_hooks for module in modules) or _has_options(model):
         return ()
     blocks: tuple[Any, ...] = ()
-    modules = list(model.modules())
     # the trace runs the model's own Python: what it counts or writes is not of the training
     with python_state.preserve_buffers(modules), python_state.preserve_state(modules), suppress(InputError):
-        blocks = cut_blocks_from_graph(model)
+        with randomness.preserve_rng() as drawn, follow_code(setter_codes()) as (ran, called):
+            blocks = cut_blocks_from_graph(model)
+            chance = drawn()
+        if blocks and (chance or find_setter(ran, called) or _changes_by_itself(model, ran)):
+            return ()
     return blocks
+
+
+def _has_options(model: nn.Module) -> bool:
+    """Whether its forward has arguments that may be left out: a trace cannot tell whether they are."""
+    return any(one.default is not one.empty for one in inspect.signature(model.forward).parameters.values())
+
+
+def _changes_by_itself(model: nn.Module, ran: Code) -> bool:
+    """Whether a forward changes what it reads in objects, globals or closures, which blocks would not do."""
+    reads = collect_reads(list(model.modules()), ran)
+    if reads.writes and not reads.sources:
+        cut_blocks_from_graph(model)
+    return bool(reads.sources or (reads.writes and reads.find_change()))
 
 
 def _counts_batches(module: nn.Module) -> bool:

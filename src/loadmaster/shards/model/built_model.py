@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from loadmaster.core.errors import InputError
 from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
-from loadmaster.shards.model.blocks import Chain, build_chain
+from loadmaster.shards.model.blocks import Chain, build_call_chain, build_chain
 from loadmaster.shards.model.call_profile import profile_calls
+from loadmaster.shards.model.call_shards import find_call_shards
 from loadmaster.shards.model.loaders import (
     LoaderError,
     blame_loader,
@@ -28,6 +29,7 @@ from loadmaster.shards.model.loaders import (
 from loadmaster.shards.model.optimizer_probe import OptimizerProbe, probe_optimizer
 from loadmaster.shards.model.profile import Profile, profile, tree_bytes
 from loadmaster.shards.model.refusals import (
+    ValueReadError,
     check_dense_grads,
     check_extra_state,
     check_not_quantised,
@@ -39,6 +41,10 @@ from loadmaster.shards.spec.trial import Trial, split_batch
 
 _MOST_LOOKED_AT = 1000  # batches, to find the longest
 _LONGEST_LOOK_S = 2.0
+_CACHES_OFF = (
+    "its caches of keys and values (use_cache) are off while it trains, as the Trainer of transformers has"
+    " them; a loop that leaves them on may differ in the last bits"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,30 +97,40 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
         empty = build_on_meta(trial.build) if known is None or known.empty else None
         if empty is not None and not all(parameter.requires_grad for parameter in empty.parameters()):
             empty = None  # frozen numbers are compared with those of other trials, so they must be there
-        if empty is None:
-            randomness.seed_all(trial.seed, device)
-        model = trial.build() if empty is None else empty
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module"
-            )
-        check_not_wrapped(trial, model)
-        check_not_quantised(trial, model)
-        check_dense_grads(trial, model)
-        generators = randomness.capture_generators(device)
-        calls = None if known is None else known.facts.calls
-        chain = build_chain(trial, model, shards=None if calls is None else calls.shards)
-        check_shared_memory(trial.name, chain)
-        check_extra_state(trial, model)
-        model.train()
-        if known is None:
-            chain, facts, num_batches, note, batch = _profile_batch(trial, chain, device)
-        else:
-            facts, num_batches, note, batch = known.facts, known.num_batches, known.note, None
-        if empty is not None:
-            free_weights(model)
-            chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
-        probe, optimizer = (known.probe, None) if known is not None else probe_optimizer(trial, chain)
+        try:
+            return _build_once(trial, device, known, empty)
+        except ValueReadError:
+            if empty is None or trial.blocks is not None:
+                raise
+        return _build_once(trial, device, known, None)  # with values, it is looked at as it runs
+
+
+def _build_once(
+    trial: Trial, device: torch.device, known: BuildRecord | None, empty: nn.Module | None
+) -> BuiltModel:
+    """The model, on `meta` if it is given, looked at and ready."""
+    if empty is None:
+        randomness.seed_all(trial.seed, device)
+    model = trial.build() if empty is None else empty
+    if not isinstance(model, nn.Module):
+        raise InputError(f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module")
+    check_not_wrapped(trial, model)
+    check_not_quantised(trial, model)
+    check_dense_grads(trial, model)
+    generators = randomness.capture_generators(device)
+    calls = None if known is None else known.facts.calls
+    chain = build_chain(trial, model, shards=None if calls is None else calls.shards)
+    check_shared_memory(trial.name, chain)
+    check_extra_state(trial, model)
+    model.train()
+    if known is None:
+        chain, facts, num_batches, note, batch = _profile_batch(trial, chain, device)
+    else:
+        facts, num_batches, note, batch = known.facts, known.num_batches, known.note, None
+    if empty is not None:
+        free_weights(model)
+        chain = build_chain(trial, model, shards=None if facts.calls is None else facts.calls.shards)
+    probe, optimizer = (known.probe, None) if known is not None else probe_optimizer(trial, chain)
     record = BuildRecord(facts, probe, num_batches, empty is not None, note)
     return BuiltModel(trial, chain, generators, device, record, batch, optimizer)
 
@@ -124,12 +140,19 @@ def _profile_batch(
 ) -> tuple[Chain, Profile, int | None, str, Any]:
     with blame_loader(trial.name):
         batch, num_batches = take_first_batch(trial, open_source(trial.data, trial=trial.name))
-    if chain.by_call:
-        with blame_loader(trial.name):
-            batch, note = _find_longest_batch(trial, batch)
-        return *profile_calls(trial, chain, batch, device=device), num_batches, note, batch
-    with refuse_value_reads(trial):
-        return chain, profile(trial, chain, batch, device=device), num_batches, "", batch
+    if not chain.by_call:
+        try:
+            with refuse_value_reads(trial):
+                return chain, profile(trial, chain, batch, device=device), num_batches, "", batch
+        except ValueReadError:
+            if trial.blocks is not None or any(parameter.is_meta for parameter in chain.parameters):
+                raise
+            chain = build_call_chain(trial, chain.model, find_call_shards(chain.model))
+    with blame_loader(trial.name):
+        batch, note = _find_longest_batch(trial, batch)
+    if chain.switches is not None and chain.switches.has_caches:
+        note = f"{note}; {_CACHES_OFF}" if note else _CACHES_OFF
+    return *profile_calls(trial, chain, batch, device=device), num_batches, note, batch
 
 
 def _find_longest_batch(trial: Trial, first: Any) -> tuple[Any, str]:

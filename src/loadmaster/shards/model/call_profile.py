@@ -25,7 +25,7 @@ from loadmaster.modules.live_storages import LiveBytes
 from loadmaster.modules.module_calls import standing_around
 from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.modules.saved_tensors import drop_history, version_of
-from loadmaster.shards.model.blocks import Chain, build_call_chain, call_block
+from loadmaster.shards.model.blocks import Chain, build_call_chain
 from loadmaster.shards.model.call_shards import CallShards, find_call_shards
 from loadmaster.shards.model.profile import (
     CallFacts,
@@ -230,7 +230,7 @@ class _Look:
             self.watch,
             guard,
         ):
-            out = call_block(self.chain.model, inputs, first=True)
+            out = self.chain.call_model(inputs)
             loss = compute_loss(trial, out, targets)
             check_loss(trial, loss)
         self._forward_runs = False
@@ -248,6 +248,7 @@ class _Look:
         from torch.utils.flop_counter import FlopCounterMode
 
         self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+        self.flops.mod_tracker = _NoModules()  # torch's own fails where forward takes gradients of an input
         drop = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self.parameters if p.requires_grad]
         try:
             with self.live:
@@ -292,7 +293,8 @@ class _Look:
         ops = self.watch.num_ops
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._inputs += [(shard, leaf, version_of(leaf)) for leaf in given]
-        objects = [(vars(leaf), dict(vars(leaf))) for leaf in tree_leaves((args, kwargs)) if _is_object(leaf)]
+        objects = [leaf for leaf in tree_leaves((args, kwargs)) if _is_object(leaf)]
+        was_written = python_state.watch_objects(objects)
         self._stack.append(call)
         graph = torch.is_grad_enabled()
         if graph:
@@ -312,8 +314,8 @@ class _Look:
         finally:
             self._stack.pop()
             self._graphs.pop()
-        if any(python_state.differs(table, was) for table, was in objects):
-            self.refuses.add(shard)  # it writes into an object that it was given
+        if was_written():
+            self.refuses.add(shard)  # it writes into an object that it was given, or into one behind it
         self._note_views(shard, out)
         call.exit_bytes, call.peak_bytes = live.now_bytes, live.peak_bytes
         call.output_bytes = tree_bytes([leaf for leaf in tree_leaves(out) if not _is_among(leaf, given)])
@@ -442,6 +444,18 @@ def _has_user_hooks(block: nn.Module) -> bool:
         if module._backward_hooks or module._backward_pre_hooks:
             return True
     return False
+
+
+class _NoModules:
+    """Stands for a tracker of modules: flops are counted in all, not by module."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, *problem: object) -> None:
+        """Nor to end."""
 
 
 def _is_among(leaf: Any, tensors: list[torch.Tensor]) -> bool:

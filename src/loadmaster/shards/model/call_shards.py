@@ -9,7 +9,9 @@
    (`call_profile`); a shard that is never called is opened there too.
 """
 
+import copy
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 1 / 6  # of all weights: opened where it can be
 _SMALL = 1 / 256  # of all weights: not worth a shard
-_CONFIGS = ("config", "text_config", "encoder", "decoder")
+_CONFIGS = ("text_config", "encoder", "decoder")  # configurations within one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +41,62 @@ def find_call_shards(
     return CallShards(tuple(found) or ("",), rest)
 
 
-def prepare_to_train(model: nn.Module) -> None:
-    """Switch off what training does not use: caches of keys and values, and checkpointing inside of shards.
+class TrainingSwitches:
+    """What training does not use, switched off while it runs: caches of keys and values, and checkpointing
+    inside of shards (the trainer recomputes by itself where memory is short).
 
-    The trainer recomputes by itself where memory is short, so nothing is recomputed twice.
+    Modules get copies of their configurations for so long; the user's own are never written to.
     """
-    for module in model.modules():
-        for config in _iter_configs(getattr(module, "config", None)):
-            if getattr(config, "use_cache", None) is True:
-                config.use_cache = False
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the switches of a model."""
+        copies: dict[int, Any] = {}
+        self._rows: list[tuple[dict[str, Any], str, Any]] = []  # attributes, name, value while it trains
+        for module in model.modules():
+            table = module.__dict__
+            if table.get("gradient_checkpointing") is True:
+                self._rows.append((table, "gradient_checkpointing", False))
+            config = table.get("config")
+            if config is not None and not isinstance(config, dict) and id(config) not in copies:
+                copies[id(config)] = _copy_without_cache(config, copies)
+        self.has_caches = any(made is not None for made in copies.values())
+        for module in model.modules() if self.has_caches else ():
+            for name, value in module.__dict__.items():
+                made = copies.get(id(value))
+                if made is not None:
+                    self._rows.append((module.__dict__, name, made))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """All of them off; afterwards as they were."""
+        before = [(table, name, table[name]) for table, name, _ in self._rows]
+        try:
+            for table, name, value in self._rows:
+                table[name] = value
+            yield
+        finally:
+            for table, name, value in before:
+                table[name] = value
+
+
+def _copy_without_cache(config: Any, copies: dict[int, Any]) -> Any:
+    """A copy of a configuration with `use_cache` off, also in those within it; None: it is off already."""
+    inner = [(name, getattr(config, name, None)) for name in _CONFIGS]
+    cached = [(name, one) for name, one in inner if getattr(one, "use_cache", None) is True]
+    if not cached and getattr(config, "use_cache", None) is not True:
+        return None
+    made = copy.copy(config)
+    made.use_cache = False
+    for name, one in cached:
+        if copies.get(id(one)) is None:
+            copies[id(one)] = _copy_without_cache(one, copies)
+        setattr(made, name, copies[id(one)])
+    return made
 
 
 def count_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters, each once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def _iter_configs(config: Any) -> Iterator[Any]:
-    if config is None or isinstance(config, dict):
-        return
-    yield config
-    for name in _CONFIGS[1:]:
-        inner = getattr(config, name, None)
-        if inner is not None and hasattr(inner, "use_cache"):
-            yield inner
 
 
 def _visit(

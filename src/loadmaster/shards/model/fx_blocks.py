@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from loadmaster.core.errors import InputError
+from loadmaster.modules import python_state
 from loadmaster.shards.model.torch_containers import find_openable, trace_container
 
 _MOST_BLOCKS = 128
@@ -40,7 +41,9 @@ class _Tracer(fx.Tracer):
         self._opened, self._depth = {id(module) for module in opened}, 0
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node; a graph does not know of a region around it."""
+        """A node; a graph does not know of a region around it, nor of gradients taken inside of it."""
+        if len(args) > 1 and args[1] in (torch.autograd.grad, torch.autograd.backward):
+            raise _Untraceable("its forward takes gradients")
         if _get_modes() != self._modes:
             raise _Untraceable("its forward runs a part without gradients or under autocast")
         return super().create_node(*args, **kwargs)
@@ -156,8 +159,12 @@ def _trace_model(
     problem: Exception | None = None
     for shut in (False, True) if closed is None else (closed,):
         try:
-            with _SideEffectGuard():
+            modules = list(model.modules())
+            with python_state.preserve_state(modules), _SideEffectGuard():
+                was_written = python_state.watch_objects(modules, with_modules=True)
                 graph = _Tracer(closed=shut, opened=opened).trace(model)
+                if was_written():
+                    raise _Untraceable("its forward changes what its modules hold")
         except Exception as error:  # whatever the user's forward does with a stand-in
             problem = problem or error
             continue

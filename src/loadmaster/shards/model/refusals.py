@@ -143,6 +143,10 @@ def refuse_writes(trial: Trial, names: list[str]) -> NoReturn:
     )
 
 
+class ValueReadError(InputError):
+    """A model looked at values where there were none."""
+
+
 @contextmanager
 def refuse_value_reads(trial: Trial) -> Iterator[None]:
     """While a model runs on tensors without values: one that looks at them is told why it cannot."""
@@ -152,7 +156,7 @@ def refuse_value_reads(trial: Trial) -> Iterator[None]:
         if type(problem).__name__ not in _OF_VALUES:
             raise
         what = " ".join(str(getattr(problem, "func", problem)).split())[:100]
-        raise InputError(
+        raise ValueReadError(
             f"trial {trial.name!r}: its forward or loss looks at values of tensors ({what}), and memory is"
             " planned before there are any; shapes and Python numbers must not depend on them (masks instead"
             " of nonzero or x[mask], torch.where instead of if, BatchNorm with a momentum)"

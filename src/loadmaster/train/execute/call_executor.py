@@ -242,7 +242,8 @@ class CallExecutor(ShardExecutor):
         self._active = True
         versions = [parameter._version for parameter in parameters]
         try:
-            yield
+            with self.state.chain.switched():  # also while backward runs calls again
+                yield
             self._require_unwritten(versions)
         finally:
             self._active = False

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from loadmaster.core.errors import RunError
 from loadmaster.modules import python_state, randomness
 from loadmaster.modules.saved_tensors import drop_history, version_of
+from loadmaster.modules.torch_state import list_kernel_settings, use_kernel_settings
 
 _SMALL_BYTES = 1 << 16  # of a buffer, copied before every call that is to run again
 
@@ -83,6 +84,7 @@ class CallRecord:
     versions: list[int] = field(default_factory=list)
     generators: randomness.Generators | None = None
     autocast: list[tuple[str, bool, torch.dtype, bool]] = field(default_factory=list)
+    kernels: tuple[Any, ...] = ()  # which ones may be taken
     tensors: "list[HeldTensor]" = field(default_factory=list)  # buffers and such, of all its modules
     attributes: list[python_state.Table] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # of lists and tables of its modules
@@ -114,6 +116,7 @@ class CallRecord:
         with ExitStack() as stack:
             stack.enter_context(_as_it_was(self, device))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(use_kernel_settings(self.kernels))
             for kind, enabled, dtype, cache in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _refuse_unpacking))
@@ -206,6 +209,7 @@ def note_call(
     record.args, record.kwargs = tree_map(_itself, (args, kwargs))  # lists may grow after the call
     record.versions = [version_of(leaf) for leaf in _list_tensors((args, kwargs))]
     record.generators = randomness.capture_generators(device)
+    record.kernels = list_kernel_settings()
     kinds = {"cpu", device.type}
     record.autocast = [
         (

@@ -206,7 +206,7 @@ def _compute_loss(trial: Trial, chain: Chain, inputs: Any, targets: Any, *, whol
         for index, block in enumerate(chain.blocks):
             value = call_block(block, value, first=index == 0)
         return compute_loss(trial, value, targets)
-    out = call_block(chain.model, inputs, first=True)
+    out = chain.call_model(inputs)
     try:
         return _require_scalar(compute_loss(trial, out, targets))
     except Exception:

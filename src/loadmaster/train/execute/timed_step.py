@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 
 from loadmaster.modules import python_state, randomness
 from loadmaster.shards.device.host_bytes import free_host_bytes
-from loadmaster.shards.model.blocks import call_block
 from loadmaster.shards.model.built_model import BuiltModel
 from loadmaster.shards.model.call_profile import bind_everywhere
 from loadmaster.shards.model.optimizer_state import StepMember, adapt_hyper_to_host, copy_hyper, step_members
@@ -138,7 +137,7 @@ def _time_plain_step(built: BuiltModel) -> PlainStep:
                 weight.grad = None
             first = time.perf_counter()
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                loss = compute_loss(trial, call_block(chain.model, inputs, first=True), targets)
+                loss = compute_loss(trial, chain.call_model(inputs), targets)
             middle = time.perf_counter()
             loss.backward()
             last = time.perf_counter()

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from loadmaster.runtime.graph_engine.library_objects import is_library_kind, make_fetch
+from loadmaster.modules.tracing.library_objects import is_library_kind, make_fetch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device))
 _MOST = 256  # values of a container, and elements of an array, that are watched one by one
@@ -68,14 +68,17 @@ def _is_collecting(frame: types.FrameType | None) -> bool:
 
 
 @contextmanager
-def follow_code() -> Iterator[Code]:
-    """Write down the code of the model's that runs meanwhile."""
+def follow_code(setters: Mapping[types.CodeType, str]) -> Iterator[tuple[Code, set[str]]]:
+    """Write down the code of the model's that runs meanwhile, and which of `setters` are called."""
     found: Code = {}
+    called_setters: set[str] = set()
     known: dict[types.CodeType, bool] = {}
     before = sys.gettrace()
 
     def note_call(frame: types.FrameType, event: Any, arg: Any) -> Any:
         code = frame.f_code
+        if code in setters:
+            called_setters.add(setters[code])
         if code not in known and not _is_collecting(frame):
             known[code] = _belongs_to_model(frame.f_globals.get("__name__") or "")
             if known[code]:
@@ -84,7 +87,7 @@ def follow_code() -> Iterator[Code]:
 
     sys.settrace(note_call)
     try:
-        yield found
+        yield found, called_setters
     finally:
         sys.settrace(before)
 
