@@ -33,6 +33,7 @@ from loadmaster.train.coordination.search_decisions import SearchDecisions
 from loadmaster.train.coordination.searchers import RunAll, Searcher
 from loadmaster.train.coordination.study_plan import StudyPlan, make_study_plan
 from loadmaster.train.coordination.study_state import StudyState, TrialEntry
+from loadmaster.train.coordination.study_status import make_trial_result
 from loadmaster.train.disk import checkpoints
 from loadmaster.train.disk.folder_lock import lock_folder
 from loadmaster.train.disk.journal import Journal, read_journal
@@ -442,7 +443,7 @@ class Study:
         root = self.dir / "checkpoints"
         rows = tuple(
             replace(
-                _make_trial_result(state.entries[name], root, self._keeping),
+                _make_result_with_best(state.entries[name], root, self._keeping),
                 is_evaluated=name in self.evaluated,
             )
             for name in self.names
@@ -470,25 +471,12 @@ def _keep_older_draws(trial: Any, entry: TrialEntry | None) -> Any:
     return replace(trial, rng="counter")
 
 
-def _make_trial_result(entry: TrialEntry, root: Path, keeping: Keeping) -> TrialResult:
-    best = keeping.find_best(entry, root)
-    return TrialResult(
-        name=entry.name,
-        status=entry.status,
-        step=entry.step,
-        loss=entry.loss,
-        metrics=dict(entry.metrics),
-        seconds=entry.seconds,
-        num_tokens=entry.num_tokens,
-        error=entry.error,
-        error_kind=entry.error_kind,
-        durable_step=entry.durable_step,
-        folder=root / entry.committed[-1].folder if entry.committed else None,
-        verified=entry.verified,
-        best_step=None if best is None else best.step,
-        best_metrics={} if best is None else dict(entry.reports[best.step][0]),
-        best_folder=None if best is None else root / best.folder,
-    )
+def _make_result_with_best(entry: TrialEntry, root: Path, keeping: Keeping) -> TrialResult:
+    found, best = make_trial_result(entry, root), keeping.find_best(entry, root)
+    if best is None:
+        return found
+    metrics = dict(entry.reports[best.step][0])
+    return replace(found, best_step=best.step, best_metrics=metrics, best_folder=root / best.folder)
 
 
 @contextmanager

@@ -61,11 +61,12 @@ def read_status(folder: str | os.PathLike[str]) -> StudyStatus:
         root,
         running,
         {name: entry.num_steps for name, entry in entries.items()},
-        tuple(_to_result(entry, root / "checkpoints") for entry in entries.values()),
+        tuple(make_trial_result(entry, root / "checkpoints") for entry in entries.values()),
     )
 
 
-def _to_result(entry: TrialEntry, root: Path) -> TrialResult:
+def make_trial_result(entry: TrialEntry, root: Path) -> TrialResult:
+    """What is known of a trial, its best checkpoint apart; `root` has the checkpoints."""
     return TrialResult(
         name=entry.name,
         status=entry.status,
