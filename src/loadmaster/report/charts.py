@@ -215,7 +215,7 @@ def _label_arrow(
     before = {"start": 0.0, "middle": letters / 2, "end": letters}[anchor]
     found: list[tuple[float, float, _Box]] = []
     for part in (0.5, 0.38, 0.62, 0.28, 0.72, 0.2, 0.8):
-        x, y = _on_curve(*(number for point in arrow for number in point), part)
+        x, y = _on_curve(*arrow[0], *arrow[1], *arrow[2], part)
         x, y = x + nx * (wide / 2 + 5), y + ny * (wide / 2 + 9) + 4
         found.append((x, y, (x - before, y - 11, x - before + letters, y + 3)))
     x, y, box = next((spot for spot in found if not any(_meet(spot[2], other) for other in taken)), found[0])

@@ -329,8 +329,8 @@ def _match_backward(
         if not mirrored.get(forward):
             lost += _ACCUMULATION not in event.name  # adding to a weight's gradient is no op of a plan
             continue
-        kinds = {_base(graph.op_kind[op]) for op in mirrored[forward]}
-        found.setdefault(forward, []).extend(_outermost(_inside(ops, event), [], kinds))
+        known = {_base(graph.op_kind[op]) for op in mirrored[forward]}
+        found.setdefault(forward, []).extend(_outermost(_inside(ops, event), [], known))
     for forward, events in found.items():
         backward = mirrored[forward]
         kinds = [_base(graph.op_kind[op]) for op in backward]

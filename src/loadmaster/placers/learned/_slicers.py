@@ -105,7 +105,7 @@ class StepSlicer:
             asked = np.zeros_like(fits)
             told = np.flatnonzero(wanted != FREE)
             asked[told, wanted[told]] = fits[told, wanted[told]]
-            rules = rules._replace(allowed=np.where(asked.any(axis=1)[:, None], asked, fits))
+            rules = rules._replace(allowed=np.where(asked.any(axis=1, keepdims=True), asked, fits))
         return self._sliced(*construct_plan(self.lists.fixed, rules))
 
     def usual(self, view: int | None = None) -> list[tuple[Floats, Sliced]]:

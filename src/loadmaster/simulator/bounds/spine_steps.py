@@ -311,7 +311,8 @@ class _Builder:
     def _work_from(self, op: int) -> Longs:
         """[D] of an op and the ops of its unit that come after it."""
         ops = [one for one in self.ops_of[int(self.unit[op])] if one == op or self.spine.after[op] >> one & 1]
-        return np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
+        found: Longs = np.minimum(self.ticks[ops].sum(axis=0), INFINITE)
+        return found
 
 
 def _turn_ticks(window: Window, transfer: Longs, device: int) -> int:
