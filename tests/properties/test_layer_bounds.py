@@ -72,6 +72,22 @@ def test_of_three_layers_it_is_never_above_the_best_of_all_plans(seed: int) -> N
     assert bound_by_layers(problem, 2 * best.score_s, most_branches=20) <= best.score_s * SLACK
 
 
+@pytest.mark.parametrize("block", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 5))])
+def test_of_odd_steps_it_is_never_above_the_best_that_is_proven(block: int) -> None:
+    """Memory is what a random plan needs, so that little else fits; the best plan is proven by trying all."""
+    for seed in range(20 * block, 20 * block + 20):
+        problem, rng = odd_step(seed, most_layers=3), np.random.default_rng(seed)
+        tight, seconds = fit_memory(problem, draw_plan(problem, rng))
+        if seconds == 0:
+            continue
+        best = api.plan(tight, algorithm="branch_and_bound", budget="3000x")
+        if best.status != Status.OPTIMAL or best.score_s is None:
+            continue
+        for share, width in ((2.0, 8), (1.05, 64)):
+            found = bound_by_layers(tight, share * best.score_s, most_branches=12, width=width)
+            assert found <= best.score_s * SLACK, seed
+
+
 def test_it_sees_that_a_slow_device_must_take_whole_layers() -> None:
     """Four layers of 10 bytes; the fast device holds three. In fractions a slow second is spread."""
     build = GraphBuilder("four layers")

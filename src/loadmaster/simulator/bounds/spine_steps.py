@@ -242,7 +242,8 @@ class _Builder:
         """[2, D] what a unit does after B_k ends, and that with what it does before m_k starts."""
         later, earlier = self.spine.after[self.spine.backward[k]], self.spine.before[self.spine.forward[k]]
         parts = [[op for op in self.ops_of[unit] if near >> op & 1] for near in (later, later | earlier)]
-        return np.minimum([self.ticks[ops].sum(axis=0) for ops in parts], INFINITE)
+        found: Longs = np.minimum([self.ticks[ops].sum(axis=0) for ops in parts], INFINITE)
+        return found
 
     def _window(self, first: int, last: int, slot_of: dict[int, int], rows: dict[int, int]) -> Window:
         """Ops between two ops; `rows` collects the tensors that matter."""
