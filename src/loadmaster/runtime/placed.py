@@ -67,7 +67,7 @@ class Options:
 
     def for_graph(self, graph: Graph) -> "Options":
         """A graph that was traced has no ops to run, only modules."""
-        if not graph.capture.startswith("traced"):
+        if not graph.capture.startswith(("traced", "estimated")):
             return self
         if self.engine == GRAPH:
             raise PlanError(

@@ -102,6 +102,7 @@ def test_a_block_that_looks_at_values_is_refused_in_words(layer: Any, tmp_path: 
         r"trial 'a': its forward or loss looks at values of tensors \(aten\.",
         tmp_path,
         build=lambda: nn.Sequential(nn.Linear(6, 16), layer(), nn.Linear(16, 3)),
+        blocks=list,
     )
 
 

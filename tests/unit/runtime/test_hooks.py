@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="running needs the extra [torch]")
 from torch import nn  # noqa: E402
 
 import loadmaster as lm  # noqa: E402
-from loadmaster.core.errors import GraphError, PlanError  # noqa: E402
+from loadmaster.core.errors import GraphError, PlanError, RunError  # noqa: E402
 from loadmaster.runtime.placed import Options, build_placed_model  # noqa: E402
 from loadmaster.zoo.example import Example  # noqa: E402
 from tests.placing import captured, devices, first_difference, placed, random_plan, trained  # noqa: E402
@@ -90,6 +90,47 @@ def test_a_model_that_cannot_be_exported_runs_by_hooks_and_says_so() -> None:
     built.model.eval()
     assert torch.equal(model(*built.args), built.model(*built.args))
     assert any("run by hooks on modules" in note for note in model.notes)
+
+
+class Masked(nn.Module):
+    """Rows that are chosen by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, rows: Any) -> Any:
+        chosen, out = rows.sum(1) > 0, rows.clone()
+        out[chosen] = self.inner(rows[chosen])
+        return out
+
+
+def test_a_model_that_chooses_rows_by_a_mask_is_placed_and_run() -> None:
+    torch.manual_seed(0)
+    model, rows = Masked(), torch.randn(6, 8)
+    wanted = model(rows)
+    placed_model = lm.place(model, (rows,), devices="cpu#0-1MB, cpu#1-1MB", costs="roofline", budget="5x")
+    assert torch.equal(placed_model(rows), wanted)
+    assert "hook engine" in placed_model.explain()
+
+
+class Mapped(Masked):
+    def forward(self, rows: Any) -> Any:
+        return torch.vmap(self.inner)(rows)
+
+
+class Sparse(Masked):
+    def forward(self, rows: Any) -> Any:
+        return torch.sparse.mm(torch.eye(6).to_sparse(), self.inner(rows))
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Mapped, "torch.func"), (Sparse, "make it dense")])
+def test_what_has_no_memory_of_its_own_is_refused_in_words(kind: Any, words: str) -> None:
+    rows = torch.randn(6, 8)
+    graph = lm.capture(Masked(), (rows,))
+    model = build_placed_model(kind(), graph, random_plan(graph, 2, 0), devices(2), options=Options("hooks"))
+    with pytest.raises(RunError, match=words):
+        model(rows)
 
 
 def test_engines_can_be_forced() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from loadmaster.core.errors import RunError
 from loadmaster.runtime.graph_engine.assignment import PlanIndex
 from loadmaster.runtime.graph_engine.padded_encoder import zero_padding
 from loadmaster.runtime.transport.byte_accounts import NO_DEVICE, Accounts
@@ -154,6 +155,7 @@ class _FollowMode(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         at = self._stack[-1]
+        _refuse_without_memory([leaves[place] for place in tensors])
         if tensors and self._only_looks(func, leaves[tensors[0]]):
             return func(*args, **kwargs)
         if tensors and self._changes_nothing(func, args, kwargs):
@@ -236,6 +238,18 @@ class _FollowMode(TorchFunctionMode):
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
         self._copies.pop(key, None)
+
+
+def _refuse_without_memory(tensors: list[torch.Tensor]) -> None:
+    """Refuse tensors whose memory cannot be looked at, so that nobody knows where they are."""
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise RunError("forward uses torch.func (vmap, grad, jvp), which a placed model cannot follow")
+        if tensor.layout != torch.strided:
+            raise RunError(
+                f"forward uses a tensor of {tuple(tensor.shape)} in {tensor.layout}, which a placed model"
+                " cannot move; make it dense, or leave the model on one device without lm.place"
+            )
 
 
 def _stays_on_device(func: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -25,6 +25,12 @@ def check_shared_memory(trial: str, chain: Chain) -> None:
         *zip(chain.buffer_name, chain.buffers, strict=True),
     ]
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    sparse = next((row for row in tensors if row[1].layout != torch.strided), None)
+    if sparse is not None:
+        raise InputError(
+            f"trial {trial!r}: {sparse[0]!r} of its model is a tensor in {sparse[1].layout}, which training by"
+            " shards cannot carry; make it dense"
+        )
     for row in tensors:
         if row[1].numel():
             by_storage.setdefault(row[1].untyped_storage()._cdata, []).append(row)
