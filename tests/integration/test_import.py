@@ -26,8 +26,8 @@ PUBLIC = [
     "Budget", "Cluster", "Costs", "Graph", "LoadmasterError", "Pipeline", "Placement", "Plan", "Problem",
     "Run", "Status", "Timeline", "__version__", "check_plan", "compare_timelines", "load", "lower_bound",
     "placer", "plan", "problem", "save", "simulate", "Study", "Trial",
-    "advise", "diff", "explain", "export", "import_file", "launch", "load_measured", "ways", "whatif",
-    "write_report",
+    "advise", "diff", "explain", "export", "import_file", "launch", "load_measured", "lower", "ways",
+    "whatif", "write_report",
 ]  # fmt: skip
 
 

@@ -340,9 +340,17 @@ class Checkpointed(Net):
         return value
 
 
-def test_checkpointing_that_is_on_already_is_not_done_twice() -> None:
-    kept = check(trial_of(Checkpointed), again="all")
-    assert not kept.chain.model.gradient_checkpointing
+def test_checkpointing_that_is_on_already_is_not_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trial_of(Checkpointed)
+    wanted = plain(trial)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *args, **_: calls.append(args))
+    found = by_call(trial, again="all")
+    assert not calls
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in wanted[1].items())
+    assert found[2].chain.model.gradient_checkpointing  # as it was, once nothing trains
+    assert "gradient_checkpointing" not in vars(found[2].chain.model)
 
 
 def test_modules_without_parameters_are_no_shards() -> None:

@@ -93,14 +93,13 @@ def test_hooks_on_a_chain_inside_are_called() -> None:
     equal(build, cap_bytes=15_000)
 
 
-def test_hooks_on_the_model_itself_are_refused() -> None:
+def test_hooks_on_the_model_itself_are_called() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(*layers())
         model.register_forward_pre_hook(lambda _, args: (2 * args[0],))
         return model
 
-    with pytest.raises(InputError, match="hooks"):
-        sharded(build)
+    equal(build)
 
 
 def test_hooks_on_gradients_are_refused() -> None:

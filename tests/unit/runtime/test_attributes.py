@@ -305,7 +305,7 @@ def test_an_input_that_forward_writes_into_is_the_callers_own() -> None:
             self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Any) -> Any:
-            y = self.first(x)
+            y = self.first(2 * x)  # autograd keeps that, so x may change
             with torch.no_grad():
                 x[0].add_(1)
             return self.second(y).sum()
