@@ -70,7 +70,7 @@ def _none_free(job: Job, state: ClusterState) -> Advice:
     taken = int((~np.isfinite(state.free_at_s)).sum())
     reason = (
         f"{state.num_free} of {state.layout.num_devices} devices are free and at least {fewest} needed;"
-        f" nobody has told when {taken} of them come free, so no start can be offered"
+        f" it is not known when {taken} of them become free, so no start can be offered"
     )
     return Advice(
         admit=False,
@@ -204,7 +204,7 @@ def _rejected(
     elif decision.note.startswith("priced out"):
         code = Reason.PRICED_OUT
         cost = float(decision.note.rpartition(": ")[2])
-        reason = f"its devices would serve other jobs worth {cost:.3g}; this one is worth {job.value:g}"
+        reason = f"its devices are worth {cost:.3g} to other jobs; this one is worth {job.value:g}"
     elif now:
         code = Reason.PRICED_OUT
         reason = f"{now[0]} would be in time, but the policy would not give it these devices"

@@ -76,7 +76,7 @@ def list_algorithms() -> dict[str, Entry]:
 
 
 def placer(name: str, **parameters: Any) -> Placer:
-    """Make an algorithm by name."""
+    """Create an algorithm by name, with parameters of your choice."""
     entries = own_algorithms()  # looking for entry points reads the whole environment: only where need be
     entries = entries if name in entries else list_algorithms()
     if name not in entries:
@@ -121,9 +121,9 @@ def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
     """Why an algorithm does not serve a problem, '' if it does; imports nothing."""
     known = _as_traits(algorithm)
     if problem.objective not in known.objectives:
-        return f"{known.name} serves {' and '.join(known.objectives)}, not {problem.objective}"
+        return f"{known.name} supports {' and '.join(known.objectives)}, not {problem.objective}"
     if known.max_ops is not None and problem.graph.num_ops > known.max_ops:
-        return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
+        return f"{known.name} supports at most {known.max_ops} ops, not {problem.graph.num_ops}"
     if problem.is_stepped and not known.stepped:
         return f"{known.name} makes no steps of micro-batches, and {problem.pipeline} is asked for"
     if serves_steps_alone(known) and not problem.is_stepped:

@@ -87,7 +87,7 @@ class FiniteCheck:
         self._reported = step
         text = (
             f"{what} is not a finite number at step {step} of the placed model; a smaller learning rate,"
-            " clipped gradients or other data may mend it (place(..., on_nan='raise') stops there)"
+            " clipped gradients or other data may help (place(..., on_nan='raise') stops there)"
         )
         if self.how == RAISE:
             raise LossError(text)

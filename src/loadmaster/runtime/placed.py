@@ -44,7 +44,7 @@ AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed
 ENGINES = (AUTO, GRAPH, HOOKS)
 _COMPILE = (
-    "torch.compile cannot compile a placed model: it would look into the engine that runs the plan; compile"
+    "torch.compile cannot compile a placed model: it would trace the engine that runs the plan; compile"
     " the parts of the plan instead, lm.place(..., compile=True)"
 )
 _STAYS = (
@@ -279,7 +279,7 @@ def build_placed_model(
 ) -> Placed:
     """The model on the devices of a plan; its weights move there, or are made there (from `weights`)."""
     if isinstance(model, Placed):
-        raise InputError("the model is placed already; place the model it was made of")
+        raise InputError("the model is placed already; place the original model")
     devices, known = locate_devices(cluster), index_plan(graph, plan)
     if (known.spilled or known.stashing) and options is not None and options.compile:
         raise PlanError("the plan spills weights, which compiled parts cannot load; leave one of them out")

@@ -1,4 +1,4 @@
-"""The best chain of stages there is, by dynamic programming over ideals, with its proof.
+"""The best chain of stages, by dynamic programming over ideals, with a proof.
 
 Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5:
 a chain of stages is a chain of ideals, sets of classes closed under predecessors. We keep no pairs of ideals,

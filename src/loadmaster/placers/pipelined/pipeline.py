@@ -1,4 +1,4 @@
-"""Whole steps of micro-batches: device order, cuts, schedule, recomputation and replicas, by cuts and search.
+"""Whole steps of micro-batches: chooses device order, cuts, schedule, recomputation and replicas.
 
 1. For the fastest 1, 2, ... devices, in several orders and as replicas, the best cuts are found by dynamic
    programming (`_cuts.py`, after PipeDream and Piper): a stage is recomputed where it has no room otherwise.

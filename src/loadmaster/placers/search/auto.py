@@ -1,4 +1,4 @@
-"""The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
+"""The default: a plan that fits within milliseconds, then every suitable algorithm, then local search.
 
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
 ones first, without repair, and `learned_order` where its file of verdicts recommends it; where none of them

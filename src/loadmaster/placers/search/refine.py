@@ -1,4 +1,4 @@
-"""Local search against the simulator: start from a plan, move what the step waits for.
+"""Local search with the simulator: starts from a plan and moves the ops that the step waits for.
 
 A move gives one unit, a row of neighbours or a module to another device, swaps two units, or lets an op
 start sooner or later (`_moves.py`). It is timed by replaying the present plan from the last snapshot that

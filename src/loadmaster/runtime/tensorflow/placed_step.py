@@ -133,7 +133,7 @@ class PlacedStep:
         ):
             raise PlanError(
                 f"the plan is for inputs {_describe(planned)}, and the step got {_describe(flat)};"
-                " give inputs like those of the plan, or plan anew"
+                " pass inputs like those of the plan, or plan again"
             )
         rest = iter(planned)
         return tf.nest.map_structure(lambda spec: None if spec is None else next(rest), specs)
@@ -143,7 +143,7 @@ class PlacedStep:
         if changed:
             raise PlanError(
                 f"the plan is for another version of {self.step.name!r} than this one: {'; '.join(changed)};"
-                " plan it anew"
+                " plan it again"
             )
 
     def _devices_by_name(self, optimised: OptimisedStep) -> dict[str, int]:

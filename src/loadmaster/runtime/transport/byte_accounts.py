@@ -194,7 +194,7 @@ class Accounts:
         return DeviceMemoryError(
             f"{at.name} needs {needed} of {there}{predicted}: {what} takes"
             f" {format_bytes(size)}, beside {self._describe_largest(device, what)};"
-            " give it more memory, a device beside it, or a smaller batch"
+            " give it more memory, add a device, or use a smaller batch"
             " (placed.plan_that_fits() is the nearest plan that leaves room)"
         )
 

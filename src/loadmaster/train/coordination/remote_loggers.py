@@ -11,7 +11,7 @@ from loadmaster.core.errors import InputError
 
 
 class WandbLogger:
-    """Loss, tokens/s and metrics for Weights & Biases; needs the package `wandb`."""
+    """Sends loss, tokens/s and metrics to Weights & Biases. Needs the package `wandb`."""
 
     is_logger = True
 
@@ -50,7 +50,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Loss, tokens/s and metrics for MLflow; needs the package `mlflow`."""
+    """Sends loss, tokens/s and metrics to MLflow. Needs the package `mlflow`."""
 
     is_logger = True
 

@@ -222,7 +222,7 @@ class StudyState:
         entry = self.entries[name]
         self.note("uncommit", trial=name, generation=entry.committed[-1].generation)
         self.rewind(name)
-        where = f"goes on from step {entry.step}" if entry.committed else "begins again"
+        where = f"continues from step {entry.step}" if entry.committed else "begins again"
         warnings.warn(f"trial {name!r} {where}: {why}", RuntimeWarning, stacklevel=2)
 
     def adopt(self, found: Sequence[SavedCheckpoint]) -> None:
@@ -238,8 +238,8 @@ class StudyState:
             self.note("commit", trial=each.trial, **facts)
         self.rewind(newest.trial)
         warnings.warn(
-            f"trial {newest.trial!r} goes on from its checkpoint of step {newest.step}, which the journal did"
-            " not list",
+            f"trial {newest.trial!r} continues from its checkpoint of step {newest.step}, which the journal"
+            " did not list",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -62,7 +62,7 @@ class Rehearsal:
             return None
         note = (
             f"trial {self.trial.name!r}: its first step was rehearsed on {device.name} and {why};"
-            f" planned anew with {format_bytes(self.more_bytes)} more kept free"
+            f" planned again with {format_bytes(self.more_bytes)} more kept free"
         )
         self.notes.append(note)
         warnings.warn(note, RuntimeWarning, stacklevel=2)
