@@ -355,7 +355,7 @@ def _resolve_problem(
     split: Split | str | None = None,
     pipeline: str | None = None,
 ) -> Problem:
-    """A source becomes a problem; a problem keeps what is not asked anew."""
+    """A source becomes a problem; a problem keeps what is not asked again."""
     if not isinstance(given, Problem):
         return build_problem(Question(given, devices, objective, links, split, pipeline=pipeline))
     if devices is not None:
@@ -369,7 +369,7 @@ def _question_of(given: Problem | Source, devices: Devices | None) -> Question |
 
 
 def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanRequest) -> Placement:
-    """Pipelines weighed against other plans, micro-batches captured anew where a question says how."""
+    """Pipelines weighed against other plans, micro-batches captured again where a question says how."""
     from loadmaster.placers.microbatches import Whole, plan_microbatches
 
     batch = batch_of(whole.graph, question)

@@ -1,4 +1,4 @@
-"""Reviewing: what is said of a plan: its page, formats of other programs, why it is so, what would differ."""
+"""Reviewing a plan: its page, export to other programs, explanations, comparisons and what-if questions."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

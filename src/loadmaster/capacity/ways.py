@@ -1,4 +1,4 @@
-"""Ways: one step asked of every way there is, in one table.
+"""Ways: every way to run one step, in one table.
 
     one_device      the whole step on the device that is quickest at it
     placed          every op on a device of its own choice

@@ -1,4 +1,4 @@
-"""Given: a plan of one's own as an answer, scored and checked, not searched for."""
+"""The user's own plan as an answer: scored and checked, not searched for."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tables of `explain`, `diff` and `whatif`: what was found out, beside what is."""
+"""Tables of `explain`, `diff` and `whatif`."""
 
 from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Explain: why a plan, or an op or module of it, is as it is, found out by trying the alternatives.
+"""Explain: what limits a plan, or why an op or module is where it is, found by trying alternatives.
 
 Elsewhere: the ops of the target, with all that must be with them, are put on every other device, all else as
 it is, and the step is simulated; then a plan is looked for that has them there. Changes: one thing at a time
@@ -51,7 +51,7 @@ def explain_plan(
         own_s, critical_s = _times_in_step(placement, plan, review, chosen)
     names = problem.cluster.device_name
     where = tuple(names[d] for d in np.unique(plan.device[chosen]))
-    # What is planned anew for the lowered graph of a strategy would be no strategy.
+    # What is planned again for the lowered graph of a strategy would be no strategy.
     is_lowered = CHANNEL in problem.cluster.kind_name
     elsewhere: tuple[Elsewhere, ...] = ()
     if target and has_steps(problem, plan):
@@ -267,7 +267,7 @@ def _another_device(placement: Placement, busy: list[int]) -> str:
 
 
 def _try_changes(placement: Placement, review: Review, replanner: Replanner) -> list[Changed]:
-    """Every idea on its own, the best first; the plan as it is, planned for anew, stands at its place."""
+    """Every idea on its own, the best first; the plan as it is, planned for again, stands at its place."""
     rows = []
     ideas = [Settings(), *list_ideas(placement, review)]
     for at, settings in enumerate(ideas):

@@ -112,7 +112,7 @@ def require_model(model: Any) -> None:
 
 
 def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
-    """Refuse what only the making of a plan can heed, where there is one."""
+    """Refuse options that only matter for planning, if there is a plan already."""
     optimizer = wishes.get("optimizer")
     answered = {
         "devices": (devices != AUTO, "has its devices already"),

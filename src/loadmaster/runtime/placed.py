@@ -215,7 +215,7 @@ class Placed(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What had to differ from the plan, and what was made anew."""
+        """What had to differ from the plan, and what was made again."""
         return tuple(self._engine.notes)
 
     @property
@@ -456,7 +456,7 @@ def _make_spill(
 
 
 def _make_turn_check(model: nn.Module) -> Callable[[], bool]:
-    """Whether a model is still placed as it is now: asked later, when it may have been placed anew."""
+    """Whether a model is still placed as it is now: asked later, when it may have been placed again."""
     turn = model.__dict__.get(_TURN, 0)
     return lambda: bool(model.__dict__.get(_TURN, 0) == turn)
 
@@ -468,7 +468,7 @@ def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], a
 
 
 def _count_gradient(made: Placed, name: str, weight: torch.Tensor, home: int, accounts: Accounts) -> None:
-    """Counted until the model is placed anew or the placed one is gone."""
+    """Counted until the model is placed again or the placed one is gone."""
     if not weight.requires_grad:
         return
     current = _make_turn_check(made._engine.model)

@@ -1,4 +1,4 @@
-"""Shortage: after a device was full, what is known of it, and the nearest plan that leaves room.
+"""Shortage: what is known after a device was full, and the nearest plan that leaves room.
 
 A logical device says itself that it is full (`byte_accounts.py`), a whole GPU by torch's error. What stood on
 it beyond its prediction is taken off its room, and the plan is repaired from where its ops are: as few as it

@@ -1,4 +1,4 @@
-"""Optuna as searcher: it proposes the trials (ask), prunes them while they train, and is told how they end.
+"""Optuna as searcher: it proposes the trials, prunes them while they train, and gets their results.
 
     def make(proposal: optuna.Trial) -> lt.Trial: ...          # suggest_* here; give it a name of its own
     result = lt.optimize(make, study=optuna.create_study(), num_trials=20, dir="runs/search")
@@ -8,7 +8,7 @@ the same call goes on with the same trials: those that Optuna's storage still ha
 memory), new ones with the same parameters. Reports and prunings are in the journal like every other decision.
 
 A proposal that cannot be planned is told to Optuna as failed, with a warning; the search goes on. A sampler
-with a seed that is made anew draws its numbers from the beginning, so that proposals after those that are
+with a seed that is made again draws its numbers from the beginning, so that proposals after those that are
 kept repeat the first ones: give it another seed, or pickle it, when you ask for more trials.
 """
 

@@ -1,4 +1,4 @@
-"""The oracle: a plain resident loop with the same seeding, by which every equality test is judged.
+"""The oracle: a plain PyTorch loop with the same seeds, used by every equality test.
 
 It shares with the executor the seeding alone: the model is whole, autograd and the optimizer are the
 framework's, and nothing moves. Parameters named in `host` are stepped on the CPU by its fused kernel.

@@ -396,7 +396,7 @@ class Study:
             self._settle_unlisted_checkpoints(state, root, adopt=True)
         audience = CallbackList([*self.callbacks, *self._watchers])
         root.mkdir(exist_ok=True)
-        # It is told everything anew from the journal, so each call starts from the one that was given.
+        # It is told everything again from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
         if hasattr(searcher, "compare_by"):
             searcher.compare_by(self.metric, self.mode)

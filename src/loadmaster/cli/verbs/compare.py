@@ -1,4 +1,4 @@
-"""loadmaster compare: every algorithm on one problem, side by side."""
+"""loadmaster compare: every algorithm on one problem."""
 
 from typing import TYPE_CHECKING, Annotated
 

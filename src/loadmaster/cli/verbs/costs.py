@@ -1,4 +1,4 @@
-"""loadmaster costs: what was measured on which device; to carry it elsewhere, or to bring it from there."""
+"""loadmaster costs: list measured costs, and carry them from one machine to another."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 

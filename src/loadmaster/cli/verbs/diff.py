@@ -1,4 +1,4 @@
-"""loadmaster diff: two plans of one model side by side."""
+"""loadmaster diff: compare two plans of one model."""
 
 from typing import Annotated
 

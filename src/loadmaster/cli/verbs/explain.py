@@ -1,4 +1,4 @@
-"""loadmaster explain: why a plan, or an op or module of it, is as it is."""
+"""loadmaster explain: what limits a plan, and why an op or module is where it is."""
 
 from typing import Annotated
 

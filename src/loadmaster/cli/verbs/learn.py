@@ -1,4 +1,4 @@
-"""loadmaster learn: train the networks of placement and of strategies, and ask weights of placement."""
+"""loadmaster learn: train the networks of placement and of strategies, and evaluate weights."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""loadmaster run: a saved plan trained for some steps, predicted beside measured."""
+"""loadmaster run: train a saved plan for some steps, and compare with the prediction."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""loadmaster train: run a study of the user's own file, with a live table; again to go on where it was."""
+"""loadmaster train: run a study from the user's own file, with a live table; run again to continue."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 

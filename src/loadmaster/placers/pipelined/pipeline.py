@@ -204,7 +204,7 @@ class _Search:
             yield from self._swap_devices(at)
 
     def _swap_devices(self, at: Candidate) -> Iterator[Candidate]:
-        """Two devices of the pipeline, or one of it and one outside, in each other's place, cut anew."""
+        """Two devices of the pipeline, or one of it and one outside, in each other's place, cut again."""
         row = at.devices[0]
         outside = [d for d in range(self.problem.cluster.num_devices) if d not in row]
         for i, one in enumerate(row):

@@ -324,7 +324,7 @@ class _Portfolio:
     def answer(self) -> Placement:
         """The best plan with the best bound, and how every member did."""
         best = self.best
-        assert best is not None  # single_device serves every problem
+        assert best is not None  # single_device supports every problem
         members = tuple(_describe_member(name, result, best) for name, result in self.results)
         proven = self._find_proven() or best
         return replace(

@@ -245,7 +245,7 @@ class _Search:
         self._record()
 
     def _record(self, begin: int = 0) -> float:
-        """Run the present plan anew from a snapshot on, and find what its end waits for."""
+        """Run the present plan again from a snapshot on, and find what its end waits for."""
         fixed, cargo = self.lists.fixed, self.lists.cargo
         self.present_s = float(
             replay(fixed, self.weights, self.links, self.device, self.key, self.tape, begin, np.inf)

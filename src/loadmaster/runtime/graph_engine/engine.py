@@ -415,11 +415,11 @@ class GraphEngine:
             self.forget()
 
     def forget(self) -> None:
-        """Weights have moved: graphs are made anew when they are needed."""
+        """Weights have moved: graphs are made again when they are needed."""
         self._ready.clear()
 
     def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:
-        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made anew."""
+        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made again."""
         tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
         for node in program.inputs:
             name = node.meta["op"]

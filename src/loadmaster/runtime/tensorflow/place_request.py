@@ -59,7 +59,7 @@ def start_devices(cluster: Cluster) -> None:
 
 
 def refuse_planning_options(devices: Any, wishes: Mapping[str, Any]) -> None:
-    """Refuse what only the making of a plan can heed, where there is one."""
+    """Refuse options that only matter for planning, if there is a plan already."""
     if devices != "auto":
         raise InputError("the plan has its devices already; leave devices out, or pass inputs to plan again")
     for name in OPTIONS:

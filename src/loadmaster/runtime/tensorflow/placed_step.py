@@ -3,7 +3,7 @@
 The step is traced, optimised once as TensorFlow would (`tf_capture.optimised`), and imported again with a
 device on every node. It is called with soft placement off and TensorFlow's own optimiser off: no op moves,
 and no op is replaced, so that a plan does not change the numbers. For inputs of other sizes (the last batch
-of an epoch) it is traced anew; ops are known by their names, and an op that the plan does not have goes
+of an epoch) it is traced again; ops are known by their names, and an op that the plan does not have goes
 where its inputs are.
 """
 

@@ -1,4 +1,4 @@
-"""Accounts: bytes of real storages on logical devices, each with a limit.
+"""Accounts: counts the bytes of real storages on logical devices, each with a limit.
 
 A storage is counted on the device whose op made it, from then until torch lets go of it, whoever holds it:
 your variables, the graph that runs, or autograd. In the forward pass one counter (a dispatch mode) stands

@@ -1,4 +1,4 @@
-"""What a study cannot train, or could not resume, said before anything is trained."""
+"""What a study cannot train or could not resume; refused before anything is trained."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -76,7 +76,7 @@ def make_loader(trainer: Any, *, evaluation: bool = False) -> Any:
         return DataLoader(dataset, **given)
     sampler = trainer._get_train_sampler(dataset)
     if sampler is None or isinstance(sampler, RandomSampler):
-        return DataLoader(dataset, shuffle=True, **given)  # drawn anew for every epoch, and resumable
+        return DataLoader(dataset, shuffle=True, **given)  # drawn again for every epoch, and resumable
     return DataLoader(dataset, sampler=sampler, **given)
 
 

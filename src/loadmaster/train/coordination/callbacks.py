@@ -1,4 +1,4 @@
-"""Callbacks and loggers: what a study tells while it runs.
+"""Callbacks and loggers: what a study reports while it runs.
 
 A callback has any of the methods of `Callback`; a method it does not have is not called. Loggers are
 callbacks that write files. They run in the coordinating process, between steps; one that raises ends the

@@ -1,4 +1,4 @@
-"""Loggers that tell services: Weights & Biases and MLflow, each a run for every trial.
+"""Loggers for services: Weights & Biases and MLflow, with one run per trial.
 
 Their packages are imported when a logger is made. A logger that raises is told nothing more, with a warning,
 and training goes on.

@@ -1,4 +1,4 @@
-"""Searchers: which trials go on. They are told metrics at milestones, and answer.
+"""Searchers decide which trials continue. They get metrics at milestones.
 
     report(trial, step, metrics) -> CONTINUE | STOP | PAUSE     paused trials keep their state: no cost
     released()                   -> paused trials that go on or stop now

@@ -1,4 +1,4 @@
-"""The state of a study: how every trial stands, as the journal tells it.
+"""The state of a study: how far every trial is, according to the journal.
 
 The state is a fold over the records: the same `apply` runs when a record is written and when it is replayed,
 so that a study which goes on after a crash stands where the journal says, and nowhere else.

@@ -1,4 +1,4 @@
-"""How a study stands, read from its folder: one that runs, one that was killed, one that has ended."""
+"""The status of a study, read from its folder, whether it runs, was killed, or has ended."""
 
 import fcntl
 import os

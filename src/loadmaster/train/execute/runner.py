@@ -211,11 +211,11 @@ class ShardRunner:
 
     @property
     def notes(self) -> list[str]:
-        """What was planned anew, and why."""
+        """What was planned again, and why."""
         return self._rehearsal.notes
 
     def _open_executor(self, device: Device) -> ShardExecutor:
-        """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
+        """Onto a device; planned again until a step fits, else who stands there longest leaves."""
         while True:
             executor, why = self._try_fit(device)
             if executor is not None:

@@ -1,4 +1,4 @@
-"""Refusals: models that cannot be captured as they are, each by name and with what to do instead."""
+"""Refusals: models that cannot be captured, each with its name and a remedy."""
 
 from typing import Any
 
