@@ -140,7 +140,7 @@ def _list_ideas(
         text, price = f"precision {narrow} (16-bit weights)", "small updates may be lost to rounding"
         yield _Idea("weights", text, price, replace(setting, precision=narrow), cluster)
     for other in _leaner_optimizers(setting, trains=trains and has_weights):
-        price = "converges differently; tune the learning rate again"
+        price = "converges differently; retune the rate"
         yield _Idea(
             "optimizer",
             f"optimizer {other}",
