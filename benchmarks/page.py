@@ -17,14 +17,10 @@ def page(result: Figures, sources: str) -> str:
     m = result.machine
     head = f"""# Benchmarks
 
-`make bench` runs the suites of `benchmarks/suites/`, prints every figure and writes a dated file into `benchmarks/results/`
-(`python -m benchmarks.run SUITE ...` runs some of them; `BENCH_BUDGET_S` and `BENCH_SIZES` shorten the suites on plans);
-`python -m benchmarks.page FILE ...` writes this page from such files, `python -m benchmarks.compare OLD NEW` sets two side by side.
-Speed is judged here, never by a stopwatch in a test.
+This page has every measured figure, with the hardware and the date. A figure with an *aim* is marked "reached" or "**missed**". `make bench` runs the suites of `benchmarks/suites/` and writes a dated file into `benchmarks/results/`. `python -m benchmarks.run SUITE ...` runs some of them, `python -m benchmarks.page FILE ...` writes this page, and `python -m benchmarks.compare OLD NEW` compares two files. Speed is measured here, never in a test.
 
-All figures below, but for those that name another: {m["date"]}, {m["processor"]}, {m["cores"]} cores, one thread, Python {m["python"]}, numpy {m["versions"]["numpy"]}, numba
-{m["versions"]["numba"]}, scipy {m["versions"]["scipy"]} ({sources}). The machine was a shared one whose speed changed by a factor of two within
-minutes; ratios are taken between measurements that follow each other within a second.
+Unless a section says otherwise, the figures are from {m["date"]}, {m["processor"]}, {m["cores"]} cores, one thread, Python {m["python"]}, numpy {m["versions"]["numpy"]}, numba
+{m["versions"]["numba"]}, scipy {m["versions"]["scipy"]} ({sources}). The machine was shared, and its speed changed by a factor of two within minutes. So ratios compare measurements that follow each other within a second.
 """
     sections = (
         spine.simulator(result),

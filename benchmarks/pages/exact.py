@@ -28,25 +28,22 @@ def section(result: Figures) -> str:
     held = "captured steps that one device could hold, median gap"
     return f"""## Exact placement
 
-The msr throughput graphs. Processor seconds from the problem on: contraction, orders, all ideals and the proof; every optimum is the published one.
-The authors' programme ran on one thread of another busy machine (its seconds are those of the specification), so compare in order of magnitude; the
-aim is for graphs on which it takes over half a second. It does not finish on Inception-V3, for want of memory.
+Processor seconds for the msr throughput graphs, including contraction, orders, all ideals and the proof. Every optimum is equal to the published one. The authors' program ran on one thread of another busy machine, so compare only the order of magnitude. The aim is for graphs on which their program takes more than half a second. On Inception-V3 it runs out of memory.
 
 {table(("graph", "`linear_dp` s", "`ideal_dp` s", "times the authors'", "aim"), [_chain(result, name) for name in names])}
 
 Peak memory of the process {result.value("exact", "peak memory"):.2f} GiB ({result.verdict("exact", "peak memory")}).
 
-Splits of any shape (`--split free`), `auto` for 10 s: what is left between plan and bound. Median {result.value("exact", "median gap"):.2g} % ({result.verdict("exact", "median gap")}).
+Gap between plan and bound for splits of any shape (`--split free`), `auto` for 10 s. Median {result.value("exact", "median gap"):.2g} % ({result.verdict("exact", "median gap")}).
 
 {table(("graph", "bound by", "gap"), gaps)}
 
 Captured training steps (AdamW, 256 tokens a sample) over unequal devices, `auto` for 10 s. Median {result.value("exact", "captured steps, median gap"):.1f} %
-({result.verdict("exact", "captured steps, median gap")}); where one device could hold the step {result.value("exact", held):.1f} % ({result.verdict("exact", held)}).
+({result.verdict("exact", "captured steps, median gap")}); if one device has room for the step {result.value("exact", held):.1f} % ({result.verdict("exact", held)}).
 
 {table(("model", "batch", "devices", "bound by", "gap"), steps)}
 
-What is missing of the last aim: the linear programme may put half of a unit on each of two devices without sending anything (docs/bounds.md), and over four and
-more kinds of devices it does not end within the budget, so that weaker arguments stand. Branching on the devices of whole layers would close it.
+Why the last aim is missed: the linear programme may put half of a unit on each of two devices without sending anything (docs/bounds.md). With four or more kinds of devices it does not end within the budget, so weaker bounds are used.
 """
 
 

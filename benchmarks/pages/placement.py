@@ -16,9 +16,7 @@ def section(result: Figures) -> str:
         return f"## Placement time\n\n{NOT_RUN}\n"
     return f"""## Placement time
 
-The published generators (seed 0) asked for 10,000 ops, on their own 4 devices with 2.0x memory, warm, median; in brackets processor time.
-The whole call of the algorithm: all its passes, the simulation of their plans, for `m_sct` the linear programme. Lower bound and preparation
-of the simulator come before ({_range(result)} ms). *Port*: a device sends one tensor and receives one tensor at a time; *free*: transfers
+The graphs are those of the published generators (seed 0) with 10,000 ops, on their own 4 devices with 2.0x memory. Times are medians of warm runs; processor time is in brackets. They include the whole call: all passes, the simulation of their plans, and for `m_sct` the linear programme. The lower bound and the preparation of the simulator are not included ({_range(result)} ms). *Port*: a device sends one tensor and receives one tensor at a time; *free*: transfers
 never wait.
 
 The published columns: {published.SETTING}. The linear programme in brackets; a star: processor time on a busy machine (1.05 to 1.8 times an
@@ -28,7 +26,7 @@ idle one's); a dash: not measured. TF plans with one channel a device, PT with f
 
 {_growth(result)}
 
-`refine` tries moves of ops, rows of neighbours and modules, swaps and changes of order against the simulator (10,000 ops, from `m_etf`'s plan):
+`refine` tries moves of ops, of rows of neighbours and of modules, swaps and changes of order (10,000 ops, from `m_etf`'s plan):
 
 {_moves(result)}
 
@@ -109,8 +107,6 @@ def _large(result: Figures) -> str:
         for row in result.of(_SUITE)
         if row["name"].startswith("1,000,000 ops: ")
     ]
-    return f"""A transformer of a million ops (`{source}`) on 16 unequal devices (`{devices}`: preset speeds, memories enlarged so that
-all 16 together hold its 10.7 TiB 1.4 times over and the largest an eighth of it), in a fresh process; the clock of the first row starts when
-`auto` is called:
+    return f"""A transformer of a million ops (`{source}`) on 16 unequal devices (`{devices}`: preset speeds; memories are enlarged so that all 16 together have 1.4 times its 10.7 TiB), in a new process. The time of the first row starts when `auto` is called:
 
 {table(("what", "value", "aim"), rows)}"""

@@ -28,17 +28,12 @@ def section(result: Figures) -> str:
         return f"## Plan quality\n\n{NOT_RUN}\n"
     return f"""## Plan quality
 
-Simulated step times in ms of one seed-0 graph of every published generator, on
+Simulated step times in ms, for one graph (seed 0) of every published generator.
 
-- *4 equal*: the generator's own devices; *2 fast + 2 slow*: the slow ones half as fast; *8 on two hosts*: 4 + 4 equal devices. All devices of a
-  cluster have the same memory, together 2.0x of what everything needs when nothing is freed, so that no single device fits;
-- *free*: transfers never wait; *port*: a device sends one tensor and receives one tensor at a time; *shared*: the devices of a host share one
-  bus that carries one tensor at a time. 0.0001754 us a byte and 134 us a transfer throughout; the two hosts have one link out and one in each, at
-  a quarter of that rate and, end to end, twice the latency.
+- *4 equal*: the generator's own devices; *2 fast + 2 slow*: the slow ones half as fast; *8 on two hosts*: 4 + 4 equal devices. All devices of a cluster have the same memory, together 2.0x of what the graph needs if nothing is freed. So no single device is large enough.
+- *free*: transfers never wait; *port*: a device sends one tensor and receives one tensor at a time; *shared*: the devices of a host share one bus that carries one tensor at a time. Transfers take 0.0001754 us per byte and 134 us each. The two hosts have one link out and one link in, with a quarter of that rate and twice the latency.
 
-`auto` had {result.value(_SUITE, "budget of auto"):g} s, `{suite.QUARTER}` a quarter of that, constructors no limit; seed 0. *Bound* is the best proven
-lower bound, *serial* everything on the fastest device, fitting or not. All times are predicted, none is measured on devices. `auto` stops when its
-plan is within 1 % of the bound; such a plan counts as no worse than any other.
+`auto` had {result.value(_SUITE, "budget of auto"):g} s, `{suite.QUARTER}` a quarter of that, constructors no limit; seed 0. *Bound* is the best proven lower bound. *Serial* is everything on the fastest device, whether it fits or not. All times are predicted. `auto` stops when its plan is within 1 % of the bound; such a plan counts as no worse than any other.
 
 {_checks(result)}
 
@@ -49,8 +44,8 @@ columns; the other columns are scored in the order that our plans carry.
 
 {_published(result)}
 
-Where Baechi is good: with free links PT m-ETF and m-SCT are within 5 % of the bound on random graphs and at it with 10,000 ops, PT m-SCT is within 1.4 % (free) and 7 % (port) of it
-on the 10,000-op grid; its code is simple and its test of training memory cheap. Where its plans cost: with contended links the same PT plans of
+Strengths of Baechi: with free links PT m-ETF and m-SCT are within 5 % of the bound on random graphs and at it with 10,000 ops, PT m-SCT is within 1.4 % (free) and 7 % (port) of it
+on the 10,000-op grid; its code is simple, and its memory check is cheap. Weaknesses: with contended links the same PT plans of
 random graphs take 1.3 to 1.6 times as long as one device. Its authors claim {published.CLAIMS}; the seconds above are not comparable with that
 claim, whose baseline is learned placement. What placing branches cannot give shows in their record: {published.INCEPTION}, so no
 speed-up over one GPU. Pipelining, replication and spilling are other rewrites.

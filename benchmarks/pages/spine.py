@@ -16,16 +16,13 @@ def simulator(result: Figures) -> str:
     peak = "peak memory of this process after 1,000,000 ops"
     return f"""## The simulator
 
-A fork-join graph of the published generator (10,004 ops), four devices behind one port each, ops dealt at random so that most edges are
-transfers; workspace, spans and peak memory included. The reference is `tests/reference.py`, an event-driven simulator in plain Python that
-gives the same timeline to the bit.
+The graph is a fork-join graph of the published generator (10,004 ops) on four devices with one port each. Ops are placed at random, so most edges are transfers. Workspace, spans and peak memory are included. The reference is `tests/reference.py`, a simulator in plain Python that gives the same timeline to the bit.
 
 {_against_reference(result)}
 
-Over repeated runs of 2026-11-15 the ratio of the run was 99x to 124x and its time 1.8 to 3.4 ms: lowest while the machine was slow for
-everybody, since the compiled loop feels a lost cache more than the interpreter does.
+Over repeated runs of 2026-11-15 the ratio of the run was 99x to 124x and its time 1.8 to 3.4 ms: lowest while the machine was busy, because the compiled loop suffers more from a lost cache than the interpreter.
 
-How time grows (an event is the start or the end of an op or a transfer):
+Time by size of the graph (an event is the start or the end of an op or a transfer):
 
 {_growth(result)}
 
@@ -67,7 +64,7 @@ def command_line(result: Figures) -> str:
         (row["name"], f"{row['value']:.2f} s", result.verdict("command", row["name"]))
         for row in result.of("command")
     ]
-    body = f"Fresh processes, kernels compiled before.\n\n{table(('command', 'time', 'aim'), rows)}"
+    body = f"Each command runs in a new process, with kernels compiled before.\n\n{table(('command', 'time', 'aim'), rows)}"
     return f"## The command line\n\n{body if rows else NOT_RUN}\n"
 
 

@@ -35,8 +35,7 @@ def capture(result: Figures) -> str:
     head = ("model", "path", "ops", "CPU s", "aim", "GiB in all", "backward attributed")
     return f"""## Capture
 
-Named models, batch 8 x 512, their whole training step under AdamW; no weight is allocated. Processor seconds of `capture`, memory of the whole
-process.
+The whole training step of named models, batch 8 x 512, with AdamW. No weight is allocated. The table has processor seconds of `capture`, and memory of the whole process.
 
 {table(head, lines)}
 """
@@ -68,7 +67,7 @@ def cpu(result: Figures) -> str:
     )
     return f"""## Steps on the CPU
 
-The plain training loop on one thread, in processor time; predicted from ops measured one by one (`--measure`).
+A plain training loop on one thread, in processor time. The prediction uses ops that were measured one by one (`--measure`).
 
 {table(head, lines)}
 """
@@ -95,14 +94,11 @@ def gpu(result: Figures) -> str:
     return f"""## Steps on a GPU
 
 {_where(result.machines_of["gpu"][-1])}. The plain eager loop under AdamW (foreach, PyTorch's default), TF32 as PyTorch has it; `max_memory_allocated`, and the
-median of 20 steps before and 20 after the ops were measured. Captured without the GPU, every op measured on it. Where the host's time to
-issue exceeds the GPU's to compute, the step waits for launches, and is predicted to.
+median of 20 steps before and 20 after the ops were measured. The models were captured without the GPU, and every op was measured on it. If the host needs longer to launch ops than the GPU to compute, the step waits for launches; the prediction includes this.
 
 {table(head, lines)}
 
-{_ops(result)} The host of that machine is a virtual one whose speed changes by a third within minutes: in four runs the errors of steps that wait for
-launches (bf16-mixed of GPT-2 and BERT, batch 1) went from -35 % to +31 % before launch times were taken as lower quartiles and measured beside
-others, and this run is one draw from that machine. Steps bound by the GPU stayed within 7 %, peaks within 3 %.
+{_ops(result)} The host of that machine is virtual, and its speed changes by a third within minutes. In four earlier runs, errors of steps that wait for launches (bf16-mixed of GPT-2 and BERT, batch 1) were between -35 % and +31 %. Since then launch times are lower quartiles. This is one run on that machine. Steps limited by the GPU stayed within 7 %, peaks within 3 %.
 """
 
 

@@ -66,7 +66,7 @@ def test_devices_taken_until_nobody_knows_when_reject_without_an_offer() -> None
     answer = advise(JOB, busy, deadline_s=1e6)
     assert not answer.admit
     assert (answer.code, answer.offers) == (Reason.NO_CAPACITY_UNTIL, ())
-    assert "nobody has told when 4 of them come free" in answer.reason
+    assert "it is not known when 4 of them become free" in answer.reason
 
 
 def test_free_devices_without_a_block_are_fragmented() -> None:

@@ -152,7 +152,7 @@ def test_elastic_replays_serve_one_kind_and_resizing_costs() -> None:
     from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
 
     stream = _random_stream(1)
-    with pytest.raises(InputError, match="serves one kind"):
+    with pytest.raises(InputError, match="supports one kind"):
         replay_trace(stream, TraceRule(Order.EDF), np.array([4]), elastic=True)
     with pytest.raises(InputError, match="has kind 1"):
         replay_trace(stream, TraceRule(Order.EDF), np.array([4]), host_kind=np.array([1]))

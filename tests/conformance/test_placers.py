@@ -194,7 +194,7 @@ def test_a_problem_it_does_not_serve_is_refused_in_words(algorithm: str, name: s
 
 def test_some_pairs_are_refused_and_most_are_served() -> None:
     """Guards the two lists above against going empty."""
-    assert reason("brute_force", "fork_join") == "brute_force serves at most 12 ops, not 112"
+    assert reason("brute_force", "fork_join") == "brute_force supports at most 12 ops, not 112"
     assert "not chain" in reason("round_robin", "pipeline, chain")
     assert len(served()) >= 80
 

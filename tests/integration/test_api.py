@@ -55,7 +55,7 @@ def test_mistakes_in_python_are_answered_like_those_on_the_command_line() -> Non
         (lambda: lm.plan(problem, "2xT4"), "has its devices already"),
         (lambda: lm.plan(problem, budget="nonsense"), "is not a budget"),
         (lambda: lm.simulate(problem, placement), "of a Placement, give its .plan"),  # type: ignore[arg-type]
-        (lambda: lm.simulate(problem, None), "least_overflow_plan came nearest"),  # type: ignore[arg-type]
+        (lambda: lm.simulate(problem, None), "least_overflow_plan is the nearest plan"),  # type: ignore[arg-type]
         (lambda: lm.simulate("gen:chain:4", None), "make one with loadmaster.problem"),  # type: ignore[arg-type]
         (lambda: lm.problem("gen:chain:4", precision="mixed"), "without an optimizer"),
         (lambda: lm.problem(42), "a source is text, a path"),  # type: ignore[arg-type]
@@ -94,5 +94,5 @@ def test_a_refusal_names_what_would_be_served() -> None:
     problem = lm.problem("gen:chain:8", "2xT4", "throughput")
     with pytest.raises(ProblemError, match="makes free splits, not chain; ask for --split free"):
         lm.plan(problem, algorithm="local_search")
-    with pytest.raises(ProblemError, match="serves step, not throughput; ask for --objective step"):
+    with pytest.raises(ProblemError, match="supports step, not throughput; ask for --objective step"):
         lm.plan(problem, algorithm="refine")

@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_reason_has_both_sizes(say
     assert code == json_code == 1
     assert re.search(reason, plain)
     assert "no plan that fits was found" in plain
-    assert "the plan that came nearest:" in plain
+    assert "the nearest plan:" in plain
     said = json.loads(machine)
     assert re.search(reason, said["reasons"][0])
     assert re.search(reason, json_err)
@@ -143,7 +143,7 @@ def test_a_plan_that_does_not_fit_can_be_saved_simulated_and_shown(say: Say) -> 
 def test_an_algorithm_for_one_objective_is_asked_for_that_and_it_is_said(say: Say) -> None:
     code, out, err = say("plan", "gen:chain:8", "-d", "2xT4", "-a", "ideal_dp", "--budget", "20x")
     assert code == 0
-    assert "ideal_dp serves throughput alone: that is planned for, not step" in err
+    assert "ideal_dp supports only throughput, so that is the objective here, not step" in err
     assert "above the best of any chain" in out
 
 
@@ -217,7 +217,7 @@ def test_compare_sets_all_algorithms_side_by_side_best_first(say: Say) -> None:
     assert times == sorted(times)
     code, out, _ = say("compare", "gen:chain:20", "--budget", "50x")
     assert code == 0
-    assert "brute_force: serves at most 12 ops, not 20" in out
+    assert "brute_force: supports at most 12 ops, not 20" in out
     assert "gap: above the lower bound of" in out
 
 
@@ -247,7 +247,7 @@ def test_compare_for_pipelines_leaves_out_what_is_made_for_steps_unless_it_is_na
     assert {"auto", "chain_balance", "ideal_dp", "linear_dp"} <= names
     assert "cpsat_latency" not in names
     (named,) = ask(say, *command, "--algorithms", "cpsat_latency", code=1)["results"]
-    assert "serves step, not throughput" in named["reason"]
+    assert "supports step, not throughput" in named["reason"]
 
 
 def test_compare_ends_with_1_where_nothing_fits(say: Say) -> None:

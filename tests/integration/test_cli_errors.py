@@ -174,7 +174,7 @@ def file_cases() -> list[Case]:
             "schema version 7",
             p__json=saved(GRAPH, schema=7),
         ),
-        case("wrong noun", "simulate p.json", "holds a graph; simulate wants a placement", p__json=OWN),
+        case("wrong noun", "simulate p.json", "holds a graph; simulate needs a placement", p__json=OWN),
         case(
             "a trace is no plan",
             "simulate p.json",

@@ -135,7 +135,7 @@ def test_a_plan_that_does_not_fit_is_drawn_with_the_reason(say: Say, tmp_path: P
         (["report", "measured.json"], "holds a timeline"),
         (["report", "nothing.json"], "cannot read"),
         (["report", "a.json", "--out", "a.json"], "would overwrite"),
-        (["report", "."], "holds no journal"),
+        (["report", "."], "it has no journal"),
         (["explain", "a.json", "op9"], "unknown op or module 'op9'"),
         (["whatif", "a.json"], "nothing is changed"),
         (["whatif", "a.json", "--sweep", "batch"], "write for example"),

@@ -186,8 +186,8 @@ def test_a_file_without_a_plan_that_fits_is_not_run(say: Say) -> None:
         "plan", "net.py:build", "-d", "cpu#0-1kB, cpu#1-1kB", "-b", "2x", "-o", "p.json", "--trace", "t.json"
     )
     assert code == 1
-    assert "trace of the plan that came nearest written to t.json" in out
-    assert "plan that came nearest, and why nothing fits, written to p.json: it cannot be run" in out
+    assert "trace of the nearest plan written to t.json" in out
+    assert "the nearest plan, and why nothing fits, written to p.json; it cannot be run" in out
     Path("net.py").write_text("raise AssertionError('the model is not built')")
     code, out, err = say("run", "p.json")
     assert code == 1, "no feasible plan"

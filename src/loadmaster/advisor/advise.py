@@ -70,8 +70,22 @@ def _none_free(job: Job, state: ClusterState) -> Advice:
     taken = int((~np.isfinite(state.free_at_s)).sum())
     reason = (
         f"{state.num_free} of {state.layout.num_devices} devices are free and at least {fewest} needed;"
-        f" nobody has told when {taken} of them come free, so no start can be offered"
+        f" it is not known when {taken} of them become free, so no start can be offered"
     )
+    return _refuse(job, Reason.NO_CAPACITY_UNTIL, reason, warnings=job.curve.findings())
+
+
+def _refuse(
+    job: Job,
+    code: Reason,
+    reason: str,
+    *,
+    warnings: tuple[str, ...],
+    earliest_deadline_s: float | None = None,
+    cheapest: Offer | None = None,
+    offers: tuple[Offer, ...] = (),
+) -> Advice:
+    """Advice not to admit a job: no devices, and what would help."""
     return Advice(
         admit=False,
         devices=(),
@@ -81,13 +95,13 @@ def _none_free(job: Job, state: ClusterState) -> Advice:
         finish_interval_s=None,
         on_time_probability=0.0,
         cost=0.0,
-        code=Reason.NO_CAPACITY_UNTIL,
+        code=code,
         reason=reason,
-        earliest_deadline_s=None,
-        cheapest=None,
-        offers=(),
+        earliest_deadline_s=earliest_deadline_s,
+        cheapest=cheapest,
+        offers=offers,
         curve_origin=job.curve.origin,
-        warnings=job.curve.findings(),
+        warnings=warnings,
     )
 
 
@@ -204,7 +218,7 @@ def _rejected(
     elif decision.note.startswith("priced out"):
         code = Reason.PRICED_OUT
         cost = float(decision.note.rpartition(": ")[2])
-        reason = f"its devices would serve other jobs worth {cost:.3g}; this one is worth {job.value:g}"
+        reason = f"its devices are worth {cost:.3g} to other jobs; this one is worth {job.value:g}"
     elif now:
         code = Reason.PRICED_OUT
         reason = f"{now[0]} would be in time, but the policy would not give it these devices"
@@ -219,21 +233,13 @@ def _rejected(
             f" {first.degree} come free in {format_seconds(first.start_s)}; {told}"
         )
     offers = sorted(in_time, key=lambda o: o.device_s) or sorted(options, key=lambda o: o.deadline_s)[:4]
-    return Advice(
-        admit=False,
-        devices=(),
-        device_names=(),
-        start_s=None,
-        finish_s=None,
-        finish_interval_s=None,
-        on_time_probability=0.0,
-        cost=0.0,
-        code=code,
-        reason=reason,
+    return _refuse(
+        job,
+        code,
+        reason,
         earliest_deadline_s=earliest.deadline_s,
         cheapest=min(in_time, key=lambda o: (o.device_s, o.degree), default=None),
         offers=tuple(offers),
-        curve_origin=job.curve.origin,
         warnings=_warnings(job, decision),
     )
 

@@ -39,14 +39,17 @@ def advise(
     mean_gap_s: float = 0.0,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Advice:
-    """How many devices a job should get, which, and when it will be done; or why not, and what would do.
+    """Say how many devices a job should get, which ones, and when it will be done; or why not.
 
-    `deadline_s` counts from now: seconds, or text such as '6h'.
-    `job` is a Job, the seconds of one step by number of devices, or a source the planner understands; the
-    last two take `steps` steps. `state` is a ClusterState, or devices ('8xA100-80GB'), all of which are free.
-    `residuals` are measured times over predicted ones of earlier jobs; from 20 on they make the error bar.
-    `coming` are jobs that may come, one every `mean_gap_s` seconds on average: policy rollout looks ahead to
-    them.
+    - `job`: a Job, the seconds of one step by number of devices, or a source such as 'hf:gpt2'. The last two
+      take `steps` steps.
+    - `state`: a ClusterState, or devices such as '8xA100-80GB', all of them free.
+    - `deadline_s`: from now on; seconds, or text such as '6h'.
+    - `by`: the policy (`loadmaster advise policies` lists them).
+    - `residuals`: measured times divided by predicted ones, from earlier jobs. With 20 or more of them they
+      give the error bar.
+    - `coming`: jobs that may arrive, one every `mean_gap_s` seconds on average. The policy 'rollout' looks
+      ahead to them.
     """
     if isinstance(deadline_s, str):
         deadline_s = parse_seconds(deadline_s)

@@ -53,15 +53,21 @@ def problem(
     tell: Callable[[str], None] | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> Problem:
-    """A source on devices (its own if it brings some and none are named), and what is asked.
+    """Build a Problem: a source, the devices, their costs, and the question to answer.
 
-    What is None is the source's own, else the default. `pipeline` ('1f1b:8', 'gpipe:8') asks for stages with
-    room for so many micro-batches, of which the graph is one (docs/algorithms.md). `pin` maps an op or module
-    to a device; `optimizer` sizes the state of parameters; `batch`, `seq`, `target` (default: the kind of the
-    devices), `capture_path`, `assume`, `accumulation` and `ranges` are for captured models: docs/capture.md.
-    `costs` 'measured': times of ops are measured on this machine's devices, for at most `measure_budget`
-    seconds, and kept in a database (docs/costs.md); `tell` is told what was measured. 'auto': for 2 seconds,
-    where all devices are on this machine.
+    An option that is None takes the source's own value if it has one, otherwise the default.
+
+    - `devices`: a shorthand, a file or a Cluster. Some sources bring their own.
+    - `pipeline` ('1f1b:8', 'gpipe:8'): plan stages with room for that many micro-batches. The graph is one
+      micro-batch (docs/algorithms.md).
+    - `pin`: maps an op or a module to a device.
+    - `optimizer`: sizes the state that is kept for each parameter.
+    - `batch`, `seq`, `target`, `capture_path`, `assume`, `accumulation`, `ranges`: options for models that
+      are captured (docs/capture.md). `target` defaults to the kind of the devices.
+    - `costs`: 'roofline', 'measured' or 'auto'. 'measured' times the ops on this machine's devices for at
+      most `measure_budget` seconds and keeps the times in a database (docs/costs.md). 'auto' measures for
+      2 seconds if all devices are on this machine.
+    - `tell`: is called with a text that says what was measured.
     """
     question = Question(
         source,
@@ -145,20 +151,25 @@ def plan(
     progress: Callable[[str, float], None] | None = None,
     ways: str | None = None,
 ) -> Placement | StrategyAnswer:
-    """The best plan an algorithm finds within a budget of seconds, or of a count ('2000x').
+    """Return the best plan that an algorithm finds within a budget.
 
-    `pipeline` asks for stages with room for micro-batches in flight, e.g. '1f1b:8'; 'auto' weighs pipelines
-    of any schedule and number of micro-batches against other plans, for a step of the whole batch (then
-    `question` says how a Problem's micro-batches are captured). With `spill` 'host' (or
-    the name of a device) weights may stay there while their ops run elsewhere (docs/running.md). With `order`
-    'captured' ops run in the graph's own order, as torch runs a training step. A Plan of your own instead
-    of an algorithm is scored as it is (`Plan.from_device_map`). With `evaluate` 'measured' every plan of a
-    captured model is run on this machine's devices, `repeats` steps each (docs/learned.md).
+    Takes a Problem, or a source and devices.
 
-    With `ways` 'any' the step is asked of every way there is (`lm.ways`), for so much budget each; the answer
-    is the fastest that keeps the numbers: a Placement, or a StrategyAnswer for `lm.launch`.
+    - `budget`: seconds, or a count of plans such as '2000x', which gives the same answer on every machine.
+    - `algorithm`: a name (`loadmaster algorithms` lists them), an instance, or your own Plan, which is then
+      scored as it is (`Plan.from_device_map`).
+    - `pipeline`: '1f1b:8' plans stages with room for 8 micro-batches. 'auto' compares pipelines of every
+      schedule and number of micro-batches with other plans, for one step of the whole batch; `question` then
+      says how to capture the micro-batches of a Problem.
+    - `spill`: 'host', or the name of a device, where weights may wait while their ops run elsewhere
+      (docs/running.md).
+    - `order`: 'captured' runs ops in the order of the graph, as torch does.
+    - `evaluate`: 'measured' runs every plan of a captured model on this machine, `repeats` steps each
+      (docs/learned.md).
+    - `ways`: 'any' compares every way to run the step (`lm.ways`), with this budget for each. It returns the
+      fastest way that keeps the numbers: a Placement, or a StrategyAnswer for `lm.launch`.
 
-    Without `progress`, a terminal or a notebook shows a live table: the best plan so far, the bound, the gap.
+    Without `progress`, a terminal or a notebook shows a live table with the best plan, the bound and the gap.
     """
     if ways is not None:
         return _plan_any_way(ways, problem_or_source, devices, question, parse_budget(budget), seed, progress)
@@ -197,7 +208,9 @@ def _is_measured(evaluate: str, spill: str | None) -> bool:
     if evaluate not in ("simulated", "measured"):
         raise UnknownNameError("way to evaluate", evaluate, ("simulated", "measured"))
     if evaluate == "measured" and spill is not None:
-        raise InputError("measured evaluations know no spilled weights; leave --spill out, or simulate")
+        raise InputError(
+            "measured evaluation does not support spilled weights; leave out --spill, or simulate"
+        )
     return evaluate == "measured"
 
 
@@ -242,11 +255,16 @@ def fit(
     every: bool = False,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Fit":
-    """Whether a step fits on each device and on all of them, what it holds, and what would make it fit.
+    """Say whether a training step fits, on each device and on all of them together, and what would help.
 
-    Without `devices` (and none that the source brings): every preset. `budget` is for each search of a plan;
-    `quick` asks for no other batch and no change, `every` checks changes beyond the first that fits.
-    `assume` stands for values that a captured model reads and that nobody can know.
+    The answer has the memory of the step by kind and by module, the largest batch that fits, and changes
+    that would make the step fit, cheapest first.
+
+    - `devices`: without it, and if the source brings none, every preset is checked.
+    - `budget`: for each search of a plan.
+    - `quick`: only check whether it fits; try no other batch and no change.
+    - `every`: check all changes, not only those up to the first that fits.
+    - `assume`: the value to assume for values that capture cannot know.
     """
     from loadmaster.capacity.fit import answer_fit
 
@@ -278,9 +296,10 @@ def ways(
     folder: str | os.PathLike[str] | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Ways":
-    """Every way to run a step: predicted time, peaks, gap, how equal its numbers are, and what runs it.
+    """Compare every way to run a step: predicted time, peaks, gap, exactness, and the command that runs it.
 
-    `budget` is for each way. With `folder` the plan of each way is saved there, and its command names it.
+    `budget` is for each way. If `folder` is given, the plan of each way is saved there and its command
+    names that file.
     """
     from loadmaster.capacity.ways import weigh_ways
 
@@ -305,7 +324,9 @@ def _plan_any_way(
     if ways != "any":
         raise UnknownNameError("choice of ways", ways, ("any",))
     if isinstance(source, Problem):
-        raise InputError("ways='any' weighs other batches and settings; give the source, and not a Problem")
+        raise InputError(
+            "ways='any' also tries other batches and settings; pass the source instead of a Problem"
+        )
     asked = question or Question(source, devices)
     return best_answer(weigh_ways(asked, budget=budget, seed=seed, progress=progress or ignore_progress))
 
@@ -316,9 +337,10 @@ def lower_bound(
     *,
     devices: Devices | None = None,
 ) -> Bound:
-    """What no plan of this problem, or of a source on devices, can beat, and the argument's name.
+    """Return a step time that no plan can beat, and the name of the argument that proves it.
 
-    The best of all arguments; with a budget also what the exact solver proves within it.
+    Takes a Problem, or a source and devices. All bounds are computed and the best one is returned. With a
+    budget, the exact solver searches for a better one within it.
     """
     from loadmaster.placers.lower_bound import find_lower_bound
 
@@ -333,7 +355,7 @@ def _resolve_problem(
     split: Split | str | None = None,
     pipeline: str | None = None,
 ) -> Problem:
-    """A source becomes a problem; a problem keeps what is not asked anew."""
+    """A source becomes a problem; a problem keeps what is not asked again."""
     if not isinstance(given, Problem):
         return build_problem(Question(given, devices, objective, links, split, pipeline=pipeline))
     if devices is not None:
@@ -347,7 +369,7 @@ def _question_of(given: Problem | Source, devices: Devices | None) -> Question |
 
 
 def _plan_microbatches(whole: Problem, question: Question | None, ask: PlanRequest) -> Placement:
-    """Pipelines weighed against other plans, micro-batches captured anew where a question says how."""
+    """Pipelines weighed against other plans, micro-batches captured again where a question says how."""
     from loadmaster.placers.microbatches import Whole, plan_microbatches
 
     batch = batch_of(whole.graph, question)

@@ -1,4 +1,4 @@
-"""Reviewing: what is said of a plan: its page, formats of other programs, why it is so, what would differ."""
+"""Reviewing a plan: its page, export to other programs, explanations, comparisons and what-if questions."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,11 @@ def write_report(
     compare: Mapping[str, Placement] | None = None,
     outcomes: "Sequence[Outcomes]" = (),
 ) -> None:
-    """Write one self-contained HTML page of a placement (docs/report.md): it loads nothing from anywhere.
+    """Write the HTML page of a placement: one file that loads nothing else (docs/report.md).
 
-    `measured` is drawn below the prediction, on the same axis; `compare` are other answers to the same
-    question, by name; `outcomes` what `whatif` found.
+    - `measured`: a timeline that is drawn below the prediction, on the same axis.
+    - `compare`: other answers to the same question, by name.
+    - `outcomes`: what `whatif` returned.
     """
     from loadmaster.core.files import write_bytes
     from loadmaster.report.plan_page import PlanPage, render_plan_page
@@ -44,7 +45,7 @@ def write_report(
 def load_measured(
     path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
 ) -> Timeline:
-    """A measured timeline of a placement's plan: a file of `run`, or a Chrome trace of `torch.profiler`."""
+    """Read the measured timeline of a plan: a file of `run`, or a Chrome trace of `torch.profiler`."""
     from loadmaster.review.profiler_trace import read_measured
 
     return read_measured(path, placement, max_bytes=max_bytes)
@@ -53,8 +54,10 @@ def load_measured(
 def export(
     placement: Placement, to: str, path: str | os.PathLike[str] | None = None
 ) -> tuple[bytes, tuple[str, ...]]:
-    """A plan in the format of another program ('device_map', 'torchtitan', 'openvino', 'chrome', 'graphml',
-    'nodelink', 'csv'): the file, written to `path` if one is named, and what the format cannot express.
+    """Write a plan in the format of another program, and say what that format cannot express.
+
+    `to` is 'device_map', 'torchtitan', 'openvino', 'chrome', 'graphml', 'nodelink' or 'csv'. If `path` is
+    given, the file is written there.
     """
     from loadmaster.core.files import write_bytes
     from loadmaster.report.exports.registry import export_plan
@@ -69,8 +72,7 @@ def export(
 def import_file(
     path: str | os.PathLike[str], placement: Placement, *, max_bytes: int = MAX_BYTES
 ) -> tuple[Placement | Timeline, tuple[str, ...]]:
-    """A device_map scored on a placement's question, or a Chrome trace as its measured timeline; with
-    notes."""
+    """Read a device_map as a scored plan, or a Chrome trace as a measured timeline. Also returns notes."""
     from loadmaster.review.imports import read_device_map, read_import
 
     read = read_import(path, placement, max_bytes=max_bytes)
@@ -89,10 +91,11 @@ def explain(
     seed: int = 0,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Explanation":
-    """Why a plan, or an op or module of it, is as it is: the alternatives are tried (docs/report.md).
+    """Explain a plan, or why an op or module is where it is, by trying the alternatives (docs/report.md).
 
-    Without a target single changes of the question are planned for, with one the target is put on every
-    other device. `budget` is for each of these plans; without `replan` a target elsewhere is only simulated.
+    Without `target`, single changes of the devices or the batch are planned. With one, it is put on every
+    other device. `budget` is for each of these plans. With `replan=False` the target is only simulated on the
+    other devices.
     """
     from loadmaster.review.explain import explain_plan
     from loadmaster.review.replanning import Replanner
@@ -104,7 +107,7 @@ def explain(
 def diff(
     before: Placement, after: Placement, *, names: tuple[str, str] = ("before", "after")
 ) -> "Difference":
-    """Two plans of one model: what moved, and time and memory before and after."""
+    """Compare two plans of one model: which ops moved, and time and memory before and after."""
     from loadmaster.review.diff import compare_plans
 
     return compare_plans(before, after, names)
@@ -127,11 +130,12 @@ def whatif(
     seed: int = 0,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> "tuple[Outcomes, Placement | None]":
-    """The outcomes of planning again with something changed, and the plan with all changes.
+    """Plan again with something changed. Returns one outcome per change, and the plan with all changes.
 
-    `set` 'gpu1.memory=24GB', `add` '1xA100-80GB', `remove` 'gpu1' (one or a list of each), and what
-    a captured model can be captured with again; `sweep` 'batch=1..64' instead takes one of them through
-    several values. Without `together` each of several changes has a row of its own before the row of all.
+    - `set`: 'gpu1.memory=24GB'; `add`: '1xA100-80GB'; `remove`: 'gpu1'. One text or a list of them.
+    - `batch`, `seq`, `optimizer`, `precision`: capture the model again with other values.
+    - `sweep`: 'batch=1..64' tries several values of one of these.
+    - `together`: only show all changes together, not each one alone.
     """
     from loadmaster.review import whatif as trials
     from loadmaster.review.replanning import Replanner

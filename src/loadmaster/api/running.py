@@ -35,10 +35,23 @@ if TYPE_CHECKING:
 def place(
     model: Any, plan_or_inputs: Any, *, devices: Devices = "auto", **wishes: "Unpack[PlaceOptions]"
 ) -> "Placed":
-    """The model on its plan: same class, same weights, same numbers (docs/running.md).
+    """Run a model on several devices: same class, same weights, same numbers (docs/running.md).
 
-    `plan_or_inputs` is a Placement or its file; or example inputs (a tensor, a tuple, a dict), for which a
-    plan on `devices` is made first. The other options are listed in `runtime.place_request.PlaceOptions`.
+    `plan_or_inputs` is a Placement or its file. It may also be example inputs (a tensor, a tuple or a dict);
+    then a plan for `devices` is made first. Options:
+
+    - `optimizer`: a class or name to plan for. An instance is also moved to the devices.
+    - `loss`: a function from the model's output to one number, if that output is not a loss.
+    - `kwargs`: example inputs by name.
+    - `budget`, `costs`, `spill`, `assume`: as in `lm.plan` and `lm.problem`.
+    - `accumulate`: forward and backward passes before each optimizer step.
+    - `engine`: 'graph', 'hooks' (module by module) or 'auto'.
+    - `compile`: compile the parts with torch.compile; True, or the name of a backend.
+    - `verify`: 'first-step' compares the first step with the unplaced model.
+    - `on_nan`: 'warn', 'raise' or None, for a loss that is not finite.
+    - `output_device`: where outputs are moved to.
+    - `presum`: add gradients before they are sent: fewer copies, but results may differ in the last bits.
+    - `weights`: a safetensors file or a checkpoint folder to load.
     """
     if is_tensorflow_model(model):
         placed: Placed = _place_tensorflow(model, plan_or_inputs, devices, wishes)
@@ -99,9 +112,10 @@ def _place_tensorflow(model: Any, plan_or_inputs: Any, devices: Devices, wishes:
 def verify(
     model: Any, plan: Any, batch: Any, *, loss: Callable[[Any], Any] | None = None, seed: int = 0
 ) -> "Verification | StepVerification":
-    """Loss and gradients of a batch under a plan against the unplaced model; nothing of the model changes.
+    """Compare loss and gradients of one batch under a plan with those of the unplaced model.
 
-    Of a TensorFlow model: what a step on a batch (x, y) gives, and all variables after it.
+    The model is not changed. For a TensorFlow model, the results of one step and all variables after it are
+    compared.
     """
     if is_tensorflow_model(model):
         from loadmaster.runtime.tensorflow.verify_step import verify_step
@@ -123,10 +137,10 @@ def run(
     tell: Callable[[int, float, float, dict[str, int]], None] | None = None,
     progress: Callable[[str, float], None] = ignore_progress,
 ) -> "Outcome":
-    """Train a captured model on its plan for some steps of synthetic data: predicted beside measured.
+    """Train a captured model on its plan for some steps of synthetic data, and compare with the prediction.
 
-    The model is made again from its source, which the plan names, or from `model`. `calibrate` writes the
-    measured times of ops to the cost database. `tell` is told step, seconds, loss and bytes on each device.
+    The model is built from the source that the plan names, or from `model`. `calibrate` writes the measured
+    times of ops to the cost database. `tell` is called with step, seconds, loss and bytes on each device.
     """
     loaded = load(plan) if isinstance(plan, str | os.PathLike) else plan
     if isinstance(loaded, Placement) and is_tensorflow_graph(loaded.problem.graph):
@@ -179,13 +193,16 @@ def launch(
     source: str | None = None,
     **strategy: Any,
 ) -> "PipelineRun | StrategyRun":
-    """The processes of a pipeline or a strategy, started here or, under torchrun, joined.
+    """Start the processes of a pipeline or a strategy. Under torchrun, join them.
 
-    `optimizer` is a class, a name or a function of a list of weights; `scheduler` makes one of the optimizer;
-    `clip` is the largest norm of all gradients; `loss(output, target)` compares. `timeout` is the most
-    seconds that a process waits for another. With `emulate` hosts of the plan are network namespaces here.
-    What else a strategy takes is in `StrategyOptions` (docs/strategies.md): `weight`, `compare_every`,
-    `bucket_bytes`, `verify`.
+    - `optimizer`: a class, a name, or a function of a list of weights.
+    - `scheduler`: a function that makes a learning-rate schedule from the optimizer.
+    - `clip`: the largest norm of all gradients.
+    - `loss`: `loss(output, target)`, if the model does not return a loss.
+    - `timeout`: how many seconds a process waits for another before it fails.
+    - `emulate`: run the hosts of the plan as network namespaces on this machine.
+
+    Strategies also take `weight`, `compare_every`, `bucket_bytes` and `verify` (docs/strategies.md).
     """
     from loadmaster.runtime.distributed.launch import LaunchOptions, load_launchable, strategy_options
     from loadmaster.runtime.distributed.launch import launch as start

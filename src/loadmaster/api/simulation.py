@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def simulate(
     problem: Problem, plan: Plan, links: Links | str | None = None, *, dispatch: str | None = None
 ) -> Timeline:
-    """The timeline of a plan, under the problem's links unless others are named."""
+    """Return the timeline of a plan. `links` overrides the problem's link model."""
     _require_plan(problem, plan)
     from loadmaster.simulator.events import engine
 
@@ -32,9 +32,9 @@ def simulate(
 
 
 def lower(answer: StrategyAnswer) -> Placement:
-    """A strategy as a placement that `simulate`, `write_report`, `explain` and `export` serve.
+    """Turn a strategy into a placement, for `simulate`, `write_report`, `explain` and `export`.
 
-    Every op is there once for each replica, and collectives run on channels beside the devices.
+    The placement has every op once for each replica. Collectives run on channels beside the devices.
     """
     from loadmaster.strategies.flat_answer import as_placement
 
@@ -50,7 +50,7 @@ def seconds_per_sample(problem: Problem, plan: Plan, links: Links | str | None =
 
 
 def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
-    """Every rule a plan breaks, peak memory included; an empty list means it may be run."""
+    """Return every rule that a plan breaks, peak memory included. An empty list means that it can run."""
     _require_plan(problem, plan)
     from loadmaster.simulator.peak_check import check_plan_and_peaks
 
@@ -58,7 +58,7 @@ def check_plan(problem: Problem, plan: Plan) -> "list[Violation]":
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> "Comparison":
-    """How far a prediction is from a measurement."""
+    """Compare a predicted timeline with a measured one: step time, peaks, transfers."""
     from loadmaster.simulator import compare
 
     return compare.compare(predicted, measured)
@@ -69,6 +69,6 @@ def _require_plan(problem: object, plan: object) -> None:
     if not isinstance(problem, Problem):
         raise InputError(f"{type(problem).__name__} is not a Problem; make one with loadmaster.problem()")
     if not isinstance(plan, Plan):
-        hint = "nothing that fits was found; placement.least_overflow_plan came nearest"
+        hint = "nothing that fits was found; placement.least_overflow_plan is the nearest plan"
         hint = hint if plan is None else "of a Placement, give its .plan"
         raise InputError(f"{type(plan).__name__} is not a Plan; {hint}")

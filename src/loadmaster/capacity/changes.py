@@ -140,7 +140,7 @@ def _list_ideas(
         text, price = f"precision {narrow} (16-bit weights)", "small updates may be lost to rounding"
         yield _Idea("weights", text, price, replace(setting, precision=narrow), cluster)
     for other in _leaner_optimizers(setting, trains=trains and has_weights):
-        price = "learns differently; tune its rate anew"
+        price = "converges differently; retune the rate"
         yield _Idea(
             "optimizer",
             f"optimizer {other}",
@@ -151,9 +151,9 @@ def _list_ideas(
         )
     devices = verdict.problem.cluster
     if not devices.on_host[devices.kind].any():
-        price = "same numbers; what lies on the host crosses the bus"
+        price = "same numbers; data on the host crosses the bus"
         yield _Idea(
-            "host", "host memory besides (cpu-64GB)", price, setting, with_preset(devices, _HOST), False
+            "host", "host memory as a device (cpu-64GB)", price, setting, with_preset(devices, _HOST), False
         )
 
 

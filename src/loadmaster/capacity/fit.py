@@ -189,7 +189,7 @@ def _find_largest_batch(
     if quick or not search.is_model:
         return None
     if any(limit_of(cluster, d) is None for d in range(cluster.num_devices)):
-        return LargestBatch(None, True, "there is no limit of memory")
+        return LargestBatch(None, True, "the device has no memory limit")
     return find_largest_batch(search, setting, cluster, judge)
 
 
@@ -218,4 +218,4 @@ def _guess_largest_batch(search: FitSearch, setting: StepSetting, cluster: Clust
         )
     except LoadmasterError as problem:
         return LargestBatch(None, False, str(problem))
-    return LargestBatch(found, False, "" if found is not None else "captures at two batches are not alike")
+    return LargestBatch(found, False, "" if found is not None else "captures at two batch sizes differ")

@@ -40,7 +40,7 @@ def forecast_shards(question: Question, cluster: Cluster, device: int | None = N
     at = _roomiest_accelerator(cluster) if device is None else device
     cap_bytes = limit_of(cluster, at)
     if cap_bytes is None:
-        raise InputError(f"{cluster.device_name[at]} has no limit of memory; the whole model stays there")
+        raise InputError(f"{cluster.device_name[at]} has no memory limit; the whole model stays there")
     trial = trial_of(question)
     rates = rates_of(cluster, at, trial.precision)
     return forecast_trial(trial, device=cluster.device_name[at], cap_bytes=cap_bytes, rates=rates)

@@ -77,7 +77,7 @@ def _judge_own_order(problem: Problem, device: int) -> Verdict:
 def _judge_by_search(search: FitSearch, problem: Problem) -> Verdict:
     found = search.find_placement(problem)
     plan = found.plan if found.plan is not None else found.least_overflow_plan
-    assert plan is not None, "a placer always has a plan that came nearest"
+    assert plan is not None, "a placer always has a nearest plan"
     peak, proven = tuple(found.peak_bytes.tolist()), found.status == Status.INFEASIBLE
     reason = "" if found.fits else found.proof if proven else describe_shortfall(problem, peak)
     return Verdict(problem, found.fits, proven, reason, found.algorithm, plan, found.score_s, peak)

@@ -1,4 +1,4 @@
-"""Ways: one step asked of every way there is, in one table.
+"""Ways: every way to run one step, in one table.
 
     one_device      the whole step on the device that is quickest at it
     placed          every op on a device of its own choice
@@ -139,7 +139,7 @@ def best_answer(found: WeighedWays) -> Answer:
         if way.name in found.answers and way.step_s is not None and not way.deviations:
             return found.answers[way.name]
     reasons = "; ".join(f"{way.name}: {way.reason}" for way in found.table.ways if way.reason)
-    raise PlanError(f"no way that a plan can express keeps the numbers and fits ({reasons})")
+    raise PlanError(f"no way that fits and can be written as a plan keeps the numbers ({reasons})")
 
 
 def _with_defaults(question: Question) -> Question:
@@ -229,7 +229,7 @@ def _require_model(asked: _Asked, what: str) -> None:
 
 def _require_batch(asked: _Asked) -> int:
     if asked.batch is None:
-        raise InputError("nobody knows how many samples the batch of this graph has")
+        raise InputError("the graph does not say how many samples its batch has")
     if asked.batch < 2:
         raise InputError("a batch of 1 cannot be divided; give --batch 2 or more")
     return asked.batch

@@ -1,4 +1,4 @@
-"""Where the command line speaks: results on stdout, everything else on stderr, progress while it lasts."""
+"""Output of the command line: results on stdout, everything else on stderr, progress while it lasts."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 class _News:
-    """What is being done and for how long; a spinner draws it anew at every turn."""
+    """What is being done and for how long; a spinner draws it again at every turn."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -47,9 +47,9 @@ def describe_commands() -> str:
     parts = [
         "# Commands",
         _WRITTEN,
-        "Every command takes `--help`; exit codes are 0 (done), 1 (no plan fits), 2 (bad input).",
+        "Every command takes `--help`. Exit codes: 0 (done), 1 (no plan fits), 2 (bad input),"
+        " 130 (interrupted), 141 (the reader of the output has gone).",
     ]
-    parts += ["130 means interrupted, 141 that the reader of the output went away."]
     for path, each in _walk_commands("loadmaster", command):
         parts += _describe_command(path, each)
     return "\n\n".join(parts) + "\n"

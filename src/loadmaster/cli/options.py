@@ -25,7 +25,7 @@ Devices = Annotated[
     ),
 ]
 Algorithm = Annotated[
-    str, typer.Option("--algorithm", "-a", metavar="NAME", help="One of: loadmaster algorithms.")
+    str, typer.Option("--algorithm", "-a", metavar="NAME", help="A name from: loadmaster algorithms.")
 ]
 BudgetText = Annotated[
     str,
@@ -36,7 +36,7 @@ BudgetText = Annotated[
         help="Seconds (10s), or a count of plans to try (2000x: the same answer every time).",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="For algorithms that draw; 0 or more.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of random numbers; 0 or more.")]
 ObjectiveName = Annotated[
     str | None,
     typer.Option(
@@ -64,8 +64,8 @@ PipelineName = Annotated[
     typer.Option(
         "--pipeline",
         metavar="auto|SCHEDULE:N",
-        help="auto: weigh pipelines of micro-batches against other plans, for a step of the whole batch."
-        " 1f1b:8, gpipe:8: stages with room for 8 micro-batches in flight, of which the source is one;"
+        help="auto: compare pipelines of micro-batches with other plans, for a step of the whole batch."
+        " 1f1b:8, gpipe:8: stages with room for 8 micro-batches, of which the source is one;"
         " also zb-h1:8, interleaved:8x2.",
     ),
 ]
@@ -74,7 +74,7 @@ Order = Annotated[
     typer.Option(
         "--order",
         metavar="ORDER",
-        help="captured: ops run in the graph's order, as torch trains; free: in the plan's.",
+        help="captured: run ops in the order of the graph, as torch does; free: in the plan's order.",
     ),
 ]
 Evaluate = Annotated[
@@ -82,7 +82,7 @@ Evaluate = Annotated[
     typer.Option(
         "--evaluate",
         metavar="HOW",
-        help="simulated, or measured: every plan of a captured model is run on this machine's devices.",
+        help="simulated, or measured: run every plan of a captured model on this machine.",
     ),
 ]
 Repeats = Annotated[
@@ -98,14 +98,14 @@ Spill = Annotated[
 ]
 LoadName = Annotated[
     str | None,
-    typer.Option("--load", metavar="NAME", help="How loads add up under --links host: sum, max2 or max3."),
+    typer.Option("--load", metavar="NAME", help="How loads add up with --links host: sum, max2 or max3."),
 ]
 Optimizer = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
         metavar="NAME",
-        help="What is kept beside each weight: sgd, momentum, adam, adamw or adafactor.",
+        help="Whose state to count per weight: sgd, momentum, adam, adamw or adafactor.",
     ),
 ]
 Batch = Annotated[
@@ -128,31 +128,37 @@ Target = Annotated[
     typer.Option(
         "--target",
         metavar="KIND",
-        help="Whose kernels a captured model has: cpu or cuda. Default: the kind of the devices.",
+        help="Which kernels to count for a captured model: cpu or cuda. Default: the kind of the devices.",
     ),
 ]
 Capture = Annotated[
     str | None,
     typer.Option(
-        "--capture", metavar="PATH", help="How a model is captured: joint, traced or estimated (the first)."
+        "--capture",
+        metavar="PATH",
+        help="How to capture a model: joint, traced or estimated. Default: the first that works.",
     ),
 ]
 Accumulation = Annotated[
     int | None,
-    typer.Option("--accumulation", metavar="N", help="Passes of a captured model before its update (1)."),
+    typer.Option(
+        "--accumulation", metavar="N", help="Forward and backward passes before each optimizer update (1)."
+    ),
 ]
 Ranges = Annotated[
     list[str] | None,
     typer.Option(
         "--range",
         metavar="NAME=LOW:HIGH",
-        help="Sizes a captured model must run the same ops for: batch=2:64, seq=2:1024. May be repeated.",
+        help="Sizes at which the model must run the same ops: batch=2:64, seq=2:1024. May be repeated.",
     ),
 ]
 Assume = Annotated[
     float | None,
     typer.Option(
-        "--assume", metavar="VALUE", help="What a model reads where nobody can know it: 1 = conditions hold."
+        "--assume",
+        metavar="VALUE",
+        help="Value to assume for values that capture cannot know (1: conditions hold).",
     ),
 ]
 Pin = Annotated[
@@ -172,7 +178,7 @@ Format = Annotated[
         "--format",
         metavar="NAME",
         help="Read the file as own, msr, piper, pipedream, nodelink, onnx, pt2 or openvino. Default:"
-        " recognised.",
+        " detected.",
     ),
 ]
 Measure = Annotated[
@@ -193,13 +199,15 @@ Costs = Annotated[
 ]
 Database = Annotated[
     str | None,
-    typer.Option("--database", metavar="FILE", help="Measured costs. Default: in your cache folder."),
+    typer.Option("--database", metavar="FILE", help="File of measured costs. Default: in your cache folder."),
 ]
 MaxBytes = Annotated[str, typer.Option("--max-bytes", metavar="SIZE", help="Refuse larger files.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")
+]
 Out = Annotated[
     str | None,
-    typer.Option("--out", "-o", metavar="FILE", help="Save the answer with all it needs (.json, .json.gz)."),
+    typer.Option("--out", "-o", metavar="FILE", help="Save the plan and its problem (.json, .json.gz)."),
 ]
 Trace = Annotated[
     str | None,

@@ -27,7 +27,7 @@ def build_question(options: Mapping[str, Any]) -> Question:
     if measure is not None and costs not in (None, "measured"):
         raise InputError(f"--measure and --costs {costs} contradict each other; leave one of them out")
     if options.get("database") is not None and measure is None and costs in (None, "roofline"):
-        raise InputError("--database names measured costs, which only --measure uses; add it")
+        raise InputError("--database names measured costs, which only --measure uses; add --measure")
     names = {field.name for field in fields(Question)}
     same = {name: value for name, value in options.items() if name in names}
     parsed = {

@@ -73,12 +73,14 @@ def benchmark_machine(
 ) -> Machine:
     """Try out every kind of device and every link of this machine."""
     if largest_bytes < 4 * SMALLEST_BYTES:
-        raise ClusterError(f"transfers of up to {largest_bytes} bytes fit no link; give 4 KiB or more")
+        raise ClusterError(
+            f"transfers of up to {largest_bytes} bytes are too small to measure a link; give 4 KiB or more"
+        )
     devices = local_devices()
     kinds: dict[str, KindRates] = {}
     for device in devices:
         if device.chip not in kinds:
-            say(f"trying out {device.name}, {device.chip}", 0.2)
+            say(f"testing {device.name}, {device.chip}", 0.2)
             kinds[device.chip] = _measure_rates(device, largest_bytes, most_flops_s)
     links = tuple(_measure_links(devices, largest_bytes, say))
     reserve = tuple(_taken_bytes(device) for device in devices)

@@ -62,7 +62,7 @@ def strip_size(text: str) -> str:
 
 def _check_size(size: str, text: str) -> str:
     if not _MEMORY.fullmatch(size.strip()):
-        raise ClusterError(f"{text!r}: {size!r} is no memory size; write for example '-16GB' or '-512MiB'")
+        raise ClusterError(f"{text!r}: {size!r} is not a memory size; write for example '-16GB' or '-512MiB'")
     if parse_bytes(size) == 0:
         raise ClusterError(f"{text!r}: memory is 0; give the device some, for example '-16GB'")
     return size.strip()

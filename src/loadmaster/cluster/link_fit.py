@@ -38,7 +38,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     if len(sizes) != len(times) or len(np.unique(sizes)) < 2:
         raise ClusterError(f"{len(sizes)} sizes and {len(times)} times fit no link; give two sizes or more")
     if not (np.isfinite(times).all() and (times > 0).all() and (sizes >= 0).all()):
-        raise ClusterError("a transfer took no time or forever; measure it again")
+        raise ClusterError("a transfer time is zero or infinite; measure it again")
     weight = np.ones(len(sizes))
     for _ in range(_ROUNDS):
         latency_s, per_byte_s = _fit_line(sizes, times, weight)

@@ -102,7 +102,7 @@ def _preset_of(device: LocalDevice) -> KindPreset:
     kind = next((kind for kind in KINDS.values() if is_chip(kind.name, device.chip)), None)
     if kind is None:
         raise ClusterError(
-            f"{device.torch_name} is a {device.chip}, of which no rates are known; run 'loadmaster probe"
+            f"{device.torch_name} is a {device.chip}, whose rates are not known; run 'loadmaster probe"
             " --out cluster.toml' and give that file as devices"
         )
     return dataclasses.replace(kind, memory_bytes=device.memory_bytes or kind.memory_bytes)

@@ -80,7 +80,7 @@ def with_reserve(cluster: Cluster, reserve_bytes: int) -> Cluster:
 def _is_file(text: str) -> bool:
     """Whether a string is a path: by its ending, or because such a file is there."""
     if not isinstance(text, str):
-        raise ClusterError(f"{text!r} is no cluster; give a shorthand, a path or a Cluster")
+        raise ClusterError(f"{text!r} is not a cluster; give a shorthand, a path or a Cluster")
     if text.lower().endswith(_SUFFIXES):
         return True
     return ("." in text or os.sep in text) and os.path.isfile(text)  # a file named 'cpu' is no cluster
@@ -144,7 +144,7 @@ def _split_hosts(body: str) -> list[str]:
         repeat = _REPEAT.fullmatch(part.strip())
         inner, count = (repeat[2], _parse_number(repeat[1])) if repeat else (part, 1)
         if "(" in inner or ")" in inner:
-            raise ClusterError(f"{part.strip()!r} is no host; write devices, or '2*(4xV100, cpu)'")
+            raise ClusterError(f"{part.strip()!r} is not a host; write devices, or '2*(4xV100, cpu)'")
         if not 0 < count <= MAX_DEVICES:
             raise ClusterError(
                 f"{part.strip()!r} asks for {_format_amount(count)} hosts; give 1 to {MAX_DEVICES}"

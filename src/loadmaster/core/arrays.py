@@ -86,7 +86,7 @@ def require_unique(values: tuple[str, ...], what: str, error: type[InputError]) 
         seen: set[str] = set()
         for value in values:
             if value in seen:
-                raise error(f"duplicate {what} {value!r}; every {what} needs a name of its own")
+                raise error(f"duplicate {what} {value!r}; every {what} needs a unique name")
             seen.add(value)
 
 

@@ -82,7 +82,7 @@ def _check_pipeline(problem: Problem, plan: Plan) -> list[Violation]:
             return [Violation("pipeline", f"the problem asks for {asked}, the plan has {given} pipeline")]
         if plan.recompute.any():
             name = graph.op_name[int(plan.recompute.argmax())]
-            text = f"op {name!r} is to be recomputed, which only the stages of a pipeline are"
+            text = f"op {name!r} is marked for recomputation, which only pipeline stages support"
             return [Violation("recompute", text)]
         return []
     if problem.is_stepped:
@@ -145,7 +145,7 @@ def _check_ranks(problem: Problem, plan: Plan, pipeline: Pipeline) -> str:
         return "the stages of a rank are on different devices"
     used = devices[:, :num].reshape(-1)
     if len(np.unique(used)) != len(used):
-        return f"{len(used)} ranks on {len(np.unique(used))} devices; every rank has a device of its own"
+        return f"{len(used)} ranks on {len(np.unique(used))} devices; every rank needs its own device"
     apart = np.flatnonzero(plan.device != devices[0, pipeline.stage])
     if len(apart):
         op = problem.graph.op_name[apart[0]]
@@ -182,7 +182,7 @@ def _check_stage_order(graph: Graph, stage: Ints) -> str:
     if len(back):
         one, other = source[back[0]], target[back[0]]
         names = f"op {graph.op_name[one]!r} of stage {stage[one]} comes before {graph.op_name[other]!r}"
-        return f"{names} of stage {stage[other]}; stages stand in the order of the forward pass"
+        return f"{names} of stage {stage[other]}; stages must follow the order of the forward pass"
     return ""
 
 
@@ -312,7 +312,9 @@ def _check_split(problem: Problem, plan: Plan) -> list[Violation]:
         looped = np.flatnonzero(find_unreached(num, pair // num, pair % num))
         if len(looped):
             text = ", ".join(names[d] for d in looped)
-            return [Violation("chain", f"devices {text} feed each other in a circle; a chain may not")]
+            return [
+                Violation("chain", f"devices {text} feed each other in a cycle, which a chain does not allow")
+            ]
         return []
     source, target = edges(graph)
     forward = (graph.phase[source] == Phase.FORWARD) & (graph.phase[target] == Phase.FORWARD)

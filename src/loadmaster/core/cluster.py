@@ -31,7 +31,7 @@ SOCKET_LATENCY_S, SOCKET_BYTES_PER_S = 150e-6, 2e9  # between processes of a hos
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cluster:
-    """D devices of K kinds, L directed links, routes of at most H links."""
+    """D devices of K kinds, connected by L directed links; a route has at most H links."""
 
     name: str
     device_name: tuple[str, ...]  # [D] unique

@@ -123,7 +123,7 @@ def devices_of(device_map: Mapping[str, int | str], graph: Graph, cluster: Clust
     uncovered = [op for op in range(graph.num_ops) if graph.op_kind[op] == "param" and device[op] < 0]
     if uncovered:
         raise PlanError(
-            f"the device map says nothing of weight {graph.op_name[uncovered[0]]!r}; add its module"
+            f"the device map does not mention weight {graph.op_name[uncovered[0]]!r}; add its module"
         )
     return _align_groups(graph, _fill_from_neighbours(graph, device))
 

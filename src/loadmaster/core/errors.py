@@ -14,7 +14,7 @@ _FEW = 5
 
 
 class LoadmasterError(Exception):
-    """Something the user gave cannot be used."""
+    """Base class of all errors that are caused by user input. The message says what to change."""
 
 
 class InputError(LoadmasterError, ValueError):

@@ -34,7 +34,8 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
                 if most < len(data) and most < max_bytes:
                     raise FileError(
                         f"{path} unpacks to more than {_MOST_UNPACKED} times its size,"
-                        f" {format_bytes(size)}, as no file of ours does; unpack it yourself if you trust it"
+                        f" {format_bytes(size)}, which no Loadmaster file does; unpack it"
+                        " yourself if you trust it"
                     )
             else:
                 data = _read_at_most(file, max_bytes + 1, max(size + 1, _CHUNK_BYTES))

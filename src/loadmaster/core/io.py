@@ -92,12 +92,12 @@ def decode(data: bytes, *, where: str = "document") -> AnyNoun:
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> AnyNoun:
-    """Read any noun from its JSON file."""
+    """Read a file that `save` or the command line wrote."""
     return decode(read_bytes(path, max_bytes=max_bytes), where=str(path))
 
 
 def save(noun: AnyNoun, path: str | os.PathLike[str]) -> None:
-    """Write a noun to a JSON file, atomically."""
+    """Write a plan, placement, graph, cluster, costs, problem or timeline to a JSON file, atomically."""
     write_bytes(encode(noun), path)
 
 

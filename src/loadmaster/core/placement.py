@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """What is known about the answer."""
+    """What is known about an answer: optimal, feasible, infeasible (proven) or not_found."""
 
     OPTIMAL = "optimal"  # proven in the simulator's own semantics
     FEASIBLE = "feasible"
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """The answer to a problem. `plan` is None unless it fits."""
+    """The answer to a problem: a plan with its score and bound. `plan` is None if no plan fits."""
 
     problem: Problem
     plan: Plan | None

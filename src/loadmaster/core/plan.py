@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """S stages through which micro-batches flow."""
+    """S stages through which micro-batches flow, with their devices and replicas."""
 
     stage: Ints  # [N]
     replicas: Ints  # [S]
@@ -133,7 +133,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Device, order and recomputation of N ops."""
+    """Where each of N ops runs, in which order, and whether it is recomputed."""
 
     device: Ints  # [N]
     priority: Ints  # [N] lower first on a device; all equal = first come first served

@@ -103,7 +103,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A graph, a cluster, what it costs, and what is asked."""
+    """A graph, a cluster, the costs, and the question: objective, link model, pins."""
 
     graph: Graph
     cluster: Cluster

@@ -15,7 +15,7 @@ from loadmaster.core.units import parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds, or a count of scored plans for answers that repeat to the bit."""
+    """How long an algorithm may search: seconds, or a count of scored plans (repeatable to the bit)."""
 
     seconds: float | None = None
     count: int | None = None
@@ -104,7 +104,7 @@ def ignore_progress(_message: str, _share: float) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One call of a placer: its budget, its randomness, its scorer."""
+    """What one call of a placer gets: its budget, its random numbers and its scorer."""
 
     budget: Budget
     rng: np.random.Generator

@@ -77,7 +77,9 @@ def _check_group(problem: Problem, group: OpGroup) -> list[Violation]:
         found.append(Violation("pinned", f"{text}, its group is not on that device alone"))
     strange = [p for p in group.sfb if graph.phase[p] != Phase.PARAM]
     if strange:
-        found.append(Violation("sfb", f"sfb names op {graph.op_name[strange[0]]!r}, which is no parameter"))
+        found.append(
+            Violation("sfb", f"sfb names op {graph.op_name[strange[0]]!r}, which is not a parameter")
+        )
     several = group.mode == Mode.REPLICATE and len(group.devices) > 1
     if several and group.sync == Sync.NONE and (graph.phase[group.ops] == Phase.UPDATE).any():
         text = f"{len(group.devices)} replicas train the same weights and nothing sums their gradients"

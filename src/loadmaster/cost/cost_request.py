@@ -1,4 +1,4 @@
-"""Asked: what a question says of costs, made Costs and optimizer state: words of users, checked.
+"""What a question says of costs, turned into Costs and optimizer state; user input is checked.
 
 roofline   vendors' peak rates, nothing is run
 measured   measured on this machine for as long as is asked, and from the database

@@ -173,7 +173,7 @@ def open_database(
     except FileError as problem:
         if needed or (path is not None and not isinstance(problem, _Locked)):
             raise
-        tell(f"{problem}; this run goes on without it and saves no measured costs")
+        tell(f"{problem}; this run continues without it and saves no measured costs")
         return CostDatabase(place, _create_table(sqlite3.connect(IN_MEMORY)), saves=False)
 
 
@@ -192,7 +192,7 @@ def _open_or_replace(place: Path, tell: Tell, *, named: bool, busy_s: float) -> 
         except sqlite3.DatabaseError as problem:
             _raise_if_not_broken(place, problem, busy_s=busy_s)
             if last:
-                raise FileError(f"cost database {place} cannot be made: {problem}") from None
+                raise FileError(f"cost database {place} cannot be created: {problem}") from None
             _move_aside(place, "broken", f"cost database {place} is broken ({problem})", tell)
         except (OSError, ValueError) as problem:  # ValueError: a NUL in the name
             if isinstance(problem, FileError):
@@ -219,7 +219,9 @@ def _require_ours(place: Path, *, named: bool) -> None:
         with place.open("rb") as file:
             begin = file.read(len(_HEADER))
         if begin != _HEADER:
-            raise FormatError(f"{place} begins with {begin!r}, which is no cost database; name another file")
+            raise FormatError(
+                f"{place} begins with {begin!r}, so it is not a cost database; name another file"
+            )
 
 
 def _connect(place: Path, busy_s: float) -> sqlite3.Connection:
@@ -294,4 +296,4 @@ def _move_aside(place: Path, word: str, message: str, tell: Tell) -> None:
         raise FileError(
             f"{message} and cannot be moved aside: {problem.strerror}; name another with --database"
         ) from None
-    tell(f"{message}; moved aside to {aside}, and begun anew")
+    tell(f"{message}; moved to {aside}; a new database is used")

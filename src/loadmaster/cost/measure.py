@@ -64,7 +64,7 @@ class KindReport:
         if self.num_busy:
             text += (
                 f"; {self.num_busy} while this machine was busy with other work, so times may be far off:"
-                " they are measured again when it is calm"
+                " they are measured again when it is idle"
             )
         return text
 

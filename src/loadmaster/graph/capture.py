@@ -46,14 +46,17 @@ def capture(
     assume: float = 1.0,
     name: str = "",
 ) -> Graph:
-    """The training step of a model (its inference where `train` is False) as a Graph.
+    """Record the training step of a model as a Graph. With `train=False`, record its inference.
 
-    `optimizer` is a class, a name, a function of the weights, an optimizer or None. `loss` makes one number
-    of what the model gives; without it the model's own loss is taken, else the mean of its outputs.
-    `target` is the kind of device whose kernels are meant ('cpu' or 'cuda'); `autocast` the dtype of mixed
-    precision, `grad_scaler` scales its loss, and `accumulation` is the number of forward and backward passes
-    before an update. `ranges` ({"batch": (1, 64), "seq": (2, 1024)}) are sizes at whose ends the model must
-    run the same ops. `assume` stands for values that the model reads and that nobody can know.
+    - `optimizer`: a class, a name, a function of the weights, an optimizer, or None.
+    - `loss`: makes one number of the model's output. Default: the model's own loss if it returns one,
+      otherwise the mean of its outputs.
+    - `target`: the device kind whose kernels are recorded, 'cpu' or 'cuda'.
+    - `autocast`: the dtype of mixed precision; `grad_scaler`: whether its loss is scaled.
+    - `accumulation`: forward and backward passes before each update.
+    - `ranges`: sizes such as {"batch": (1, 64), "seq": (2, 1024)}; the model must run the same ops at both
+      ends.
+    - `assume`: the value to assume for values that the model reads and that capture cannot know.
     """
     if path is not None and path not in PATHS:
         raise UnknownNameError("path", str(path), PATHS)

@@ -1,4 +1,4 @@
-"""Framework: whose a model is, told without importing any framework."""
+"""Framework: which framework a model belongs to, found without importing any framework."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""What can be said of a graph without a cluster: sizes, depth, width, critical path."""
+"""Properties of a graph without a cluster: sizes, depth, width, critical path."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Origin: the words that a captured graph was made with, kept in `Graph.capture` so that a plan can be run.
+"""Origin: how a captured graph was made, kept in `Graph.capture` so that a plan can be run.
 
     joint; 100.0 % of backward attributed; from hf:gpt2 --batch 4 --seq 64
 

@@ -74,7 +74,7 @@ def _require_none(asked: CaptureOptions, source: object, *, sized: bool = False)
     for name in names:
         value = getattr(asked, name)
         if value is not None:
-            raise InputError(f"{source!r} is no model, so it has no {name}; leave {value!r} out")
+            raise InputError(f"{source!r} is not a model, so it has no {name}; leave {value!r} out")
 
 
 def _is_file(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tape: write down a forward pass op by op, get the backward pass and the updates.
+"""Tape: record a forward pass op by op, and derive the backward pass and the updates.
 
 Reverse-mode differentiation on shapes alone. Every forward op made by `apply` gets one backward
 op that mirrors it, in reverse order; it reads the gradients that the backward ops of its

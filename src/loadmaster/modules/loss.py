@@ -27,9 +27,7 @@ def compute_loss(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.
         return own
     floats = [tensor for tensor in find_tensors(out) if tensor.requires_grad]
     if not floats:
-        raise GraphError(
-            "nothing the model gives depends on a weight that is trained; capture it with train=False"
-        )
+        raise GraphError("no output of the model depends on a trained weight; capture it with train=False")
     for leaf in floats:
         if leaf.numel() == 1 and _trains_all(leaf, [other for other in floats if other is not leaf]):
             return leaf

@@ -210,7 +210,7 @@ def _require_one_after_another(path: Path, entries: dict[str, TensorEntry], star
     at = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:
-            what = "overlaps another tensor" if entry.begin < at else "follows bytes that are of no tensor"
+            what = "overlaps another tensor" if entry.begin < at else "follows bytes that belong to no tensor"
             raise FormatError(
                 f"{path}: tensor {name!r} {what}: it begins at byte {entry.begin - start} of the data instead"
                 f" of {at - start}; write the file again"
@@ -218,7 +218,7 @@ def _require_one_after_another(path: Path, entries: dict[str, TensorEntry], star
         at = entry.end
     if at != size:
         raise FormatError(
-            f"{path}: {size - at} bytes after the last tensor are of no tensor, or the file is not whole;"
+            f"{path}: {size - at} bytes after the last tensor belong to no tensor, or the file is not whole;"
             " write it again"
         )
 

@@ -16,7 +16,7 @@ from loadmaster.simulator.jit import kernel
 
 NOWHERE = -1
 _WIDE = 32  # a tensor with more users than this brings nobody to the frontier
-_PER_UNIT = 20  # tries for each unit of the frontier before it is drawn anew
+_PER_UNIT = 20  # tries for each unit of the frontier before it is drawn again
 _ASTRAY = 15  # all but one of 16 tries stay on the frontier, and among the devices of neighbours
 _STEEP = 30  # e to the minus this is never drawn
 # Knuth's MMIX generator; its upper bits are the random ones. Unsigned: signed overflow is undefined.

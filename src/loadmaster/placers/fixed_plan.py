@@ -1,4 +1,4 @@
-"""Given: a plan of one's own as an answer, scored and checked, not searched for."""
+"""The user's own plan as an answer: scored and checked, not searched for."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,7 +29,7 @@ class Given:
         """Score it, in its order if it has one."""
         broken = why_foreign(problem, self.plan)
         if broken:
-            raise InputError(f"that is no plan of this problem: {broken}")
+            raise InputError(f"this is not a plan for the problem: {broken}")
         tally = Tally(problem, run)
         tally.offer(self.plan, in_order=not is_unordered(self.plan))
         return tally.answer(algorithm="given")

@@ -1,4 +1,4 @@
-"""Cargo: a problem as placers see it, in units that move as one.
+"""A problem as placers see it, in units that move as one.
 
 Ops of one group are one unit. A unit of parameters alone *rides* with the unit that reads it first:
 it costs no time, and far from its reader it would be sent there every step.

@@ -36,7 +36,7 @@ class Placer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlacerEntry:
     """One registered algorithm."""
 
     name: str
@@ -57,26 +57,26 @@ class Entry:
         return read_traits(_HERE / self.family / f"{self.name}.py")
 
 
-def own_algorithms() -> dict[str, Entry]:
+def own_algorithms() -> dict[str, PlacerEntry]:
     """The algorithms of this package by name, by their file names alone."""
     return {
-        module.name: Entry(module.name, family, f"loadmaster.placers.{family}.{module.name}")
+        module.name: PlacerEntry(module.name, family, f"loadmaster.placers.{family}.{module.name}")
         for family in FAMILIES
         for module in pkgutil.iter_modules([str(_HERE / family)])
         if not module.ispkg and not module.name.startswith("_")
     }
 
 
-def list_algorithms() -> dict[str, Entry]:
+def list_algorithms() -> dict[str, PlacerEntry]:
     """Every algorithm by name, third parties' too, without importing any."""
     found = own_algorithms()
     for point in entry_points(group="loadmaster.placers"):
-        found.setdefault(point.name, Entry(point.name, "third party", point.value))
+        found.setdefault(point.name, PlacerEntry(point.name, "third party", point.value))
     return dict(sorted(found.items()))
 
 
 def placer(name: str, **parameters: Any) -> Placer:
-    """Make an algorithm by name."""
+    """Create an algorithm by name, with parameters of your choice."""
     entries = own_algorithms()  # looking for entry points reads the whole environment: only where need be
     entries = entries if name in entries else list_algorithms()
     if name not in entries:
@@ -88,7 +88,7 @@ def placer(name: str, **parameters: Any) -> Placer:
         raise InputError(f"algorithm {name!r}: {problem}") from None
 
 
-def _class_of(entry: Entry) -> Any:
+def _class_of(entry: PlacerEntry) -> Any:
     module, _, attribute = entry.module.partition(":")
     if entry.family in FAMILIES:
         return importlib.import_module(module).PLACER
@@ -113,17 +113,17 @@ def serves_steps_alone(algorithm: Placer | Traits) -> bool:
 
 
 def why_not(algorithm: Placer | Traits, problem: Problem) -> str:
-    """Why an algorithm does not serve a problem, or cannot run here, '' if it does."""
+    """Why an algorithm does not support a problem, or cannot run here, '' if it does."""
     return why_unsuited(algorithm, problem) or why_missing_package(algorithm)
 
 
 def why_unsuited(algorithm: Placer | Traits, problem: Problem) -> str:
-    """Why an algorithm does not serve a problem, '' if it does; imports nothing."""
+    """Why an algorithm does not support a problem, '' if it does; imports nothing."""
     known = _as_traits(algorithm)
     if problem.objective not in known.objectives:
-        return f"{known.name} serves {' and '.join(known.objectives)}, not {problem.objective}"
+        return f"{known.name} supports {' and '.join(known.objectives)}, not {problem.objective}"
     if known.max_ops is not None and problem.graph.num_ops > known.max_ops:
-        return f"{known.name} serves at most {known.max_ops} ops, not {problem.graph.num_ops}"
+        return f"{known.name} supports at most {known.max_ops} ops, not {problem.graph.num_ops}"
     if problem.is_stepped and not known.stepped:
         return f"{known.name} makes no steps of micro-batches, and {problem.pipeline} is asked for"
     if serves_steps_alone(known) and not problem.is_stepped:

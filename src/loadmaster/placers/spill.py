@@ -56,7 +56,7 @@ def with_spill(
     """The placement, or a better one that spills weights to a device; `plan` answers other problems."""
     problem = placement.problem
     if problem.objective != Objective.STEP or problem.pipeline:
-        raise ProblemError("weights are spilled for the time of a step only; leave spill or the pipeline out")
+        raise ProblemError("spilling supports only the step objective; leave out spill or the pipeline")
     own = placement.plan
     if own is not None and not (own.device == store).any():
         return placement  # nothing of it is slowed down by memory

@@ -1,4 +1,4 @@
-"""Traits: what an algorithm says about itself, so that one that does not serve is never imported.
+"""Traits: what an algorithm says about itself, so that an unsuitable one is never imported.
 
 They are class attributes of an algorithm, each on one line:
 
@@ -25,7 +25,7 @@ _LINE = re.compile(r"^    (\w+): ClassVar\[.+?\] = (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Which problems an algorithm serves, and what it needs; by default it serves all and needs nothing."""
+    """Which problems an algorithm supports, and what it needs. Default: all, and nothing."""
 
     name: str
     objectives: tuple[Objective, ...] = tuple(Objective)

@@ -1,7 +1,7 @@
 """Live plan: what `lm.plan` shows while it searches: the best plan so far, the bound, the gap, who is at
 work.
 
-In a terminal a table that is drawn anew, in a notebook a table that is replaced; nothing where nobody looks.
+In a terminal a table that is drawn again, in a notebook a table that is replaced; nothing where nobody looks.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Steps of micro-batches for people and for files: stages, layers, bubbles, and why a stage is as it is."""
+"""Steps of micro-batches for people and files: stages, layers, bubbles, and the reason of each stage."""
 
 import re
 from typing import Any

@@ -96,7 +96,7 @@ def _cards(parts: PlanPage) -> list[Card]:
     if placement.score_s is not None:
         found.append(Card(word, format_error(placement.score_s, predicted_error(placement)), "predicted"))
     else:
-        found.append(Card(word, format_seconds(review.timeline.step_s), "of the plan that came nearest"))
+        found.append(Card(word, format_seconds(review.timeline.step_s), "of the nearest plan"))
     if parts.measured is not None:
         seconds = parts.measured.timeline.step_s
         error = review.timeline.step_s / seconds - 1 if seconds else 0.0
@@ -204,8 +204,8 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     ]
     shown = {int(at) for curve in review.memory for at in np.flatnonzero(curve.held_bytes.any(axis=0))}
     key = [(f"k{at}", name) for at, name in enumerate(MEMORY_KINDS) if at in shown]
-    after = f"Nothing is ever held on {_list_few(idle)}. " if idle else ""
-    after += f"Next to nothing is held on {_list_few(little)}." if little else ""
+    after = f"Nothing is held on {_list_few(idle)}. " if idle else ""
+    after += f"Almost nothing is held on {_list_few(little)}." if little else ""
     lead = (
         "What stands on each device during the step, its limit (dashed), and the moment at which it"
         " holds most."
@@ -281,7 +281,7 @@ def _waiting_section(parts: PlanPage) -> Section:
         found[0] = _wait_table(parts.placement, parts.review, "predicted")
         found.append(_wait_table(parts.placement, parts.measured, "measured"))
     lead = (
-        "Why devices stand idle: what an op that could not start yet was waiting for. The shares of"
+        "Why devices are idle: what an op that could not start yet was waiting for. The shares of"
         " a device add"
     )
     return Section("waiting", "Idle time", f"{lead} up to all its idle time.", found)

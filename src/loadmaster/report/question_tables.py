@@ -1,4 +1,4 @@
-"""Tables of `explain`, `diff` and `whatif`: what was found out, beside what is."""
+"""Tables of `explain`, `diff` and `whatif`."""
 
 from rich.table import Table
 
@@ -13,7 +13,7 @@ _LONG = 160
 
 def elsewhere(found: Explanation) -> Table:
     """The target on every device: time, bytes sent, memory over."""
-    numbers = ("step", "change", "sent", "planned anew")
+    numbers = ("step", "change", "sent", "planned again")
     binding = any(row.binds for row in found.elsewhere)
     last = ("memory", "what binds") if binding else ("memory",)
     table = columns("device", *numbers, *last, right=numbers, whole=("device", *numbers))

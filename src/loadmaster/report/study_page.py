@@ -56,7 +56,7 @@ def _trial_section(log: StudyLog) -> Section:
         )
         for trial in log.trials
     ]
-    lead = "What became of every trial. Up and down: bytes to the device and back to the host."
+    lead = "The result of every trial. Up and down: bytes to the device and back to the host."
     return Section(
         "trials", "Trials", lead, [Rows(("trial", "status", *numbers, "evaluated"), rows, numbers)]
     )

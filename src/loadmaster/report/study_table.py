@@ -128,7 +128,7 @@ class _Watch:
 
 
 class LiveTable(_Watch):
-    """Drawn anew a few times a second while the study runs."""
+    """Drawn again a few times a second while the study runs."""
 
     is_logger = True
 

@@ -91,7 +91,7 @@ def summary(placement: Placement, timeline: Timeline | None = None) -> Table:
         branch = " for this branch" if placement.problem.graph.assumptions else ""
         rows["gap"] = f"at most {gap_text(placement.gap)} above {best}{branch}"
     elif placement.fits:
-        rows["gap"] = "unknown: nothing is proven but 0 s"
+        rows["gap"] = "unknown: no lower bound above 0 s is proven"
     measured = measured_part(placement)
     if measured is not None:
         rows["measured"] = f"{format_percent(measured)} of the predicted compute time"

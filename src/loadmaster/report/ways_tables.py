@@ -1,4 +1,4 @@
-"""Tables of `loadmaster ways`: those that can be taken, those that cannot, and what runs each."""
+"""Tables of `loadmaster ways`: the possible ways with their commands, and the impossible ones."""
 
 from rich.table import Table
 

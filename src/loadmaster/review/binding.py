@@ -2,7 +2,7 @@
 
 The part stands on the other device. Where the step is slower so, it is simulated again with one limit lifted:
 the links between two devices (no limit of rate, no latency), or the other device (the part as fast there as
-where it is now). What is lost by the move is counted anew each time, since a lifted limit may help the plan
+where it is now). What is lost by the move is counted again each time, since a lifted limit may help the plan
 as it was, too. The limit without which least is lost is named; none is, where no single one saves a third.
 """
 

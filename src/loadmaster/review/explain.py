@@ -1,4 +1,4 @@
-"""Explain: why a plan, or an op or module of it, is as it is, found out by trying the alternatives.
+"""Explain: what limits a plan, or why an op or module is where it is, found by trying alternatives.
 
 Elsewhere: the ops of the target, with all that must be with them, are put on every other device, all else as
 it is, and the step is simulated; then a plan is looked for that has them there. Changes: one thing at a time
@@ -51,7 +51,7 @@ def explain_plan(
         own_s, critical_s = _times_in_step(placement, plan, review, chosen)
     names = problem.cluster.device_name
     where = tuple(names[d] for d in np.unique(plan.device[chosen]))
-    # What is planned anew for the lowered graph of a strategy would be no strategy.
+    # What is planned again for the lowered graph of a strategy would be no strategy.
     is_lowered = CHANNEL in problem.cluster.kind_name
     elsewhere: tuple[Elsewhere, ...] = ()
     if target and has_steps(problem, plan):
@@ -267,7 +267,7 @@ def _another_device(placement: Placement, busy: list[int]) -> str:
 
 
 def _try_changes(placement: Placement, review: Review, replanner: Replanner) -> list[Changed]:
-    """Every idea on its own, the best first; the plan as it is, planned for anew, stands at its place."""
+    """Every idea on its own, the best first; the plan as it is, planned for again, stands at its place."""
     rows = []
     ideas = [Settings(), *list_ideas(placement, review)]
     for at, settings in enumerate(ideas):
@@ -298,7 +298,7 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
     ]
     pinned = placement.problem.pinned[find_ops(placement.problem.graph, found.target)]
     if (pinned != FREE).all():
-        said.append("It is pinned there: the question says so.")
+        said.append("It is pinned there by the question.")
     others = [row for row in found.elsewhere if not row.is_here and row.time_s is not None]
     said += [
         f"It cannot go to {row.device}: {row.note}."
@@ -310,9 +310,9 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
         assert row.time_s is not None
         if row.over_bytes:
             said.append(
-                f"On {row.device} the memory of {row.over_device} would not hold it:"
+                f"On {row.device} the memory of {row.over_device} would be too small:"
                 f" {format_bytes(row.over_bytes)}"
-                f" too little, all else where it is{_after_replanning(row, found.time_s)}."
+                f" missing, with everything else unchanged{_after_replanning(row, found.time_s)}."
             )
         elif row.time_s > found.time_s * (1 + _WORTH):
             slower = row.time_s - found.time_s
@@ -331,7 +331,7 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
                 " is not the best."
             )
         else:
-            said.append(f"On {row.device} the step would take the same time: nothing speaks for either.")
+            said.append(f"On {row.device} the step would take the same time.")
     return said
 
 
@@ -343,15 +343,15 @@ def _sent_now(found: Explanation, review: Review, placement: Placement) -> int:
 
 
 def _because(row: Elsewhere) -> str:
-    return f"; what costs most of it is the {row.binds}" if row.binds else ""
+    return f"; most of that is due to the {row.binds}" if row.binds else ""
 
 
 def _after_replanning(row: Elsewhere, time_s: float) -> str:
     if row.replanned_s is None:
         return ""
     if row.replanned_s < time_s * (1 - _WORTH):
-        return f"; planned anew with it there, {format_seconds(row.replanned_s)}: faster than this plan"
-    return f"; planned anew with it there, {format_seconds(row.replanned_s)}"
+        return f"; planned again with it there, {format_seconds(row.replanned_s)}: faster than this plan"
+    return f"; planned again with it there, {format_seconds(row.replanned_s)}"
 
 
 def _explain_whole(placement: Placement, review: Review, found: Explanation) -> list[str]:
@@ -363,7 +363,7 @@ def _explain_whole(placement: Placement, review: Review, found: Explanation) -> 
     if before.time_s is None:
         fitting = [row.name for row in found.changes if row.time_s is not None]
         said.append(
-            f"No plan fits; with one change a plan fits: {', '.join(fitting)}."
+            f"No plan fits; each of these changes alone makes one fit: {', '.join(fitting)}."
             if fitting
             else "No plan fits, and none of the single changes that were tried makes one fit."
         )
@@ -380,7 +380,7 @@ def _explain_whole(placement: Placement, review: Review, found: Explanation) -> 
     best = max(useful, key=lambda row: _gain(row, before))
     assert best.time_s is not None
     said.append(
-        f"What would help most of all that was tried: {best.name}, {format_seconds(best.time_s)} {unit}"
+        f"Of all changes that were tried, this helps most: {best.name}, {format_seconds(best.time_s)} {unit}"
         f" ({format_percent(_gain(best, before))} less"
         f" time{' a sample' if best.per_sample_s is not None else ''})."
     )

@@ -31,7 +31,7 @@ def read_import(
         raise FormatError(f"{path} is a file of Loadmaster already; give it to report, show or simulate")
     found = document.get("device_map", document)
     if not isinstance(found, dict) or not all(isinstance(at, int | str) for at in found.values()):
-        raise FormatError(f"{path} is no device_map: its values are not devices")
+        raise FormatError(f"{path} is not a device_map: its values are not devices")
     return found
 
 

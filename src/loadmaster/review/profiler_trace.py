@@ -89,7 +89,7 @@ def read_trace(data: bytes, placement: Placement, *, where: str = "trace") -> tu
     if not spans.kind:
         raise FormatError(
             f"{where} has no event that belongs to an op of graph {placement.problem.graph.name!r};"
-            " record the step that this plan is of"
+            " record the step that this plan is for"
         )
     start = np.array(spans.start_s)
     first = float(start.min())
@@ -117,7 +117,7 @@ def _parse_events(data: bytes, where: str) -> list[dict[str, Any]]:
         raise FormatError(f"{where} is neither a timeline nor a Chrome trace: {problem}") from None
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
-        raise FormatError(f"{where} is no Chrome trace: it has no list 'traceEvents'")
+        raise FormatError(f"{where} is not a Chrome trace: it has no list 'traceEvents'")
     return [event for event in events if isinstance(event, dict)]
 
 

@@ -101,7 +101,7 @@ def _judge_plan(placement: Placement, plan: Plan, device: int, along: int) -> El
         over_bytes=int(over[worst]),
         over_device=cluster.device_name[worst] if over[worst] else "",
         replanned_s=None,
-        note=f"with {along} ops that must go along" if along else "",
+        note=f"with {along} ops that must move with it" if along else "",
     )
 
 

@@ -64,7 +64,7 @@ def sweep(
         rows.append(replace(row, value=value))
         found.append(answer)
     if all(answer is None for answer in found):
-        raise InputError(f"--sweep {text!r}: no value can be asked: {rows[0].note.removeprefix(_REFUSED)}")
+        raise InputError(f"--sweep {text!r}: no value is valid: {rows[0].note.removeprefix(_REFUSED)}")
     lead = (
         f"The same question at every value of {name}, planned again each time ({replanner.budget}"
         " plans each)."

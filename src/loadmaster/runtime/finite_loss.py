@@ -1,4 +1,4 @@
-"""Finite: a loss that is not a number is reported at the step where it appears.
+"""Reports a loss that is not finite at the step where it appears.
 
 Two places are looked at: the loss that the model itself gives, and the gradient of its smallest weight, which
 a loss of your own loop reaches, too. On the CPU both are looked at at once. A GPU is not waited for: its
@@ -87,7 +87,7 @@ class FiniteCheck:
         self._reported = step
         text = (
             f"{what} is not a finite number at step {step} of the placed model; a smaller learning rate,"
-            " clipped gradients or other data may mend it (place(..., on_nan='raise') stops there)"
+            " clipped gradients or other data may help (place(..., on_nan='raise') stops there)"
         )
         if self.how == RAISE:
             raise LossError(text)

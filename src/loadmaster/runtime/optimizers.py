@@ -1,4 +1,4 @@
-"""Optimizers: their state goes where their weights are; one that was forgotten is an error, not silence.
+"""Optimizers: their state follows their weights; an optimizer that was not adopted is an error.
 
 Optimizers that hold a weight of the model when it is placed are found among the live objects. Each is stopped
 at its first step until it is handed over. On one GPU torch updates all weights in few kernels; over a GPU and
@@ -28,7 +28,7 @@ class Optimizers:
         homes: dict[str, int],
         current: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`current` says whether the model has not been placed anew."""
+        """`current` says whether the model has not been placed again."""
         self._current = current
         self._weights: dict[int, tuple[str, torch.Tensor]] = {}
         self.name_weights(model)

@@ -1,4 +1,4 @@
-"""Outputs: what a placed model gives may stand on another device than what it was given.
+"""Outputs: the outputs of a placed model may be on another device than its inputs.
 
 A loop that kept its labels where the inputs are would then be told by torch that two devices do not match,
 which helps nobody. So such an output is a tensor that, in its first op, says what to do; what comes of that

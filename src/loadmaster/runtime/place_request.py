@@ -95,24 +95,24 @@ def require_model(model: Any) -> None:
     """Refuse what is no model, by what it is."""
     if isinstance(model, nn.Module):
         if isinstance(model, Placed):
-            raise InputError("the model is placed already; place the model it was made of")
+            raise InputError("the model is placed already; place the original model")
         if type(model).__name__ == "OptimizedModule":
             raise InputError("this model is wrapped by torch.compile; place the module before that")
         if "forward" in vars(model):
             raise InputError(
-                f"this {type(model).__name__} has a forward of its own, put over that of its class (by hand,"
-                " or by accelerate), and it would run in the plan's stead; place the model before, and wrap"
+                f"this {type(model).__name__} has a forward that replaces the one of its class (set by hand"
+                " or by accelerate), and it would run instead of the plan; place the model first and wrap"
                 " what lm.place gives; or write a module that calls this one"
             )
         return
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise InputError(f"{model.__name__} is a class; give a model of it, {model.__name__}(...)")
+        raise InputError(f"{model.__name__} is a class; pass an instance, {model.__name__}(...)")
     given = f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
-    raise InputError(f"{given} is no model; give the torch.nn.Module itself, made before")
+    raise InputError(f"{given} is not a model; pass an nn.Module instance")
 
 
 def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
-    """Refuse what only the making of a plan can heed, where there is one."""
+    """Refuse options that only matter for planning, if there is a plan already."""
     optimizer = wishes.get("optimizer")
     answered = {
         "devices": (devices != AUTO, "has its devices already"),
@@ -129,7 +129,7 @@ def refuse_planning_options(devices: Any, wishes: PlaceOptions) -> None:
     }
     for name, (given, why) in answered.items():
         if given:
-            raise InputError(f"the plan {why}; leave {name} out, or give inputs to plan anew")
+            raise InputError(f"the plan {why}; leave {name} out, or pass inputs to plan again")
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
@@ -154,14 +154,14 @@ def resolve_placement(given: Any) -> Placement | None:
     if isinstance(given, str | os.PathLike):
         given = load(given)
         if not isinstance(given, Placement):
-            raise InputError(f"the file holds a {type(given).__name__}; what lm.plan gives is needed")
+            raise InputError(f"the file holds a {type(given).__name__}; it must hold what lm.plan returns")
     if isinstance(given, Placement):
         return given
     if isinstance(given, torch.Tensor | tuple | list | Mapping):
         return None
     if isinstance(given, Plan):
         raise InputError(
-            "a bare Plan does not say of which ops; give lm.place what lm.plan(problem, algorithm=plan) makes"
+            "a bare Plan does not name its ops; pass what lm.plan(problem, algorithm=plan) returns"
             " of it: the same plan, with its problem and its score"
         )
     raise InputError(
@@ -253,7 +253,7 @@ def require_plan(placement: Placement) -> Plan:
         op = int(plan.device.argmax())
         raise PlanError(
             f"the plan has {graph.op_name[op]!r} on device {plan.device[op]}, but only {cluster.num_devices}"
-            " devices, counted from 0; plan anew, or mend the file"
+            " devices, counted from 0; plan again, or repair the file"
         )
     if plan.pipeline is not None:
         raise PlanError(

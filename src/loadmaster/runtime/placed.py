@@ -44,7 +44,7 @@ AUTO, GRAPH, HOOKS = "auto", "graph", "hooks"
 _TURN = "_loadmaster_turn"  # how often a model was placed
 ENGINES = (AUTO, GRAPH, HOOKS)
 _COMPILE = (
-    "torch.compile cannot compile a placed model: it would look into the engine that runs the plan; compile"
+    "torch.compile cannot compile a placed model: it would trace the engine that runs the plan; compile"
     " the parts of the plan instead, lm.place(..., compile=True)"
 )
 _STAYS = (
@@ -215,7 +215,7 @@ class Placed(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What had to differ from the plan, and what was made anew."""
+        """What had to differ from the plan, and what was made again."""
         return tuple(self._engine.notes)
 
     @property
@@ -279,7 +279,7 @@ def build_placed_model(
 ) -> Placed:
     """The model on the devices of a plan; its weights move there, or are made there (from `weights`)."""
     if isinstance(model, Placed):
-        raise InputError("the model is placed already; place the model it was made of")
+        raise InputError("the model is placed already; place the original model")
     devices, known = locate_devices(cluster), index_plan(graph, plan)
     if (known.spilled or known.stashing) and options is not None and options.compile:
         raise PlanError("the plan spills weights, which compiled parts cannot load; leave one of them out")
@@ -456,7 +456,7 @@ def _make_spill(
 
 
 def _make_turn_check(model: nn.Module) -> Callable[[], bool]:
-    """Whether a model is still placed as it is now: asked later, when it may have been placed anew."""
+    """Whether a model is still placed as it is now: asked later, when it may have been placed again."""
     turn = model.__dict__.get(_TURN, 0)
     return lambda: bool(model.__dict__.get(_TURN, 0) == turn)
 
@@ -468,7 +468,7 @@ def _count_gradients(made: Placed, model: nn.Module, homes: Mapping[str, int], a
 
 
 def _count_gradient(made: Placed, name: str, weight: torch.Tensor, home: int, accounts: Accounts) -> None:
-    """Counted until the model is placed anew or the placed one is gone."""
+    """Counted until the model is placed again or the placed one is gone."""
     if not weight.requires_grad:
         return
     current = _make_turn_check(made._engine.model)

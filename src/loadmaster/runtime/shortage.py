@@ -1,4 +1,4 @@
-"""Shortage: after a device was full, what is known of it, and the nearest plan that leaves room.
+"""Shortage: what is known after a device was full, and the nearest plan that leaves room.
 
 A logical device says itself that it is full (`byte_accounts.py`), a whole GPU by torch's error. What stood on
 it beyond its prediction is taken off its room, and the plan is repaired from where its ops are: as few as it
@@ -40,9 +40,9 @@ def make_memory_error(
     """Torch's error in our words."""
     predicted = "" if predicted_bytes is None else f" (predicted peak {format_bytes(predicted_bytes)})"
     return DeviceMemoryError(
-        f"{device.name} is full: {format_bytes(held_bytes)} stood there{predicted}, and"
-        f" {format_bytes(tried_bytes)} more were asked for; weights are as they were. Give it more memory, a"
-        " device beside it, or a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
+        f"{device.name} is full: {format_bytes(held_bytes)} were in use{predicted}, and"
+        f" {format_bytes(tried_bytes)} more were asked for; the weights are unchanged. Give it more memory,"
+        " add a device, or use a smaller batch (placed.plan_that_fits() is the nearest plan that leaves room)"
     )
 
 
@@ -56,7 +56,7 @@ def find_plan_that_fits(
 ) -> Placement:
     """A placement of the same problem that fits as far as is known now."""
     if most_needed_bytes is None:
-        raise RunError("no device of this model was full, so there is nothing to plan anew")
+        raise RunError("no device of this model was full, so there is no need to plan again")
     if replan is None or placement.plan is None:
         raise RunError("this model was placed without a planner; place it with lm.place")
     cluster = placement.problem.cluster

@@ -86,7 +86,7 @@ def capture_graphs(
         progress(f"capturing {text}", number / len(models))
         name, at, count = text.rpartition("@")
         if at and not count.isdigit():
-            raise InputError(f"the batch of {text!r} is no number; write NAME@BATCH, such as hf:gpt2@16")
+            raise InputError(f"the batch of {text!r} is not a number; write NAME@BATCH, such as hf:gpt2@16")
         source = name or count
         question = Question(
             source=source,

@@ -23,7 +23,7 @@ class Search(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SearchEntry:
     """One registered search."""
 
     name: str
@@ -36,10 +36,10 @@ class Entry:
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
-def list_searches() -> dict[str, Entry]:
+def list_searches() -> dict[str, SearchEntry]:
     """Every search by name."""
     found = (m.name for m in pkgutil.iter_modules([str(_SEARCHES)]) if not m.name.startswith("_"))
-    return {name: Entry(name, f"loadmaster.strategies.search.{name}") for name in sorted(found)}
+    return {name: SearchEntry(name, f"loadmaster.strategies.search.{name}") for name in sorted(found)}
 
 
 def make_search(name: str, **parameters: Any) -> Search:

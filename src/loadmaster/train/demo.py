@@ -1,4 +1,4 @@
-"""What `loadmaster demo` trains last: a model of transformers, larger than its cap, as it is."""
+"""What `loadmaster demo` trains last: an unchanged model of transformers, larger than its cap."""
 
 import tempfile
 import warnings

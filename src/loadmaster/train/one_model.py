@@ -43,14 +43,16 @@ def train(
     keep_best: bool = False,
     **options: Any,
 ) -> TrialResult:
-    """Train one model under a cap on device memory, with AdamW where no `optim` is given.
+    """Train one model under a cap on device memory. AdamW is used unless `optim` is given.
 
-    `data` is a DataLoader, a dataset (then batches of `batch_size` are drawn from it, shuffled), a list of
-    batches, or a function that gives one of these for an epoch. A batch is a mapping of the model's keywords
-    (the model's output then holds the loss, as with `labels` in transformers), or (inputs, targets) with
-    `loss`. `searcher` may stop it early (`lt.Patience`); with `keep_best` the weights of its best report are
-    kept, and are those that the model holds afterwards. `options` are those of `lt.Trial`. Gives the trial's
-    result; the model holds the trained weights.
+    - `data`: a DataLoader, a list of batches, a function that returns one of these for each epoch, or a
+      dataset, from which shuffled batches of `batch_size` are drawn. A batch is a mapping of the model's
+      keyword arguments (then the model's output holds the loss), or (inputs, targets) together with `loss`.
+    - `searcher`: may stop the training early (`lt.Patience`).
+    - `keep_best`: keep the weights of the best report, and leave them in the model.
+    - `options`: other options of `lt.Trial`.
+
+    Returns the result of the trial. The model then holds the trained weights.
     """
     given = model if isinstance(model, nn.Module) else None
     if given is not None and any(parameter.is_cuda for parameter in given.parameters()):

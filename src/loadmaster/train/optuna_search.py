@@ -1,4 +1,4 @@
-"""Optuna as searcher: it proposes the trials (ask), prunes them while they train, and is told how they end.
+"""Optuna as searcher: it proposes the trials, prunes them while they train, and gets their results.
 
     def make(proposal: optuna.Trial) -> lt.Trial: ...          # suggest_* here; give it a name of its own
     result = lt.optimize(make, study=optuna.create_study(), num_trials=20, dir="runs/search")
@@ -8,7 +8,7 @@ the same call goes on with the same trials: those that Optuna's storage still ha
 memory), new ones with the same parameters. Reports and prunings are in the journal like every other decision.
 
 A proposal that cannot be planned is told to Optuna as failed, with a warning; the search goes on. A sampler
-with a seed that is made anew draws its numbers from the beginning, so that proposals after those that are
+with a seed that is made again draws its numbers from the beginning, so that proposals after those that are
 kept repeat the first ones: give it another seed, or pickle it, when you ask for more trials.
 """
 
@@ -35,7 +35,7 @@ def _import_optuna() -> Any:
 
 
 class OptunaSearch:
-    """Prunes by an Optuna study's pruner; `proposals` are its trials by the names of ours."""
+    """Prunes trials by the pruner of an Optuna study. `proposals` maps trial names to Optuna's trials."""
 
     def __init__(
         self, study: Any, proposals: Mapping[str, Any], *, metric: str | None = None, report_every: int = 1
@@ -50,19 +50,19 @@ class OptunaSearch:
         return self
 
     def begin(self, entrants: Sequence[Entrant]) -> None:
-        """Every trial must have been asked for."""
+        """Every trial must have been proposed by Optuna."""
         for each in entrants:
             if each.name not in self._proposals:
                 raise InputError(f"trial {each.name!r} was not asked of Optuna; give its proposal")
             self._num_steps[each.name] = each.num_steps
 
     def milestone(self, trial: str, step: int) -> int | None:
-        """Every so many steps."""
+        """Every `report_every` steps."""
         following = (step // self._every + 1) * self._every
         return following if following < self._num_steps[trial] else None
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Tell Optuna, and stop the trial where it would prune."""
+        """Tell Optuna, and stop the trial if it prunes it."""
         optuna = _import_optuna()
         if trial in self._told:
             return Decision.CONTINUE
@@ -86,15 +86,15 @@ class OptunaSearch:
         self._study.tell(self._proposals[trial].number, value, skip_if_finished=True, **how)
 
     def released(self) -> list[tuple[str, Decision]]:
-        """Nobody waits."""
+        """No trial is paused."""
         return []
 
     def exhausted(self) -> list[tuple[str, Decision]]:
-        """Nobody waits."""
+        """No trial is paused."""
         return []
 
     def withdraw(self, trial: str) -> None:
-        """A trial that failed is told as failed."""
+        """Report a failed trial to Optuna."""
         if trial not in self._told:
             self._tell(trial, None, state=_import_optuna().trial.TrialState.FAIL)
 
@@ -110,7 +110,7 @@ def optimize(
     batch: int | None = None,
     **options: Any,
 ) -> Result:
-    """Ask for trials, train them with pruning, tell how they end; `batch` at a time (default: all)."""
+    """Train trials that Optuna proposes, prune them, report the results. `batch` at a time (default: all)."""
     optuna = _import_optuna()
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)

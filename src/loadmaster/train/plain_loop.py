@@ -1,4 +1,4 @@
-"""The oracle: a plain resident loop with the same seeding, by which every equality test is judged.
+"""The oracle: a plain PyTorch loop with the same seeds, used by every equality test.
 
 It shares with the executor the seeding alone: the model is whole, autograd and the optimizer are the
 framework's, and nothing moves. Parameters named in `host` are stepped on the CPU by its fused kernel.
@@ -27,7 +27,7 @@ class Reference:
 
 
 def reference(trial: Trial, *, device: str = "cpu", host: Collection[str] = ()) -> Reference:
-    """Train a trial the plain way, everything resident on one device."""
+    """Train a trial in a plain PyTorch loop on one device. A study must give the same numbers."""
     where = torch.device(device)
     with randomness.preserve_generators(where):
         randomness.seed_all(trial.seed, where)

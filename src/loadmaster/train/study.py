@@ -48,7 +48,22 @@ _MOST_AT_ONCE = 4  # trials of a device that stand there together; more hide not
 
 
 class Study:
-    """Trials on devices; see the module's text."""
+    """Trials that share devices, in a folder that remembers them. `fit` trains, and continues after a stop.
+
+    - `dir`: the folder for journal and checkpoints. One process may use it at a time.
+    - `devices`: 'auto' (every GPU, else the CPU), or devices such as 'cuda:0-8GB, cpu#1'.
+    - `memory_cap`, `host_cap`: bytes on each device, and in host memory for all open trials. Default: what is
+      free.
+    - `optimizer_placement`: 'auto', 'device' or 'host'.
+    - `searcher`: decides which trials continue. Default: all of them do.
+    - `metric`, `mode`: the value to compare trials by ('min' or 'max').
+    - `checkpoint_every`: steps, a time such as '10min', or 'auto' (at most 3 % of the time).
+    - `keep_best`, `keep_stopped`: also keep the checkpoint of the best report, or of a stopped trial.
+    - `loader_timeout`: how long a batch may take before its trial fails.
+    - `grace_s`: how long saving may take after a SIGTERM.
+    - `launcher`: 'auto', 'inline', 'processes' or 'ray'.
+    - `callbacks`: objects with methods of `lt.Callback`.
+    """
 
     def __init__(
         self,
@@ -112,23 +127,23 @@ class Study:
         self._as_begun: dict[str, Any] = {}  # trials that go on by the rules they were begun under
 
     def set_grace(self, grace_s: str | float) -> None:
-        """How long the running step and what is written may take after a SIGTERM."""
+        """Set how long the running step and its checkpoint may take after a SIGTERM."""
         self._grace_s = parse_seconds(grace_s)
         if not self._grace_s > 0:
             raise InputError(f"grace_s is {grace_s!r}; give a time above 0, such as '25s'")
 
     @property
     def names(self) -> list[str]:
-        """The trials, in the order they were given."""
+        """The names of the trials, in the order they were given."""
         return list(self._trials)
 
     @property
     def evaluated(self) -> frozenset[str]:
-        """The trials with an evaluation of their own; the others report the loss of a step."""
+        """The trials that have their own evaluation. The others report the training loss."""
         return frozenset(name for name, trial in self._trials.items() if trial.evaluate is not None)
 
     def engine(self) -> Engine:
-        """What trains."""
+        """The engine that trains the trials."""
         if self._engine is None:
             from loadmaster.train.shard_engine import ShardEngine
 
@@ -143,7 +158,7 @@ class Study:
         return self._engine
 
     def plan(self) -> StudyPlan:
-        """Shards, peaks, bytes moved, times, memory and disk; trains nothing."""
+        """Plan all trials: shards, peaks, bytes moved, times, memory and disk. Trains nothing."""
         if self._plan is None:
             engine = self.engine()
             self._unreadable = {}
@@ -151,7 +166,7 @@ class Study:
         return self._plan
 
     def find_unplannable(self) -> dict[str, str]:
-        """Trials that cannot be planned, or can never fit here, and why; the others are planned."""
+        """Trials that cannot be planned or can never fit here, with the reason. The others are planned."""
         engine, found = self.engine(), {}
         for name in self.names:
             try:
@@ -165,7 +180,7 @@ class Study:
         return found
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Go on without some trials."""
+        """Continue without some trials."""
         self._trials = {name: trial for name, trial in self._trials.items() if name not in names}
         self._plan = None
 
@@ -244,14 +259,15 @@ class Study:
         progress: bool | str = "auto",
         note: str = "",
     ) -> Result:
-        """Train all trials to their ends, from wherever an earlier call was left.
+        """Train all trials to the end. The same call continues where an earlier one stopped.
 
-        On a terminal and in a notebook a table shows how far they are; `progress=False` shows nothing.
+        A terminal or a notebook shows a table of progress; `progress=False` shows nothing. `retry_failed`
+        tries failed trials again.
 
-        Ctrl-C stops at the next step boundary, saves, and raises KeyboardInterrupt; SIGTERM does the same and
-        ends with SystemExit(143). Where the step and what is written take longer than `grace_s`, the process
-        ends then, says so, and the checkpoints before count. Checkpoints that the journal does not list (it
-        was lost, or is an older copy) are refused; `adopt_checkpoints` goes on from them.
+        Ctrl-C stops at the next step, saves, and raises KeyboardInterrupt. SIGTERM does the same and exits
+        with code 143. If the step and the saving take longer than `grace_s`, the process ends without them,
+        and the checkpoints before remain valid. Checkpoints that the journal does not list (because it was
+        lost, or is an older copy) are refused; with `adopt_checkpoints` training continues from them.
         """
         with self._release_models(), confine_worker_deaths():
             self._forget_ended(retries=retry_failed)
@@ -347,7 +363,7 @@ class Study:
             raise FileError(
                 f"{root / checkpoints.folder_name(name)} holds a checkpoint of step {rows[-1].step} of trial"
                 f" {name!r} that {self.dir / 'journal'} does not list: the journal was lost, or is an older"
-                " copy; put it back, go on from the checkpoints with fit(adopt_checkpoints=True) or"
+                " copy; put it back, continue from the checkpoints with fit(adopt_checkpoints=True) or"
                 " --adopt-checkpoints, or give another dir"
             )
         if self._searcher is not None:
@@ -380,7 +396,7 @@ class Study:
             self._settle_unlisted_checkpoints(state, root, adopt=True)
         audience = CallbackList([*self.callbacks, *self._watchers])
         root.mkdir(exist_ok=True)
-        # It is told everything anew from the journal, so each call starts from the one that was given.
+        # It is told everything again from the journal, so each call starts from the one that was given.
         searcher = deepcopy(self._searcher) if self._searcher is not None else RunAll()
         if hasattr(searcher, "compare_by"):
             searcher.compare_by(self.metric, self.mode)

@@ -43,7 +43,7 @@ def test_words_of_this_machine_are_taken(devices: str | list[str], names: list[s
         ("V100#0-8GB", "'V100#0-8GB' is a kind of device to plan for"),
         ("cpu64-8GB", "'cpu64-8GB' is a kind of device to plan for"),
         ("cpu#x", "logical devices are numbered"),
-        ("cpu#1-8", "'8' is no memory size"),
+        ("cpu#1-8", "'8' is not a memory size"),
         ("cpu-0GB", "memory is 0"),
         ("cpu, cpu", "must be given, each once"),
         ("cpu#1-4GB, cpu#1-8GB", r"devices \['cpu#1', 'cpu#1'\] must be given, each once"),

@@ -52,7 +52,7 @@ def test_a_stop_and_a_damaged_backbone_end_in_the_same_weights(tmp_path: Path) -
             data[-5] ^= 1
             path.write_bytes(data)  # every generation's link is the same file
         with (
-            pytest.warns(RuntimeWarning, match=r"trial 'a' (goes on from step \d+|begins again): .*damaged")
+            pytest.warns(RuntimeWarning, match=r"trial 'a' (continues from step \d+|begins again): .*damaged")
             if damage
             else nullcontext()
         ):

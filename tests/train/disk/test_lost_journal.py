@@ -68,7 +68,7 @@ def test_checkpoints_without_a_journal_are_adopted_and_end_in_the_same_weights(t
     interrupted(tmp_path)
     (tmp_path / "journal").unlink()
     engine = Plain()
-    with pytest.warns(RuntimeWarning, match="goes on from its checkpoint of step"):
+    with pytest.warns(RuntimeWarning, match="continues from its checkpoint of step"):
         result = study(tmp_path, engine=engine).fit(adopt_checkpoints=True)
     assert weights(result) == WANTED
     trained = [r["step"] for r in read_journal(tmp_path / "journal").records if r["kind"] == "commit"]

@@ -25,7 +25,7 @@ def refused(words: str, folder: Path, **more: Any) -> None:
 
 def test_a_schedule_that_wants_a_metric_is_refused(tmp_path: Path) -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    refused("trial 'a': ReduceLROnPlateau wants a metric in each step", tmp_path, lr_schedule=plateau)
+    refused("trial 'a': ReduceLROnPlateau needs a metric in each step", tmp_path, lr_schedule=plateau)
 
 
 def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_falls_back_on_the_one_before(tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
-    with pytest.warns(RuntimeWarning, match=r"trial 'a' goes on from step \d+: .*damaged"):
+    with pytest.warns(RuntimeWarning, match=r"trial 'a' continues from step \d+: .*damaged"):
         result = study(tmp_path, [trial("a")]).fit()
     assert digest(result["a"].state_dict()) == plainly(trial("a"))
 
@@ -212,7 +212,9 @@ def test_with_every_checkpoint_damaged_a_trial_begins_again(tmp_path: Path) -> N
         study(tmp_path, [trial("a")], callbacks=[Stop(14, "interrupt")]).fit()
     for folder in (tmp_path / "run/checkpoints/a").iterdir():
         (folder / "facts.json").unlink()
-    with pytest.warns(RuntimeWarning, match=r"trial 'a' (goes on from step \d+|begins again): .*facts\.json"):
+    with pytest.warns(
+        RuntimeWarning, match=r"trial 'a' (continues from step \d+|begins again): .*facts\.json"
+    ):
         result = study(tmp_path, [trial("a")]).fit()
     assert digest(result["a"].state_dict()) == plainly(trial("a"))
 

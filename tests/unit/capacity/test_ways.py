@@ -38,7 +38,7 @@ def test_a_way_that_cannot_be_taken_says_why() -> None:
 def test_any_is_the_only_choice_of_ways() -> None:
     with pytest.raises(InputError, match="choice of ways"):
         lm.plan("gen:transformer:60", "ref", ways="all")
-    with pytest.raises(InputError, match="give the source"):
+    with pytest.raises(InputError, match="pass the source"):
         lm.plan(lm.problem("gen:transformer:60", "ref"), ways="any")  # type: ignore[call-overload]
 
 

@@ -171,7 +171,7 @@ def test_a_bad_file_is_answered_with_what_is_wrong(
 
 
 def test_only_models_have_a_batch() -> None:
-    with pytest.raises(InputError, match="is no model, so it has no batch"):
+    with pytest.raises(InputError, match="is not a model, so it has no batch"):
         read_source("gen:chain:3", asked=CaptureOptions(batch=2))
     with pytest.raises(FileError, match="no such file"):
         read_source("nowhere.py:build")

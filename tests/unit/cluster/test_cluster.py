@@ -385,14 +385,14 @@ def test_a_saved_cluster_is_read_back(tmp_path: Path) -> None:
         ("99999xV100", "too many devices"),
         ("9" * 6000 + "xV100", "too many devices"),
         ("0*(V100)", "zero hosts"),
-        ("2*(V100", "is no host"),
-        ("2*(2*(V100))", "is no host"),
-        ("V100)", "is no host"),
+        ("2*(V100", "is not a host"),
+        ("2*(2*(V100))", "is not a host"),
+        ("V100)", "is not a host"),
         ("2xV100,, cpu", "empty entry"),
         ("V100 | ", "empty entry"),
         ("V100-0GB", "memory is 0"),
-        ("V100-32", "'32' is no memory size"),
-        ("V100#0-8", "'8' is no memory size"),
+        ("V100-32", "'32' is not a memory size"),
+        ("V100#0-8", "'8' is not a memory size"),
         ("V100#x-8GB", "logical devices are numbered"),
         ("2xcpu#0-1GB", "a logical device is one"),
         ("cpu#0-1GB, cpu#0-1GB", "duplicate device 'cpu#0'"),
@@ -530,7 +530,7 @@ def test_a_file_beside_you_does_not_hide_a_shorthand(tmp_path: Path, monkeypatch
 
 
 def test_what_is_no_cluster_at_all_is_refused() -> None:
-    with pytest.raises(ClusterError, match="is no cluster"):
+    with pytest.raises(ClusterError, match="is not a cluster"):
         parse_cluster(5)  # type: ignore[arg-type]
 
 

@@ -147,7 +147,7 @@ def test_the_command_writes_a_file_that_plan_takes(say: Say) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "here.json"], "ends in .toml"),
+        (["--out", "here.json"], "must end in .toml"),
         (["--out", "nowhere/here.toml"], "there is no folder"),
         (["--largest", "1KiB"], "give 4 KiB or more"),
         (["--largest", "much"], "--largest"),

@@ -131,7 +131,10 @@ def test_chain() -> None:
         links=Links.PARALLEL,
     )
     rule, message = broken(problem, [0, 1, 0])
-    assert (rule, message) == ("chain", "devices ref0, ref1 feed each other in a circle; a chain may not")
+    assert (rule, message) == (
+        "chain",
+        "devices ref0, ref1 feed each other in a cycle, which a chain does not allow",
+    )
 
 
 class TestBackwardOpsOfAChain:
@@ -156,7 +159,10 @@ class TestBackwardOpsOfAChain:
         together = self.problem(group_of_x=NO_GROUP)
         assert check_plan(together, plan_on([0, 0, 0, 0, 0])) == []
         rule, message = broken(together, [0, 0, 0, 1, 0])
-        assert (rule, message) == ("chain", "devices ref0, ref1 feed each other in a circle; a chain may not")
+        assert (rule, message) == (
+            "chain",
+            "devices ref0, ref1 feed each other in a cycle, which a chain does not allow",
+        )
 
     def test_a_backward_op_with_a_forward_op_in_its_class_just_follows(self) -> None:
         """x shares the class of f1, so b0 and b1 decide nothing; the forward order holds."""

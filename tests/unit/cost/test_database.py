@@ -154,14 +154,14 @@ def test_a_locked_file_is_left_alone_and_the_run_goes_on(path: Path) -> None:
         holder.rollback()
         holder.close()
     assert len(said) == 1
-    assert "goes on without it" in said[0]
+    assert "continues without it" in said[0]
     with open_database(path, tell=silence) as database:
         assert [row.signature for row in database.rows()] == [ROW.signature]
 
 
 def test_a_file_that_was_never_ours_is_refused_and_untouched(path: Path) -> None:
     path.write_text("my notes")
-    with pytest.raises(FormatError, match="no cost database"):
+    with pytest.raises(FormatError, match="not a cost database"):
         open_database(path)
     assert path.read_text() == "my notes"
     path.unlink()

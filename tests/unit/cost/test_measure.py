@@ -201,7 +201,7 @@ def test_indices_stay_inside_what_they_index() -> None:
         ("aten.relu.default float99[2]", "no dtype float99"),
         ("aten.relu.default float32[2] 3 4", "takes 1 arguments"),
         ("aten.relu.default float32[2] odd=1", "no argument odd"),
-        ("aten._to_copy.default float32[2] dtype=torch.load", "is no dtype"),
+        ("aten._to_copy.default float32[2] dtype=torch.load", "is not a dtype"),
     ],
 )
 def test_what_cannot_be_rebuilt_says_why(text: str, match: str) -> None:

@@ -205,7 +205,7 @@ def test_functions_that_call_themselves_or_grow_without_bound_are_refused() -> N
         read(called([calls("F0", "F1", 1), calls("F1", "F0", 1)]))
     relu = helper.make_function("f", "F9", ["v0"], ["v1"], [node("Relu", ["v0"], ["v1"])], opsets)
     grows = [calls(f"F{at}", f"F{at + 1}", 10) for at in range(9)]
-    with pytest.raises(FormatError, match="write out to more than"):
+    with pytest.raises(FormatError, match="expand to more than"):
         read(called([*grows, relu]))
 
 

@@ -87,7 +87,7 @@ def test_layers_may_stand_in_any_order() -> None:
 
 def test_a_layer_of_an_extension_counts_its_traffic_and_is_named() -> None:
     graph = read(edited('type="ReLU" version="opset1"', 'type="MyRelu" version="my_extension"'))
-    assert graph.capture.endswith("of unknown ops only memory traffic is counted: MyRelu")
+    assert graph.capture.endswith("for unknown ops only memory traffic is counted: MyRelu")
     assert graph.bytes_moved[by_name(graph, "act/Relu")] == 2 * 1024
 
 

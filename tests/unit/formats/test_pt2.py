@@ -197,7 +197,7 @@ def test_a_custom_op_counts_its_traffic_and_is_named() -> None:
     graph = read(
         program(lambda d: d["graph_module"]["graph"]["nodes"][1].update(target="torch.ops.mine.op.default"))
     )
-    assert graph.capture.endswith("of unknown ops only memory traffic is counted: mine.op.default")
+    assert graph.capture.endswith("for unknown ops only memory traffic is counted: mine.op.default")
 
 
 def test_reading_needs_no_torch(tmp_path: Path) -> None:

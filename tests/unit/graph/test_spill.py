@@ -163,7 +163,7 @@ def test_what_cannot_be_spilled_is_said(graph: lm.Graph) -> None:
         lm.plan(lm.problem(graph, "2xH200"), spill="host")
     with pytest.raises(UnknownNameError, match="device to spill to 'disk'"):
         lm.plan(lm.problem(graph, DEVICES), spill="disk")
-    with pytest.raises(ProblemError, match="for the time of a step only"):
+    with pytest.raises(ProblemError, match="only the step objective"):
         lm.plan(lm.problem(graph, DEVICES, "throughput"), spill="host", budget="5x")
     assert issubclass(ProblemError, InputError)
 

@@ -515,7 +515,7 @@ def test_a_plan_of_another_step_is_refused() -> None:
     wrong = replace(good, pipeline=replace(good.pipeline, in_flight=[1, 1]))
     assert "under 1f1b:4 they hold [2, 1]" in api.check_plan(problem, wrong)[0].message
     back = planned(problem, 1 - layer_stages(problem, (0, 1, 2)), [[0, 1]], schedule="1f1b", counts=(4,))
-    assert "stages stand in the order of the forward pass" in api.check_plan(problem, back)[0].message
+    assert "stages must follow the order of the forward pass" in api.check_plan(problem, back)[0].message
 
 
 def test_a_saved_step_comes_back(tmp_path: Any) -> None:

@@ -128,7 +128,7 @@ def test_a_change_that_cannot_be_asked_is_refused(answer: Placement) -> None:
         ({"set": "gpu9.memory=2GB"}, "unknown device or link 'gpu9'"),
         ({"set": ["gpu0.speed=2x", "gpu0.memory=much"]}, "'much' is not a size"),
         ({"remove": "gpu9"}, "unknown device 'gpu9'"),
-        ({"sweep": "gpu9.memory=8GB..16GB:2"}, "no value can be asked: unknown device or link 'gpu9'"),
+        ({"sweep": "gpu9.memory=8GB..16GB:2"}, "no value is valid: unknown device or link 'gpu9'"),
     ):
         with pytest.raises(InputError, match=words):
             api.whatif(answer, **wrong, budget="5x")  # type: ignore[arg-type]

@@ -77,10 +77,10 @@ def test_a_plan_that_was_not_found_names_what_may_help() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("gpt2", "the text 'gpt2' is no model"),
-        (nn.Linear, r"Linear is a class; give a model of it, Linear\(...\)"),
-        (lambda x: x, "a function is no model; give the torch.nn.Module"),
-        (None, "a NoneType is no model"),
+        ("gpt2", "the text 'gpt2' is not a model"),
+        (nn.Linear, r"Linear is a class; pass an instance, Linear\(...\)"),
+        (lambda x: x, "a function is not a model; pass an nn.Module"),
+        (None, "a NoneType is not a model"),
     ],
 )
 def test_what_is_no_model_is_named(model: Any, text: str) -> None:
@@ -125,7 +125,7 @@ def test_weights_with_strides_of_their_own_are_the_plans() -> None:
     ],
 )
 def test_what_a_given_plan_cannot_heed_is_refused(wish: dict[str, Any], name: str) -> None:
-    with pytest.raises(InputError, match=f"the plan .*leave {name} out, or give inputs to plan anew"):
+    with pytest.raises(InputError, match=f"the plan .*leave {name} out, or pass inputs to plan again"):
         lm.place(net(), planned(), **wish)
 
 
@@ -179,7 +179,7 @@ def test_a_plan_on_a_device_that_its_cluster_lacks_is_refused() -> None:
 def test_a_forward_that_was_put_over_the_models_own_is_refused() -> None:
     model = net()
     model.forward = lambda x: 2 * type(model).forward(model, x)
-    with pytest.raises(InputError, match=r"Sequential has a forward of its own.*place the model before"):
+    with pytest.raises(InputError, match=r"Sequential has a forward that replaces.*place the model first"):
         lm.place(model, (ROWS,), devices=DEVICES, budget="5x")
 
 

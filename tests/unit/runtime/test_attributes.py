@@ -150,7 +150,7 @@ def test_an_attribute_of_a_class_is_seen() -> None:
     for scale in (1.0, 2.0, 1.0):
         Scaled.scale = scale
         assert torch.equal(model(*one.args), plain.model(*one.args))
-    assert "'Scaled.scale' of the model has changed: a graph was made anew" in model.notes
+    assert "'Scaled.scale' of the model has changed; exported the model again" in model.notes
 
 
 def test_a_graph_that_is_first_made_in_inference_mode_trains_like_any_other() -> None:
@@ -412,7 +412,7 @@ def test_a_value_set_in_the_configuration_is_seen() -> None:
     for scale in (1.0, 2.0, 1.0):
         plain.config.inner.scale = model.config.inner.scale = scale
         assert same(plain, model, *example.args)
-    assert "'config.inner.scale' of the model has changed: a graph was made anew" in model.notes
+    assert "'config.inner.scale' of the model has changed; exported the model again" in model.notes
 
 
 class Asking(Net):

@@ -475,4 +475,4 @@ def test_what_runs_when_memory_is_freed_is_not_the_models() -> None:
         gc.callbacks.remove(counted)
     assert count[0]
     assert len(mine._engine.graphs) == 1
-    assert not any("hooks" in note or "anew" in note for note in mine.notes)
+    assert not any("hooks" in note or "again" in note for note in mine.notes)

@@ -213,7 +213,7 @@ def test_another_shape_makes_another_graph_and_says_so() -> None:
     assert not model(*built.args).isnan()
     assert model.notes == ()
     model(torch.randn(7, 8)).backward()
-    assert any("made anew for inputs of [7, 8]" in note for note in model.notes)
+    assert any("exported the model again for inputs of [7, 8]" in note for note in model.notes)
 
 
 def test_weights_that_are_edited_in_place_are_the_ones_that_run() -> None:

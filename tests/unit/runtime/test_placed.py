@@ -167,7 +167,7 @@ def test_inputs_may_have_a_gradient_and_other_names() -> None:
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert any("(mul) not in the plan" in note for note in model.notes)
-    assert any("made anew" in note for note in model.notes)
+    assert any("exported the model again" in note for note in model.notes)
 
 
 def test_a_forgotten_optimizer_is_an_error_at_its_first_step() -> None:

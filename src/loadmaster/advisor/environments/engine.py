@@ -138,7 +138,7 @@ def replay_many(world: World, streams: Sequence[Stream], rules: Sequence[Rule]) 
     tables = _tables(world)
     numbers = np.array([rule.numbers for rule in rules])
     if any(rule.rollout[0] for rule in rules):
-        raise InputError("replay_many serves rules without a rollout; use replay")
+        raise InputError("replay_many supports only rules without a rollout; use replay")
     _require_blocks_to_choose(world, rules)
     for i, stream in enumerate(streams):
         _require_fitting(world, stream)

@@ -216,7 +216,7 @@ def replay_rigid(
         kind = host_kind[0]
         asked = sequence
         failures = 0
-        if order == 6:  # the set anew, least device time first
+        if order == 6:  # the set again, least device time first
             for i in range(num_waiting):
                 admitted[waiting[i]] = False
                 key[i] = _least_area(duration[waiting[i]], due[waiting[i]] - now, levels)

@@ -174,7 +174,7 @@ def draw_trace_stream(
 ) -> TraceStream:
     """Deadlines and types of a seed: arrival + f * time at the reference count on the first kind.
 
-    A type that is drawn anew keeps the time at the reference, so that the load stays what was recorded.
+    A type that is drawn again keeps the time at the reference, so that the load stays what was recorded.
     """
     if deadline not in DEADLINES:
         raise UnknownNameError("deadline range", deadline, DEADLINES)

@@ -113,7 +113,7 @@ def replay_trace(
     else:
         if len(stream.kinds) > 1 or rule.order not in ELASTIC_ORDERS:
             raise InputError(
-                "an elastic replay serves one kind of device and the rules LIST, RESERVE and SET"
+                "an elastic replay supports one kind of device and the rules LIST, RESERVE and SET"
             )
         inside = np.where(levels <= hosts.max(), stream.duration_s[:, 0, 0], np.inf)
         apart = np.where((levels > 1) & (len(hosts) > 1), stream.duration_s[:, 0, 1], np.inf)

@@ -61,7 +61,9 @@ class ClusterState:
                 f"{len(self.free_at_s)} times for {self.layout.num_devices} devices; give one for each"
             )
         if np.isnan(self.free_at_s).any() or (self.free_at_s < 0).any():
-            raise InputError("a device comes free at a negative time, or at no number; give seconds >= 0")
+            raise InputError(
+                "the time at which a device becomes free is negative or not a number; give seconds >= 0"
+            )
         if not math.isfinite(self.now_s):
             raise InputError(f"the clock is at {self.now_s!r}; give seconds")
 

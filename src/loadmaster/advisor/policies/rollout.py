@@ -32,9 +32,7 @@ class Rollout:
         base = policy(self.base)
         first = base(job, state, run)
         if not run.future or run.mean_gap_s <= 0:
-            told = (
-                f"no jobs that may come are given, so there is nothing to look ahead to: {self.base} answered"
-            )
+            told = f"no future jobs are given, so there is nothing to look ahead to: {self.base} answered"
             return replace(first, warning=told)
         options: list[tuple[Decision, ClusterState, float]] = [_after(first, job, state)]
         for n in job.curve.degrees:

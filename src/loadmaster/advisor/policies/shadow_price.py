@@ -42,7 +42,7 @@ class ShadowPrice:
                 if job.value - cost > best_value + 1e-12:
                     best_value, best = job.value - cost, Decision(n, block, note=f"{cost:.6g}")
         if price <= 0 and not any(self.block_price):
-            told = "device time has no price, so whatever is in time is admitted; give the state a price"
+            told = "device time has no price, so every job in time is admitted; set a price in the state"
             return replace(best, warning=told)
         if best.admit or math.isinf(cheapest):
             return best

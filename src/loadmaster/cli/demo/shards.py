@@ -1,4 +1,4 @@
-"""The last part of the demo: a model larger than its cap, trained as it is by three lines."""
+"""The last part of the demo: a model larger than its cap, trained unchanged by three lines."""
 
 from loadmaster.core.errors import InputError
 

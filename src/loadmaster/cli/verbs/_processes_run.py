@@ -54,7 +54,7 @@ def run_processes(asked: ProcessesRequest, bar: Callable[[], AbstractContextMana
         )
     if asked.launch is not None and under_torchrun:
         raise InputError(
-            "--launch local starts processes, and torchrun did so already; leave out one of both"
+            "--launch local starts processes, and torchrun has done so already; leave --launch out"
         )
     if not isinstance(asked.answer, Placement | StrategyAnswer):
         raise InputError(
@@ -222,7 +222,7 @@ def _show_strategy(ran: "StrategyRan", written: dict[str, str]) -> None:
             format_bytes(one.sent_bytes),
         )
     console.print(table)
-    console.print("waited: for tensors of other ranks; gradients: until they have met", style="dim")
+    console.print("waited: for tensors of other ranks; gradients: until they are summed", style="dim")
     _show_notes(ran.notes, written)
 
 

@@ -10,7 +10,7 @@ from loadmaster.cli import options as o
 if TYPE_CHECKING:
     from loadmaster.advisor.replay import Row
 
-SUMMARY = "How many devices should a job get? Advice, replays, benchmarks."
+SUMMARY = "How many devices should a job get? Advice, replays and benchmarks."
 
 
 class _JobByDefault(TyperGroup):
@@ -36,7 +36,9 @@ Kind = Annotated[str, typer.Option("--kind", metavar="NAME", help="Device kind o
 Elastic = Annotated[bool, typer.Option("--elastic", help="Jobs may be resized while they run.")]
 DeadlineRange = Annotated[
     str,
-    typer.Option("--deadlines", metavar="NAME", help="default, tight or loose: times of the job's own time."),
+    typer.Option(
+        "--deadlines", metavar="NAME", help="default, tight or loose, relative to the job's own time."
+    ),
 ]
 PerHost = Annotated[int, typer.Option("--per-host", metavar="N", help="Devices of a host.")]
 
@@ -55,11 +57,11 @@ def job(
         typer.Option("--state", metavar="FILE", help="Busy devices (JSON). Default: all are free."),
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="From now, e.g. 6h. Default: none.")
+        str | None, typer.Option("--deadline", metavar="TIME", help="Time from now, e.g. 6h. Default: none.")
     ] = None,
-    steps: Annotated[float, typer.Option("--steps", metavar="N", help="Steps of a source.")] = 1.0,
+    steps: Annotated[float, typer.Option("--steps", metavar="N", help="Steps of the job.")] = 1.0,
     policy: Annotated[
-        str, typer.Option("--policy", "-p", metavar="NAME", help="One of: loadmaster advise policies.")
+        str, typer.Option("--policy", "-p", metavar="NAME", help="A name from: loadmaster advise policies.")
     ] = "smallest",
     batch: o.Batch = None,
     seq: o.Seq = None,
@@ -73,11 +75,11 @@ def job(
     ] = "throughput",
     history: Annotated[
         str | None,
-        typer.Option("--log", metavar="FILE", help="Earlier advice and outcomes, for the error bar."),
+        typer.Option("--log", metavar="FILE", help="Log of earlier advice and outcomes, for the error bar."),
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Advise on one job: admit or not, which devices, when it will be done, and what would do instead.
+    """Advise on one job: admit or not, which devices, when it will be done, and what would help.
 
     Exit code 1: the job should not be admitted.
     """
@@ -151,7 +153,7 @@ def replay(
     devices: Annotated[int, typer.Option("--devices", "-d", metavar="N", help="Devices of the cluster.")],
     policy: Policies = None,
     against: Annotated[
-        str, typer.Option("--against", metavar="NAME", help="Differences are told to this one.")
+        str, typer.Option("--against", metavar="NAME", help="Show differences to this policy.")
     ] = "elasticflow",
     seeds: Seeds = 10,
     first_seed: FirstSeed = 0,
@@ -163,7 +165,7 @@ def replay(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
-    """Replay a trace: deadlines met, broken promises and waiting of every policy, beside a proven bound."""
+    """Replay recorded jobs: deadlines met, promises broken and waiting of every policy, and a bound."""
     _replay(
         trace,
         throughputs,
@@ -191,7 +193,7 @@ def whatif(
         str, typer.Option("--devices", "-d", metavar="N,N", help="Sizes to try, e.g. 32,48,64.")
     ],
     deadline_scale: Annotated[
-        str, typer.Option("--deadline-scale", metavar="X,X", help="Deadlines times this, e.g. 0.8,1,1.5.")
+        str, typer.Option("--deadline-scale", metavar="X,X", help="Factors on all deadlines, e.g. 0.8,1,1.5.")
     ] = "1",
     policy: Policies = "least-work,elasticflow",
     seeds: Seeds = 5,
@@ -204,7 +206,7 @@ def whatif(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
-    """Plan capacity: how many deadlines are met with more devices or looser deadlines."""
+    """Plan capacity: how many deadlines are met with more devices or longer deadlines."""
     sizes = [int(n) for n in _numbers("--devices", devices)]
     scales = _numbers("--deadline-scale", deadline_scale)
     _replay(
@@ -241,11 +243,12 @@ def bench(
             "--policy",
             "-p",
             metavar="NAMES",
-            help="Rows of the table; also rollout. Default: all others.",
+            help="Policies to compare; also rollout. Default: all but rollout.",
         ),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="FILE", help="Also a learned policy (.safetensors).")
+        str | None,
+        typer.Option("--weights", metavar="FILE", help="Also compare a learned policy (.safetensors)."),
     ] = None,
     traces: Annotated[
         str | None, typer.Option("--traces", metavar="FOLDER", help="real: Gavel's traces and throughputs.")
@@ -258,7 +261,7 @@ def bench(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
-    """Blocking on four deadline distributions, or deadlines met of traces, beside a proven bound."""
+    """Compare policies on the published cluster or on traces, beside a proven bound."""
     from loadmaster.advisor import bench
     from loadmaster.cli.console import progress
     from loadmaster.core.errors import InputError, UnknownNameError
@@ -287,7 +290,7 @@ def score(
     skip_malformed: Skip = False,
     json: o.Json = False,
 ) -> None:
-    """Join advice with outcomes: agreement, error of the predicted end, coverage, deadlines met."""
+    """Compare logged advice with outcomes: agreement, error of the predicted end, coverage, deadlines met."""
     from loadmaster.advisor.adapters.log import read_log, score_log
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.report.tables import fields
@@ -311,8 +314,7 @@ def shadow(
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Advise on every pending job of a recorded queue; print what would be submitted, log it, change
-    nothing."""
+    """Advise on every pending job of a recorded queue and log the advice. Nothing is submitted or changed."""
     from loadmaster.advisor.adapters.shadow import advise_queue
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.report.plain_text import escape_control_characters
@@ -334,14 +336,14 @@ def train(
     distribution: Annotated[str, typer.Option("--distribution", metavar="NAME", help="A, B, C or D.")] = "A",
     network: Annotated[str, typer.Option("--network", metavar="NAME", help="mlp, graph or pacml.")] = "mlp",
     iterations: Annotated[int, typer.Option("--iterations", metavar="N", help="Rounds of PPO.")] = 400,
-    joint: Annotated[bool, typer.Option("--joint", help="Choose the block as well; not in compat.")] = False,
+    joint: Annotated[bool, typer.Option("--joint", help="Also choose the block; not in compat.")] = False,
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", help="Collect on N workers of Ray. 0: in this process.")
+        int, typer.Option("--workers", metavar="N", help="Collect on N Ray workers. 0: in this process.")
     ] = 0,
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
-    """Train a policy by masked PPO; the same seed gives the same weights."""
+    """Train a policy by masked PPO. The same seed gives the same weights."""
     from loadmaster.advisor.bench import WORLDS
     from loadmaster.advisor.learned.training import TrainSettings, train_policy
     from loadmaster.advisor.replay import worlds

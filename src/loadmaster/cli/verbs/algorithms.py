@@ -1,4 +1,4 @@
-"""loadmaster algorithms: what there is to choose from."""
+"""loadmaster algorithms: list the placement algorithms."""
 
 from loadmaster.cli import options as o
 

@@ -1,4 +1,4 @@
-"""loadmaster compare: every algorithm on one problem, side by side."""
+"""loadmaster compare: every algorithm on one problem."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from loadmaster.core.placement import Placement
     from loadmaster.core.problem import Problem
 
-SUMMARY = "Set several algorithms side by side."
+SUMMARY = "Compare several algorithms on one problem."
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
             "--algorithms",
             "-a",
             metavar="NAMES",
-            help="Comma-separated names. Default: all that serve the objective.",
+            help="Comma-separated names. Default: all that support the objective.",
         ),
     ] = None,
     budget: o.BudgetText = "10s",
@@ -48,7 +48,7 @@ def command(
     database: o.Database = None,
     json: o.Json = False,
 ) -> None:
-    """Run several algorithms on one problem and set their plans side by side."""
+    """Run several algorithms on one problem and compare their plans."""
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.cli.question import build_question, read_problem

@@ -1,4 +1,4 @@
-"""loadmaster costs: what was measured on which device; to carry it elsewhere, or to bring it from there."""
+"""loadmaster costs: list measured costs, and carry them from one machine to another."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 SUMMARY = "List, export and import measured costs."
 app = typer.Typer(help=SUMMARY, rich_markup_mode=None, pretty_exceptions_enable=False)
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="NAME", help="Rows of this device only, e.g. 'NVIDIA H200'.")
+    str | None, typer.Option("--device", metavar="NAME", help="Only rows of this device, e.g. 'NVIDIA H200'.")
 ]
 
 
 @app.command(name="ls", short_help="List measured costs.")
 def ls(
     device: Device = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to list; 0: none.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to list; 0 lists none.")] = 20,
     database: o.Database = None,
     json: o.Json = False,
 ) -> None:
-    """List measured costs: the devices, and rows of each."""
+    """List measured costs: the devices, and the rows of each."""
     from loadmaster.cli.console import print_json, stdout
     from loadmaster.core.errors import InputError, UnknownNameError
     from loadmaster.core.units import format_percent, format_seconds
@@ -58,7 +58,7 @@ def ls(
 
 @app.command(name="export", short_help="Write measured costs to a JSON file.")
 def export(
-    out: Annotated[str, typer.Argument(metavar="FILE", help="Where to (.json, .json.gz).")],
+    out: Annotated[str, typer.Argument(metavar="FILE", help="File to write (.json, .json.gz).")],
     device: Device = None,
     database: o.Database = None,
     json: o.Json = False,
@@ -83,7 +83,7 @@ def import_(
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Add the measured costs of a JSON file; of two with one key the later stays."""
+    """Add the measured costs of a JSON file. If a key is there already, the later measurement stays."""
     from loadmaster.cli.question import parse_size
     from loadmaster.cost.exchange import import_costs
 

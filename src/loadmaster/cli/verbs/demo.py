@@ -32,9 +32,9 @@ def command(
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to train.")] = 10,
     json: o.Json = False,
 ) -> None:
-    """Plan GPT-2-small's training step, which fits none of three GPUs alone, and compare algorithms.
+    """Plan the training step of GPT-2-small, which fits on none of three GPUs, and compare algorithms.
 
-    Then train it here, over two parts of this machine neither of which holds it.
+    Then train it here, on two parts of this machine, neither of which has room for it.
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr, stdout

@@ -1,4 +1,4 @@
-"""loadmaster diff: two plans of one model side by side."""
+"""loadmaster diff: compare two plans of one model."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Set two plans side by side: what moved, and what it cost."
+SUMMARY = "Compare two plans: what moved, and what it cost."
 
 
 def command(
@@ -15,9 +15,9 @@ def command(
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Say which modules moved, and time, memory and bytes sent before and after.
+    """Show which modules moved, and time, memory and bytes sent before and after.
 
-    The plans may be of graphs that were captured from different code, or on different devices.
+    The two plans may be for different versions of the code, or for different devices.
     """
     import msgspec
 

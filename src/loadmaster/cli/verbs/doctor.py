@@ -18,7 +18,7 @@ SUMMARY = "Print versions, devices, extras and the cache."
 
 
 def command(json: o.Json = False) -> None:
-    """Print versions, devices, extras and the cache: what to put into a bug report."""
+    """Print versions, devices, extras and the cache. Put this into a bug report."""
     from loadmaster.cli.console import print_json, progress, stdout
 
     with progress("looking around") as say:

@@ -1,4 +1,4 @@
-"""loadmaster explain: why a plan, or an op or module of it, is as it is."""
+"""loadmaster explain: what limits a plan, and why an op or module is where it is."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Say why a plan, an op or a module is as it is."
+SUMMARY = "Explain what limits a plan, or why an op or module is where it is."
 Changes = Annotated[
     str, typer.Option("--budget", "-b", metavar="BUDGET", help="Plans to try for each question: 100x, or 2s.")
 ]
@@ -19,16 +19,15 @@ def command(
     ] = "",
     budget: Changes = "100x",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Simulate an op elsewhere, but look for no plan with it there.")
+        bool, typer.Option("--quick", help="Only simulate the op on other devices; do not plan again.")
     ] = False,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Try the alternatives and say what came of them.
+    """Explain a plan, or why an op or module is where it is, by trying the alternatives.
 
-    Without a target: what limits the step, and which single change helps most (memory, speed, a link, a
-    device more, half the batch), each planned for again. With one: what it would cost elsewhere, in time,
-    bytes sent and memory.
+    Without a target: what limits the step, and which single change helps most (memory, speed, a link, one
+    more device, half the batch). With a target: what other devices would cost in time, bytes sent and memory.
     """
     import msgspec
 

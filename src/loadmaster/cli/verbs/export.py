@@ -21,12 +21,13 @@ def command(
         ),
     ],
     out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="FILE", help="Where to. Default: standard output.")
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: standard output."),
     ] = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Write a plan as another program reads it; what its format cannot express is said on stderr."""
+    """Write a plan in the format of another program. What the format cannot express is listed on stderr."""
     import sys
 
     from loadmaster import api
@@ -38,7 +39,7 @@ def command(
     from loadmaster.report.plain_text import escape_control_characters
 
     if json and out is None:
-        raise InputError("--json tells what was written; name the file with --out")
+        raise InputError("--json describes what was written; name the file with --out")
     check_outputs({"--out": out}, inputs=[plan])
     content, lost = api.export(read_placement(plan, parse_size("--max-bytes", max_bytes)), to)
     if out is None:

@@ -9,10 +9,12 @@ from loadmaster.cli import options as o
 if TYPE_CHECKING:
     pass
 
-SUMMARY = "Say whether a model fits, and what would make it fit."
-Quick = Annotated[bool, typer.Option("--quick", help="Only whether it fits: no largest batch, no changes.")]
+SUMMARY = "Check whether a model fits, and what would make it fit."
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Only check whether it fits: no largest batch, no changes.")
+]
 Every = Annotated[
-    bool, typer.Option("--all-changes", help="Check changes beyond the first that makes it fit.")
+    bool, typer.Option("--all-changes", help="Check all changes, not only up to the first that fits.")
 ]
 
 
@@ -27,7 +29,7 @@ def command(
         typer.Option(
             "--precision",
             metavar="NAME",
-            help="Of a captured model: fp32, bf16-mixed, fp16-mixed or bf16; of other graphs: fp32 or mixed.",
+            help="Captured models: fp32, bf16-mixed, fp16-mixed or bf16. Other graphs: fp32 or mixed.",
         ),
     ] = "fp32",
     assume: o.Assume = None,
@@ -39,10 +41,10 @@ def command(
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Say whether a step fits on each device and on all of them, and what it holds where it holds most.
+    """Check whether a training step fits, on each device and on all together, and show what its memory is.
 
-    Then the largest batch that fits, and the cheapest change that would make it fit. Without devices: every
-    preset. "It does not fit" is an answer: exit code 0; `fits` of --json tells.
+    Then find the largest batch that fits, and the cheapest change that makes the step fit. Without
+    --devices, every preset is checked. The exit code is 0 also if it does not fit; see `fits` of --json.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.capacity.fit import answer_fit

@@ -6,7 +6,7 @@ import typer
 
 from loadmaster.cli import options as o
 
-SUMMARY = "Read a device_map or a profiler's trace beside a plan."
+SUMMARY = "Compare a device_map or a profiler's trace with a plan."
 
 
 def command(
@@ -17,16 +17,19 @@ def command(
         ),
     ],
     plan: Annotated[
-        str, typer.Option("--plan", "-p", metavar="PLAN", help="The plan whose question or ops are meant.")
+        str,
+        typer.Option(
+            "--plan", "-p", metavar="PLAN", help="The plan that the device_map or trace belongs to."
+        ),
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="The plan or timeline (.json).")],
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Score a device_map on the question of a plan, or match a trace to its ops; save what came of it.
+    """Score a device_map on the problem of a plan, or match a trace to its ops, and save the result.
 
-    A saved timeline is drawn below the prediction by: loadmaster report PLAN --measured FILE. Exit code 1:
-    the device_map does not fit.
+    To draw a saved timeline below the prediction: loadmaster report PLAN --measured FILE. Exit code 1: the
+    device_map does not fit.
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, progress, stderr, stdout

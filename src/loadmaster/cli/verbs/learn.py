@@ -1,4 +1,4 @@
-"""loadmaster learn: train the networks of placement and of strategies, and ask weights of placement."""
+"""loadmaster learn: train the networks of placement and of strategies, and evaluate weights."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ app = typer.Typer(help=SUMMARY, rich_markup_mode=None, pretty_exceptions_enable=
 Workers = Annotated[
     int, typer.Option("--workers", metavar="N", help="Processes that draw and solve problems.")
 ]
-Ray = Annotated[bool, typer.Option("--ray", help="Draw and solve problems on Ray's workers instead.")]
+Ray = Annotated[bool, typer.Option("--ray", help="Draw and solve problems on Ray workers.")]
 
 
 @app.command(name="train", short_help="Train weights of learned_order.")
@@ -32,12 +32,15 @@ def train(
     workers: Workers = 1,
     ray: Ray = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint in the folder, to the same weights.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue from the checkpoint in the folder; ends with the same weights."
+        ),
     ] = False,
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
-    """Draw problems, solve them, train, and write weights; the same seed gives the same weights."""
+    """Generate problems, solve them, train a network on them. The same seed gives the same weights."""
     from dataclasses import asdict
     from pathlib import Path
 
@@ -82,7 +85,7 @@ def evaluate(
     ray: Ray = False,
     json: o.Json = False,
 ) -> None:
-    """Times on held-out problems against the usual plans, an untrained network and the best known answers."""
+    """Compare weights with the usual plans, an untrained network and the best known answers."""
     from pathlib import Path
 
     from loadmaster.cli.console import print_json, progress, stdout
@@ -124,11 +127,11 @@ def guide(
         typer.Option("--models", metavar="NAME,NAME", help="Steps to search for; NAME@BATCH sets the batch."),
     ] = "",
     workers: Annotated[int, typer.Option("--workers", metavar="N", help="Processes that search.")] = 1,
-    ray: Annotated[bool, typer.Option("--ray", help="Search on Ray's workers instead.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Search on Ray workers.")] = False,
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
-    """Search on random clusters and learn from what the trees found; the same seed gives the same weights."""
+    """Train the guide of the strategy search on random clusters. The same seed gives the same weights."""
     from dataclasses import asdict
     from pathlib import Path
 

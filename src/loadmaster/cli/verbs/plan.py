@@ -51,10 +51,10 @@ def command(
     trace: o.Trace = None,
     json: o.Json = False,
 ) -> None:
-    """Place a graph on devices: step time, proven gap, peak memory, and why.
+    """Place a model or graph on devices: step time, proven gap, peak memory, and why.
 
-    Exit code 1 means that no plan fits; the reason names the device and the bytes it lacks. Ctrl-C keeps the
-    best plan found so far: it is printed and written as asked, and the exit code is 130.
+    Exit code 1 means that no plan fits; the reason names the device and the missing bytes. Ctrl-C keeps the
+    best plan found so far: it is printed and written as usual, and the exit code is 130.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from dataclasses import replace
@@ -82,7 +82,9 @@ def command(
     problem = read_problem(question)
     if objective is None and pipeline is None and problem.objective not in served:
         asked = {"objective": served[0].value, "split": split}
-        note = f"{algorithm} serves {served[0]} alone: that is planned for, not {problem.objective}"
+        note = (
+            f"{algorithm} supports only {served[0]}, so that is the objective here, not {problem.objective}"
+        )
         stderr().print(escape_control_characters(note), style="dim", soft_wrap=True)
     interrupted = False
     try:
@@ -160,7 +162,7 @@ def _propose(placement: "Placement", question: "Question") -> dict[str, Any] | N
     if found.score_s is None or found.problem.schedule is None:
         return None
     count = found.problem.schedule.num_microbatches
-    gain = f"{now_s / found.score_s:.2f}x faster than this as it trains" if now_s else "which fits"
+    gain = f"{now_s / found.score_s:.2f}x faster than this plan in training" if now_s else "which fits"
     text = (
         f"note: a pipeline of {count} micro-batches would take about {format_seconds(found.score_s)} ({gain})"
     )
@@ -168,7 +170,7 @@ def _propose(placement: "Placement", question: "Question") -> dict[str, Any] | N
         "pipeline": "auto",
         "num_microbatches": count,
         "step_s": found.score_s,
-        "text": f"{text}: --pipeline auto plans one",
+        "text": f"{text}; use --pipeline auto",
     }
 
 
@@ -187,7 +189,7 @@ def _show(placement: "Placement", timeline: "Timeline | None", written: dict[str
     if told:
         console.print()
     if not placement.fits:
-        console.print("the plan that came nearest:")
+        console.print("the nearest plan:")
     console.print(tables.devices(placement, timeline))
     if pipelines.stepped_plan(placement) is not None:
         console.print()
@@ -220,8 +222,8 @@ def _describe_written_file(what: str, path: str, *, fits: bool) -> str:
     if fits:
         return f"{what} written to {path}"
     if what == "plan":
-        return f"plan that came nearest, and why nothing fits, written to {path}: it cannot be run"
-    return f"{what} of the plan that came nearest written to {path}"
+        return f"the nearest plan, and why nothing fits, written to {path}; it cannot be run"
+    return f"{what} of the nearest plan written to {path}"
 
 
 def _note_torch_order(placement: "Placement") -> list[str]:
@@ -239,6 +241,6 @@ def _note_torch_order(placement: "Placement") -> list[str]:
     if placement.score_s is not None and slower == format_seconds(placement.score_s):
         return []
     return [
-        f"note: the plan puts off gradients, which torch does not: as it trains, this step takes {slower};"
-        " --order captured plans for that"
+        f"note: the plan delays some gradients, and torch does not: in training this step takes {slower};"
+        " use --order captured to plan for that"
     ]

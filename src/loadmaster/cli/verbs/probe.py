@@ -22,7 +22,7 @@ def command(
     ] = "256MiB",
     json: o.Json = False,
 ) -> None:
-    """Measure this machine's devices and links; the file is a cluster for --devices."""
+    """Measure this machine's devices and links, and write them as a cluster for --devices."""
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import check_outputs, parse_size
     from loadmaster.core.errors import FileError, InputError
@@ -31,7 +31,7 @@ def command(
 
     limit = parse_size("--largest", largest)
     if out is not None and not out.lower().endswith(".toml"):
-        raise FileError(f"--out {out!r} is not read back as a cluster unless it ends in .toml; rename it")
+        raise FileError(f"--out {out!r} must end in .toml to be read back as a cluster; rename it")
     check_outputs({"--out": out}, inputs=[])
     try:
         from loadmaster.cluster.benchmark import benchmark_machine

@@ -22,7 +22,10 @@ def command(
         ),
     ],
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="The page; it loads nothing from anywhere.")
+        str,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The HTML page to write; one file that loads nothing else."
+        ),
     ] = "report.html",
     measured: Annotated[
         str | None,
@@ -37,16 +40,16 @@ def command(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            "--compare", metavar="FILE", help="Another saved plan to set beside it. May be repeated."
+            "--compare", metavar="FILE", help="Another saved plan to compare with. May be repeated."
         ),
     ] = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Write a page with timeline, memory, idle time, critical path, cluster, modules and algorithms.
+    """Write an HTML page: timeline, memory, idle time, critical path, cluster, modules and algorithms.
 
-    It is one file without outside parts: open it from disk, send it, print it. Exit code 0 also for a plan
-    that does not fit: the page shows the one that came nearest.
+    The page is one file: open it from disk, send it, or print it. The exit code is 0 also for a plan that
+    does not fit; the page then shows the nearest plan.
     """
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import check_outputs, parse_size

@@ -1,4 +1,4 @@
-"""loadmaster run: a saved plan trained for some steps, predicted beside measured."""
+"""loadmaster run: train a saved plan for some steps, and compare with the prediction."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def command(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to train.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, data and dropout.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of weights, data and dropout.")] = 0,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Write the measured times of ops to the cost database.")
     ] = False,
@@ -41,7 +41,7 @@ def command(
     trace: Annotated[
         str | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Both timelines as a Chrome trace, one below the other."
+            "--trace", metavar="FILE", help="Write both timelines as a Chrome trace, one below the other."
         ),
     ] = None,
     launch: Annotated[
@@ -49,7 +49,7 @@ def command(
         typer.Option(
             "--launch",
             metavar="WHERE",
-            help="Of a pipeline or strategy: 'local' starts its processes here; under torchrun each joins.",
+            help="For pipelines and strategies: 'local' starts the processes. Not needed under torchrun.",
         ),
     ] = None,
     checkpoint: Annotated[
@@ -57,31 +57,36 @@ def command(
         typer.Option(
             "--checkpoint",
             metavar="DIR",
-            help="Of a pipeline or strategy: resume from here, and save at the end.",
+            help="For pipelines and strategies: resume from this folder, and save at the end.",
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option("--every", metavar="N", help="Save a checkpoint every N steps, too.")
+        int, typer.Option("--every", metavar="N", help="Also save a checkpoint every N steps.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", help="Most seconds that a process waits for another.")
+        float,
+        typer.Option(
+            "--timeout", metavar="S", help="Seconds that a process waits for another before it fails."
+        ),
     ] = 120.0,
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", help="Threads of each process on a CPU.")
     ] = None,
     emulate: Annotated[
         bool,
-        typer.Option("--emulate", help="Hosts of the plan are network namespaces here, with shaped links."),
+        typer.Option(
+            "--emulate", help="Emulate the plan's hosts here, as network namespaces with limited links."
+        ),
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Train on a saved plan with synthetic data: time, transfers and peak memory, predicted and measured.
+    """Train on a saved plan with synthetic data, and compare time, transfers and memory with the prediction.
 
-    A pipeline or a strategy is run by processes: `loadmaster run plan.json --launch local`, or
+    A pipeline or a strategy runs in several processes: `loadmaster run plan.json --launch local`, or
     `torchrun --nproc-per-node 2 -m loadmaster run plan.json` on each host.
 
-    Exit code 1 means that the file holds no plan that fits, or that the loss was not a number at some step;
-    Ctrl-C ends a run with what was measured.
+    Exit code 1 means that the file has no plan that fits, or that the loss was not finite. After Ctrl-C, what
+    was measured so far is shown.
     """
     from loadmaster import api
     from loadmaster.cli.console import print_json, stderr
@@ -91,7 +96,7 @@ def command(
     from loadmaster.report.plain_text import escape_control_characters
 
     if database is not None and not calibrate:
-        raise InputError("--database names measured costs, which only --calibrate writes; add it")
+        raise InputError("--database names measured costs, which only --calibrate writes; add --calibrate")
     if steps < 1:
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
@@ -280,7 +285,7 @@ def _show(ran: "Ran", written: dict[str, str]) -> None:
     console.print(tables.fields(rows))
     console.print()
     console.print(comparison_table(ran))
-    console.print("error = predicted / measured - 1: below 0 where the prediction was too small", style="dim")
+    console.print("error = predicted / measured - 1: negative if the prediction was too small", style="dim")
     for note in ran.notes:
         console.print(escape_control_characters(f"note: {note}"), style="dim", soft_wrap=True)
     for what, path in written.items():

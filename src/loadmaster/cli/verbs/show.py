@@ -28,7 +28,10 @@ def command(
         ),
     ] = None,
     ops: Annotated[
-        int, typer.Option("--ops", metavar="N", min=0, help="List the first N ops, too: names to pin.")
+        int,
+        typer.Option(
+            "--ops", metavar="N", min=0, help="Also list the first N ops, whose names can be pinned."
+        ),
     ] = 0,
     batch: o.Batch = None,
     seq: o.Seq = None,
@@ -43,7 +46,7 @@ def command(
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Show a graph's size and shape, a saved plan, or (with --devices) a cluster."""
+    """Show the size and shape of a graph, a saved plan, or (with --devices) a cluster."""
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.cli.console import print_json, progress, stdout
     from loadmaster.cli.question import build_question, parse_size

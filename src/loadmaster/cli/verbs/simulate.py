@@ -91,7 +91,7 @@ def _read_placement(path: str, max_bytes: int) -> "tuple[Placement, Plan]":
     if not isinstance(placement, Placement):
         kind = type(placement).__name__.lower()
         raise SchemaError(
-            f"{path} holds a {kind}; simulate wants a placement, as 'loadmaster plan --out' saves it"
+            f"{path} holds a {kind}; simulate needs a placement, as saved by 'loadmaster plan --out'"
         )
     order = placement.plan or placement.least_overflow_plan
     if order is None:
@@ -116,7 +116,7 @@ def _show(placement: "Placement", timeline: "Timeline", document: dict[str, Any]
     if objective == Objective.THROUGHPUT:
         rows["one pass alone"] = format_seconds(document["pass_s"])
     if not document["fits"]:
-        rows["memory"] = "does not fit: a peak is above the device's memory"
+        rows["memory"] = "does not fit: the peak exceeds the memory of a device"
     console = stdout()
     console.print(tables.fields(rows))
     console.print()

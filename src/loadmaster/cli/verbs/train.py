@@ -1,4 +1,4 @@
-"""loadmaster train: run a study of the user's own file, with a live table; again to go on where it was."""
+"""loadmaster train: run a study from the user's own file, with a live table; run again to continue."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,17 +16,19 @@ Source = Annotated[
 ]
 Status = Annotated[
     str | None,
-    typer.Option("--status", metavar="DIR", help="Say how the study in a folder stands, and train nothing."),
+    typer.Option("--status", metavar="DIR", help="Show the status of the study in a folder; train nothing."),
 ]
-PlanOnly = Annotated[bool, typer.Option("--plan", help="Print what it will need, and train nothing.")]
+PlanOnly = Annotated[
+    bool, typer.Option("--plan", help="Print the memory, disk and time it will need; train nothing.")
+]
 Trace = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="Write a Chrome trace of what the devices did.")
 ]
-Retry = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed before.")]
+Retry = Annotated[bool, typer.Option("--retry-failed", help="Try failed trials again.")]
 
 Adopt = Annotated[
     bool,
-    typer.Option("--adopt-checkpoints", help="Go on from checkpoints that a lost journal does not list."),
+    typer.Option("--adopt-checkpoints", help="Continue from checkpoints that a lost journal does not list."),
 ]
 Grace = Annotated[
     str | None,
@@ -44,10 +46,10 @@ def command(
     trace: Trace = None,
     json: o.Json = False,
 ) -> None:
-    """Train all trials of a study to their ends.
+    """Train all trials of a study.
 
-    Ctrl-C stops at the next step and saves; the same command goes on. SIGTERM does so, too, and ends with
-    exit code 143 within the grace. Exit code 1: no trial is done.
+    Ctrl-C stops at the next step and saves; the same command continues. SIGTERM does the same and exits with
+    code 143, at the latest after the grace time. Exit code 1: no trial is done.
     """
     from loadmaster.cli.console import print_json, stderr, stdout
     from loadmaster.core.errors import InputError

@@ -20,7 +20,7 @@ def command(
         typer.Option(
             "--precision",
             metavar="NAME",
-            help="Of a captured model: fp32, bf16-mixed, fp16-mixed or bf16; of other graphs: fp32 or mixed.",
+            help="Captured models: fp32, bf16-mixed, fp16-mixed or bf16. Other graphs: fp32 or mixed.",
         ),
     ] = "fp32",
     assume: o.Assume = None,
@@ -29,17 +29,15 @@ def command(
     seed: o.Seed = 0,
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", "-o", metavar="DIR", help="Save the plan of each way here, for loadmaster run."
-        ),
+        typer.Option("--out", "-o", metavar="DIR", help="Save the plan of each way in this folder."),
     ] = None,
     format: o.Format = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Predict the step of every way: its time, peaks, gap to a bound, exactness, and what runs it.
+    """Predict the step of every way to run it: time, peaks, gap to a bound, exactness, and the command.
 
-    The budget is for each way. A way that model or devices cannot take is in the table with the reason.
+    The budget is for each way. A way that is not possible is listed with the reason.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.capacity.ways import weigh_ways

@@ -22,16 +22,19 @@ def command(
     ] = None,
     add: Annotated[
         list[str] | None,
-        typer.Option("--add", metavar="CLUSTER", help="Devices besides: 1xA100-80GB. May be repeated."),
+        typer.Option("--add", metavar="CLUSTER", help="Add devices, e.g. 1xA100-80GB. May be repeated."),
     ] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="DEVICE", help="A device less. May be repeated.")
+        list[str] | None, typer.Option("--remove", metavar="DEVICE", help="Remove a device. May be repeated.")
     ] = None,
     batch: o.Batch = None,
     seq: o.Seq = None,
     optimizer: o.Optimizer = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", metavar="NAME", help="Of a captured model, as in plan.")
+        str | None,
+        typer.Option(
+            "--precision", metavar="NAME", help="Precision of a captured model, as in: loadmaster plan."
+        ),
     ] = None,
     sweep: Annotated[
         str | None,
@@ -42,7 +45,7 @@ def command(
         ),
     ] = None,
     together: Annotated[
-        bool, typer.Option("--together", help="All changes at once only, without a row for each of them.")
+        bool, typer.Option("--together", help="Show only all changes together, not each one alone.")
     ] = False,
     budget: Annotated[
         str, typer.Option("--budget", "-b", metavar="BUDGET", help="Plans to try for each row: 100x, or 2s.")
@@ -54,14 +57,15 @@ def command(
     ] = None,
     report: Annotated[
         str | None,
-        typer.Option("--report", metavar="FILE", help="The page of the plan, with table and curve."),
+        typer.Option("--report", metavar="FILE", help="Also write the HTML page, with table and curve."),
     ] = None,
     max_bytes: o.MaxBytes = "1GiB",
     json: o.Json = False,
 ) -> None:
-    """Plan again with something changed, and set the outcomes beside the plan as it is.
+    """Plan again with something changed, and compare with the plan as it is.
 
-    Several changes: one row for each, and one for all together. Exit code 1: with all changes no plan fits.
+    With several changes there is one row for each, and one for all together. Exit code 1: no plan fits with
+    all changes.
     """
     import msgspec
 

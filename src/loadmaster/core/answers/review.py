@@ -1,4 +1,4 @@
-"""Review: what is to be said of a plan beyond its times: memory, waiting, the critical path, links, modules.
+"""Review: everything about a plan beyond its times: memory, waiting, critical path, links, modules.
 
 Made by the room `review`, drawn by `report`. Times are seconds of one step, as the timeline has them.
 """

@@ -1,4 +1,4 @@
-"""Ran: a plan that was run, predicted beside measured; `--json` prints exactly this (docs/schemas)."""
+"""A plan that was run, with prediction and measurement; `--json` prints exactly this (docs/schemas)."""
 
 from dataclasses import dataclass
 

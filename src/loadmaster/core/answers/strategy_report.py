@@ -1,4 +1,4 @@
-"""StrategyRan: a strategy that was run, predicted beside measured; `--json` prints exactly this."""
+"""A strategy that was run, with prediction and measurement; `--json` prints exactly this."""
 
 from dataclasses import dataclass
 

@@ -140,7 +140,7 @@ class _ArgumentMaker:
         if text.startswith("torch."):
             found = getattr(torch, text.removeprefix("torch."), None)
             if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-                raise CannotRebuild(f"{text} is no dtype, layout or memory format")
+                raise CannotRebuild(f"{text} is not a dtype, layout or memory format")
             return found
         if not str(argument.type).startswith(("str", "Optional[str]")):
             raise CannotRebuild(f"{argument.name}={text} is not understood")

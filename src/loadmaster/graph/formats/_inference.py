@@ -222,7 +222,7 @@ class Recording:
     def graph(self, name: str, capture: str) -> Graph:
         """All of it; a graph that breaks an invariant was a broken file."""
         if not self._ledger.ops:
-            raise FormatError("the file holds no op; nothing can be placed")
+            raise FormatError("the file has no ops; nothing can be placed")
         try:
             return self._ledger.graph(name, "; ".join([capture, *self.notes]))
         except GraphError as problem:

@@ -156,7 +156,7 @@ def _read_layer(attributes: dict[str, str]) -> Layer:
         raise FormatError(f"layer {name!r} has no type; the file is broken")
     if kind in _LOOPS:
         raise FormatError(
-            f"layer {name!r} is a {kind}, which runs a graph of its own as often as values say; convert the"
+            f"layer {name!r} is a {kind}, which is control flow that depends on values; convert the"
             " model without control flow"
         )
     return Layer(

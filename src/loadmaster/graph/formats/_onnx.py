@@ -121,11 +121,11 @@ def inline_functions(onnx: Any, model: Any) -> Any:
     if not functions:
         return model
     if _count_inlined_ops(model, functions) > _MOST_OPS:
-        raise FormatError(f"the model's functions write out to more than {_MOST_OPS} ops; the file is absurd")
+        raise FormatError(f"the model's functions expand to more than {_MOST_OPS} ops; the file looks broken")
     try:
         return onnx.inliner.inline_local_functions(model)
     except Exception as problem:  # C++ exceptions of many kinds
-        raise FormatError(f"the model's functions cannot be written out: {str(problem)[:200]}") from None
+        raise FormatError(f"the model's functions cannot be expanded: {str(problem)[:200]}") from None
 
 
 def _require_known(
@@ -219,7 +219,7 @@ def _require_axes(nodes: Iterable[Any], known: Mapping[str, Any]) -> None:
                 said += known[name].reshape(-1).tolist() if name in known else []
         if any(not -MOST_AXES <= number <= MOST_AXES for number in said):
             raise FormatError(
-                f"op {node.name!r} ({node.op_type}) names an axis beyond {MOST_AXES}; the file is absurd"
+                f"op {node.name!r} ({node.op_type}) names an axis beyond {MOST_AXES}; the file looks broken"
             )
 
 
@@ -289,7 +289,7 @@ def _bind_free_axes(entry: Any, axes: Axes) -> None:
     """Give the free axes of an input sizes; `entry` is the model's, which is ours."""
     kind = entry.type
     if not kind.HasField("tensor_type"):
-        raise FormatError(f"input {entry.name!r} is no tensor; such models are not read")
+        raise FormatError(f"input {entry.name!r} is not a tensor; such models are not supported")
     if not kind.tensor_type.HasField("shape"):
         raise FormatError(f"input {entry.name!r} has no shape; give it one")
     dims = kind.tensor_type.shape.dim

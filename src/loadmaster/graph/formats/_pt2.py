@@ -309,7 +309,7 @@ def _find_program(members: dict[str, zipfile.ZipInfo]) -> str:
             "this zip is a pickle of torch.save or TorchScript, which is code and not read;"
             " write the model with torch.export.save"
         )
-    raise FormatError("this zip has no member models/*.json, so it is no .pt2 file of torch.export.save")
+    raise FormatError("this zip has no member models/*.json, so it is not a .pt2 file of torch.export.save")
 
 
 def _is_model(name: str) -> bool:
@@ -323,7 +323,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) ->
         found = stream.read(limit + 1)
     if len(found) > limit:
         raise FormatError(
-            f"{info.filename} unpacks to more than {format_bytes(limit)}, the limit; the file is absurd"
+            f"{info.filename} unpacks to more than {format_bytes(limit)}, the limit; the file looks broken"
         )
     return found
 

@@ -177,7 +177,7 @@ def _note_extensions(recording: Recording, document: Document) -> None:
     kinds = {layer.type for layer in document.layers if _OPSETS.fullmatch(layer.opset) is None}
     if kinds:
         shown = ", ".join(sorted(kinds)[:_FEW]) + ", ..." * (len(kinds) > _FEW)
-        recording.notes.append(f"of unknown ops only memory traffic is counted: {shown}")
+        recording.notes.append(f"for unknown ops only memory traffic is counted: {shown}")
 
 
 _Shapes = Sequence[tuple[int, ...]]

@@ -82,7 +82,7 @@ def read(data: bytes, name: str) -> Workload:
             reader.recording.keep(tensor)
     if reader.unknown:
         shown = ", ".join(sorted(reader.unknown)[:_FEW]) + ", ..." * (len(reader.unknown) > _FEW)
-        reader.recording.notes.append(f"of unknown ops only memory traffic is counted: {shown}")
+        reader.recording.notes.append(f"for unknown ops only memory traffic is counted: {shown}")
     return Workload(reader.recording.graph(name, "pt2 file, inference"))
 
 

@@ -1,7 +1,7 @@
 """Canonical names: names of nodes that do not depend on what else the process has built.
 
 Keras counts its layers over the whole process ('dense_7'), and TensorFlow counts scopes: the same model has
-other names in the next process. Here every part of a name is counted anew within its scope, in the order of
+other names in the next process. Here every part of a name is counted again within its scope, in the order of
 the graph:
 
     sequential_3_1/dense_7_1/MatMul                  sequential/dense/MatMul

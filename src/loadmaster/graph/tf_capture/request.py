@@ -24,7 +24,7 @@ _NOT_HERE = {
     "path": "it has one way only",
     "assume": "nothing is assumed",
     "accumulation": "write it into the train_step",
-    "ranges": "trace it anew for each size",
+    "ranges": "trace it again for each size",
 }
 
 
@@ -70,7 +70,7 @@ def step_of_parts(parts: Mapping[str, Any], asked: Any, source: str) -> Step:
     if asked.optimizer is not None:
         raise InputError(f"{source} brings its optimizer itself; compile the model with {asked.optimizer!r}")
     if parts.get("kwargs"):
-        raise InputError(f"{source} gives kwargs; give all inputs of a TensorFlow step by place")
+        raise InputError(f"{source} gives kwargs; pass all inputs of a TensorFlow step by position")
     if "args" not in parts:
         raise InputError(f"{source} gives no example inputs; it must give (model, inputs)")
     return make_step(parts["model"], parts["args"])

@@ -44,7 +44,7 @@ def make_step(model: Any, args: Any) -> Step:
         autograph = bool(getattr(model, "_autograph", True))
         return Step(model.python_function, _check_inputs(given), name, autograph=autograph)
     if not callable(model):
-        raise InputError(f"a {type(model).__name__} is no model; give a Keras model or a tf.function")
+        raise InputError(f"a {type(model).__name__} is not a model; give a Keras model or a tf.function")
     return Step(model, _check_inputs(given), name)
 
 
@@ -61,7 +61,7 @@ def refuse_xla(model: Any) -> None:
         raise InputError(
             f"{name!r} is compiled by XLA as one piece (jit_compile=True), so its ops cannot be placed one by"
             " one; use jit_compile=False (model.compile(..., jit_compile=False); where there is a GPU, Keras"
-            " chooses XLA unless it is told not to)"
+            " chooses XLA by default)"
         )
 
 
@@ -132,7 +132,7 @@ def load_saved_model(folder: str, batch: int | None) -> tuple[Any, tuple[Any, ..
     try:
         loaded = tf.saved_model.load(folder)
     except Exception as problem:  # a folder from elsewhere
-        raise InputError(f"{folder} is no SavedModel that can be read: {shorten_error(problem)}") from None
+        raise InputError(f"{folder} is not a SavedModel that can be read: {shorten_error(problem)}") from None
     signatures: Mapping[str, Any] = loaded.signatures
     if not signatures:
         raise InputError(f"{folder} has no signature; export it with one, e.g. model.export(folder)")

@@ -1,4 +1,4 @@
-"""Small problems to the end: every plan that might be better is tried, the rest ruled out by a bound.
+"""Solves small problems exactly: tries every plan that may be better, and rules out the rest by a bound.
 
 A step: depth first over op sequences and devices (`_latency/tree.py`). Throughput: depth first over the
 devices of units, the longest first, cut where the busiest engine, or all engines together, cannot be better

@@ -1,4 +1,4 @@
-"""Every plan there is: the oracle for tests, and a proof for the smallest problems.
+"""Tries every plan: the oracle for tests, and a proof for the smallest problems.
 
 All allowed assignments of units to devices, times all orders that respect the dependencies (linear
 extensions), less orders that give every engine the same sequence as one already tried (where ops are

@@ -1,4 +1,4 @@
-"""Step time by CP-SAT in the simulator's own model: placement and order, with a proven bound.
+"""Placement and order of a step by CP-SAT, in the simulator's own model, with a proven bound.
 
 Ops and transfers are intervals, no two at once on an engine or a link, memory is cumulative (see
 `_latency/model.py` for the model and what it relaxes). Warm-started by the constructors and a short local

@@ -1,4 +1,4 @@
-"""The best split of any shape, or the best chain, by CP-SAT, with a bound however far it comes.
+"""The best split of any shape, or the best chain, by CP-SAT. Always gives a bound.
 
 The integer programme of Tarnawski et al., NeurIPS 2020, as a constraint programme over classes and nets
 (`_maxload/cpsat.py`), asked for splits within ever other limits (`_maxload/closing.py`) after classes that no

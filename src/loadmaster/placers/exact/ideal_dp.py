@@ -1,4 +1,4 @@
-"""The best chain of stages there is, by dynamic programming over ideals, with its proof.
+"""The best chain of stages, by dynamic programming over ideals, with a proof.
 
 Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5:
 a chain of stages is a chain of ideals, sets of classes closed under predecessors. We keep no pairs of ideals,
@@ -12,7 +12,7 @@ which is a heuristic, and the answer says so. Beyond `max_ideals`, `max_bytes` o
 that of `linear_dp`, and says so. Where the load of a device depends on more than its own set (links other
 than `host` and `parallel`, devices that share an engine), the split is an estimate's, which is then scored.
 
-It serves every split, a chain being convex and free; it proves the best chain only.
+It supports every split, a chain being convex and free; it proves the best chain only.
 """
 
 from dataclasses import dataclass, field

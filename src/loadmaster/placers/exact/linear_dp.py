@@ -1,4 +1,4 @@
-"""Stages along topological orders, each order cut best, the best ones reordered: milliseconds.
+"""Cuts topological orders into stages in the best way, and improves the best orders. Takes milliseconds.
 
 The linearised dynamic programme of Tarnawski et al., NeurIPS 2020: along one topological order stages are
 intervals, and the best cut over all counts of all types of devices is found in O(C w S) for C classes,

@@ -1,4 +1,4 @@
-"""Annealing of splits of any shape, from the best cut of an order: moves and swaps of O(degree).
+"""Improves splits of any shape by annealing: starts from the best cut of an order, then moves and swaps.
 
 State: the device of every class and the number of users of every net on every device, so that a move changes
 the loads of two devices only (`_maxload/moves.py`): some ten million moves a second. Runs at several heats,

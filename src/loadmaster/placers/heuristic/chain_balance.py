@@ -1,4 +1,4 @@
-"""The forward order cut into contiguous blocks of equal time, one block a device.
+"""Cuts the forward order into contiguous blocks of equal time, one per device.
 
 What people do by hand (and what pipeline tools call "balance by time"), done for unequal devices, in op
 order and, where the split is free and modules take turns (the layers of an unrolled recurrent network),

@@ -1,4 +1,4 @@
-"""CPOP: the critical path on the one device that runs it fastest, everything else where it finishes first.
+"""CPOP: the critical path on the device that runs it fastest, everything else where it finishes first.
 
 Topcuoglu, Hariri, Wu: Performance-effective and low-complexity task scheduling for heterogeneous computing,
 IEEE TPDS 2002, section 4.3. Priority = upward + downward rank; the ops of highest priority form the

@@ -1,4 +1,4 @@
-"""Each unit on the device that computes it fastest, while there is room.
+"""Puts each unit on the device that computes it fastest, while there is room.
 
 Minimum execution time: greedy in time and memory, blind to transfers and to queues. O(U D) and a
 few simulations. It makes free splits only.

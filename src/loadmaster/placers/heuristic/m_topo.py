@@ -1,4 +1,4 @@
-"""m-TOPO: units in topological order, filled into device after device up to an even share of memory.
+"""m-TOPO: fills device after device in topological order, up to an even share of memory.
 
 Baechi (Jeon et al., SoCC 2020). The published cap is total / n + the largest unit, blind to what a device
 really has; here each device's cap is its share of the total by its own memory plus the largest unit, never

@@ -1,4 +1,4 @@
-"""Memory first: contiguous blocks and best fit by decreasing bytes, moved until they fit.
+"""Contiguous blocks and best fit by decreasing bytes, moved until they fit.
 
 For memory that is nearly full. Blocks are cut where little is copied, along several orders of the units
 (forward, depth first, by level, by module) and of the devices; those nearest to fitting are repaired

@@ -1,4 +1,4 @@
-"""Units dealt to the devices in turn, skipping devices that are full.
+"""Puts units on the devices in turn, and skips devices that are full.
 
 The classic naive baseline: balanced counts, no thought for time or transfers. O(U) and a few
 simulations. It makes free splits only.

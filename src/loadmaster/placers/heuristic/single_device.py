@@ -1,4 +1,4 @@
-"""Everything on one device: the best one that holds it.
+"""Everything on the best single device that has room for it.
 
 The baseline every plan must beat. Ops that cannot run there, or are pinned elsewhere, go to their
 fastest allowed device. One simulation for each device that differs.

@@ -1,4 +1,4 @@
-"""Cross-entropy: devices drawn from a table that is pulled to the best tenth of what was drawn.
+"""Cross-entropy: draws devices from a table, and moves the table towards the best tenth of the plans.
 
 The plain half of Post, with what makes it better than published: it starts from the best cut of an order (for
 a step, from heft's plan), names devices that are alike in the order of first use, keeps the elite of earlier

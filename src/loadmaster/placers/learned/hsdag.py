@@ -1,4 +1,4 @@
-"""HSDAG: a graph network parses the graph into groups, places each, and learns from what the plans took.
+"""HSDAG: a graph network divides the graph into groups, places each, and learns from the times of its plans.
 
 Duan, Ping, Kanakaris et al.: "A Structure-Aware Framework for Learning Device Placements on Computation
 Graphs", NeurIPS 2024 (arXiv 2405.14185), written from the paper. Twenty plans, then one REINFORCE step; the

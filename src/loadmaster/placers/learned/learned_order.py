@@ -1,4 +1,4 @@
-"""A graph network gives every op a place in an order; exact slicers and a simulator do the rest.
+"""A graph network puts the ops in an order; exact algorithms and the simulator find the plan.
 
 Learn the order, slice exactly: for throughput the best cut of the learned order, for a step list scheduling
 of groups of ops in that order and in others near to it, on devices of its own choice or where an op ends

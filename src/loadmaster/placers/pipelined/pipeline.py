@@ -1,4 +1,4 @@
-"""Whole steps of micro-batches: device order, cuts, schedule, recomputation and replicas, by cuts and search.
+"""Whole steps of micro-batches: chooses device order, cuts, schedule, recomputation and replicas.
 
 1. For the fastest 1, 2, ... devices, in several orders and as replicas, the best cuts are found by dynamic
    programming (`_cuts.py`, after PipeDream and Piper): a stage is recomputed where it has no room otherwise.
@@ -204,7 +204,7 @@ class _Search:
             yield from self._swap_devices(at)
 
     def _swap_devices(self, at: Candidate) -> Iterator[Candidate]:
-        """Two devices of the pipeline, or one of it and one outside, in each other's place, cut anew."""
+        """Two devices of the pipeline, or one of it and one outside, in each other's place, cut again."""
         row = at.devices[0]
         outside = [d for d in range(self.problem.cluster.num_devices) if d not in row]
         for i, one in enumerate(row):

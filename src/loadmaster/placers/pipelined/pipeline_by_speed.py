@@ -1,4 +1,4 @@
-"""Stages in proportion to the speed of their devices: the rule of thumb for unequal ones.
+"""Stages in proportion to the speed of their devices: the rule of thumb for unequal devices.
 
 A measure for the others: it knows neither memory nor links. Devices stand as they were named. O(P).
 """

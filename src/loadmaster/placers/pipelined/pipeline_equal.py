@@ -1,4 +1,4 @@
-"""Stages of equal work on all devices, as pipelines are cut where devices are taken for equal.
+"""Stages of equal work on all devices, as if the devices were equal.
 
 A measure for the others. Devices stand as they were named; a stage that has no room is not recomputed. O(P).
 """

@@ -1,4 +1,4 @@
-"""The default: a plan that fits within milliseconds, then every algorithm that serves, then local search.
+"""The default: a plan that fits within milliseconds, then every suitable algorithm, then local search.
 
 A portfolio. Everything on one device is always a legal answer and comes first. Then the constructors, cheap
 ones first, without repair, and `learned_order` where its file of verdicts recommends it; where none of them
@@ -324,7 +324,7 @@ class _Portfolio:
     def answer(self) -> Placement:
         """The best plan with the best bound, and how every member did."""
         best = self.best
-        assert best is not None  # single_device serves every problem
+        assert best is not None  # single_device supports every problem
         members = tuple(_describe_member(name, result, best) for name, result in self.results)
         proven = self._find_proven() or best
         return replace(

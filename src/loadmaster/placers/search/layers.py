@@ -1,4 +1,4 @@
-"""Layers of a training step: a bound by a relaxed decision diagram, and plans from the same one unmerged.
+"""Chooses the devices of whole layers by a decision diagram, for a bound and for plans of training steps.
 
 A training step is nearly a chain of layers that is walked twice. The devices of the layers are chosen from
 the loss to the input by labels of time, work and bytes (`simulator/bounds/layer_search.py`, proof in

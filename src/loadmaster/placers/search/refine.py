@@ -1,4 +1,4 @@
-"""Local search against the simulator: start from a plan, move what the step waits for.
+"""Local search with the simulator: starts from a plan and moves the ops that the step waits for.
 
 A move gives one unit, a row of neighbours or a module to another device, swaps two units, or lets an op
 start sooner or later (`_moves.py`). It is timed by replaying the present plan from the last snapshot that
@@ -245,7 +245,7 @@ class _Search:
         self._record()
 
     def _record(self, begin: int = 0) -> float:
-        """Run the present plan anew from a snapshot on, and find what its end waits for."""
+        """Run the present plan again from a snapshot on, and find what its end waits for."""
         fixed, cargo = self.lists.fixed, self.lists.cargo
         self.present_s = float(
             replay(fixed, self.weights, self.links, self.device, self.key, self.tape, begin, np.inf)

@@ -1,4 +1,4 @@
-"""Contiguous segments of the forward order, several to a device, found by moving their cuts.
+"""Contiguous segments of the forward order, several per device, found by moving their cuts.
 
 In a training step only part of the backward pass is waited for: the gradients of weights can be made while
 another device goes on with those of activations, and updates run at any time after them. So a step gains

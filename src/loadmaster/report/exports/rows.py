@@ -78,7 +78,7 @@ def lost_of(placement: Placement) -> tuple[str, ...]:
     """What a table of ops and edges leaves out."""
     lost = ["transfers between devices and links have no rows of their own: an edge has its bytes only"]
     if not placement.fits:
-        lost.append("the plan does not fit; it is the one that came nearest")
+        lost.append("the plan does not fit; it is the nearest plan found")
     if _has_steps(placement):
         lost.append(
             "start and end are those of one micro-batch alone; the order of the step is in --to chrome"

@@ -29,7 +29,7 @@ from loadmaster.core.strategy_answer import StrategyAnswer
 from loadmaster.core.units import format_bytes
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
-from loadmaster.runtime.distributed.member import Member, MemberSpec, enter
+from loadmaster.runtime.distributed.member import MemberSpec, RankMember, enter
 from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment, open_store
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
@@ -172,7 +172,7 @@ def _join(
             f" with torchrun --nproc-per-node {layout.world}, or plan for {meeting.world}"
         )
     spec = MemberSpec(b"", meeting, options.train, model, options.source, options.threads, options.strategy)
-    member = Member(spec, answer)
+    member = RankMember(spec, answer)
     watch = PeerWatch(meeting.rank, meeting.world, member.waits)
     watch.start()
     return {"_member": member, "_watch": watch, "_model": member.rank.model}

@@ -1,4 +1,4 @@
-"""Member: one process of a launched plan, started here or by torchrun; it answers commands.
+"""Member: one process of a launched plan, started here or by torchrun; it executes commands.
 
 prepare, step, evaluate, predict, save, load, state, spans, notes
 """
@@ -55,7 +55,7 @@ class MemberSpec:
     strategy: StrategyOptions = field(default_factory=StrategyOptions)
 
 
-class Member:
+class RankMember:
     """A process that takes part in a run."""
 
     def __init__(self, spec: MemberSpec, answer: Placement | StrategyAnswer | None = None) -> None:
@@ -169,9 +169,9 @@ def _copies_of_example(layout: PipelineLayout | StrategyLayout, parts: Mapping[s
     return 1 if layout.rows and sum(layout.rows) == rows else sum(layout.micro_batches)
 
 
-def enter(spec: MemberSpec) -> Member:
+def enter(spec: MemberSpec) -> RankMember:
     """The entry of a worker process."""
-    return Member(spec)
+    return RankMember(spec)
 
 
 def _cap_memory(cluster: Cluster, device: int, where: torch.device) -> None:

@@ -186,7 +186,7 @@ class WorkerGroup:
         process.join(1.0)
         words = f"rank {rank} (process {process.pid}) {_describe_end(process.exitcode)}"
         if not self._has_begun and process.exitcode == 1:
-            words += f" before it could begin; what it said is above. {_GUARD}"
+            words += f" before it could start; its output is above. {_GUARD}"
         return _Failure(rank, words)
 
     def _is_stopped(self, rank: int) -> bool:

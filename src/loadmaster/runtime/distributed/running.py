@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from loadmaster.core.errors import InputError
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
-from loadmaster.runtime.distributed.member import Member
+from loadmaster.runtime.distributed.member import RankMember
 from loadmaster.runtime.distributed.processes import WorkerGroup
 from loadmaster.runtime.distributed.watch import PeerWatch
 from loadmaster.runtime.verify.verification import parse_batch
@@ -42,7 +42,7 @@ class LaunchedRun:
     steps_done: int = 0
     grad_norm: float | None = None  # of the last step, before it was clipped
     _group: WorkerGroup | None = None  # this process is the parent
-    _member: Member | None = None  # this process is a rank
+    _member: RankMember | None = None  # this process is a rank
     _watch: PeerWatch | None = None
     _network: HostNetwork | None = None
     _model: nn.Module | None = None
@@ -172,7 +172,7 @@ class LaunchedRun:
             self.close(at_once=True)
             raise
 
-    def _require_member(self, what: str) -> Member:
+    def _require_member(self, what: str) -> RankMember:
         if self._member is None:
             raise InputError(
                 f"{what} are in the worker processes; pass optimizer=, scheduler= and clip="

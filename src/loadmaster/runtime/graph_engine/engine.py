@@ -174,7 +174,7 @@ class GraphEngine:
         if changed and max(len(self._ready.get(one, ())) for one in (exact, *kinds)) >= _MOST_STATES:
             raise CannotExportError(f"{changed!r}, which forward reads, changes from call to call")
         if changed:
-            self.say(f"{changed!r}, which forward reads, has changed: a graph was made anew")
+            self.say(f"{changed!r}, which forward reads, has changed; exported the model again")
         made = self._make_free(args, kwargs, kinds, again=bool(changed))
         if made is not None:
             return made
@@ -187,7 +187,7 @@ class GraphEngine:
         if self._kinds:
             mode_words = " in training" if self.root.training else " in eval mode"
             mode_words += "" if torch.is_grad_enabled() else " without gradients"
-            self.say(f"a graph was made anew for {describe_inputs(leaves)}{mode_words}")
+            self.say(f"exported the model again for {describe_inputs(leaves)}{mode_words}")
         self._kinds.update(kinds)
         self._keep(exact, made)
         return made
@@ -235,7 +235,7 @@ class GraphEngine:
         seen.add(state)
         self._known_state = now
         if different:
-            self.say(f"{different[0]!r} of the model has changed: a graph was made anew")
+            self.say(f"{different[0]!r} of the model has changed; exported the model again")
         own = {name: value for name, value in vars(self.root).items() if name not in self.ours}
         vars(self.model).update(own)  # what was set on the placed model is the model's
         modules = tuple(part for module in list_modules(self.root) for part in child_identity(module))
@@ -409,17 +409,17 @@ class GraphEngine:
             few = ", ".join(map(repr, names[:_FEW])) + (
                 f" and {len(names) - _FEW} more" if names[_FEW:] else ""
             )
-            self.say(f"{few} came after placing: placed beside what is around")
+            self.say(f"{few} added after placing; placed with the modules around")
         if names or tuple(modules) != self._modules:
             self._adopted = True
             self.forget()
 
     def forget(self) -> None:
-        """Weights have moved: graphs are made anew when they are needed."""
+        """Weights have moved: graphs are made again when they are needed."""
         self._ready.clear()
 
     def _settle(self, program: Program, device: Mapping[fx.Node, int]) -> None:
-        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made anew."""
+        """A buffer that an op writes goes to that op; graphs that had it elsewhere are made again."""
         tensors = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
         for node in program.inputs:
             name = node.meta["op"]

@@ -1,4 +1,4 @@
-"""Casting: autocast of a GPU, for a graph that is exported on the CPU.
+"""The autocast of a GPU, for a graph that is exported on the CPU.
 
 What a model asks while it is exported (`x.dtype`, `torch.is_autocast_enabled(x.device.type)`) it asks of
 tensors on the CPU. So the CPU casts meanwhile what the GPU will cast; and a region of the graph that switches

@@ -1,4 +1,4 @@
-"""Fills: what each input of a graph is filled with, looked up at every call."""
+"""What each input of a graph is filled with, looked up in every call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Alone: a lock that refuses its owner a second time instead of waiting for ever."""
+"""A lock that refuses its owner a second time instead of waiting forever."""
 
 import threading
 from typing import Any

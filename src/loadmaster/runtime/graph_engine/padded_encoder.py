@@ -1,4 +1,4 @@
-"""Packed: what torch's own TransformerEncoder gives at padded places where no gradient is taken.
+"""What torch's own TransformerEncoder returns at padded positions if no gradient is taken.
 
 There it packs the batch into nested tensors, and padding comes out as zeros. It does so neither when it is
 exported nor under a function mode. So such a call is run by hooks, which put the zeros where torch has them.

@@ -1,7 +1,7 @@
 """Rewrite: a program, its devices and its order become the graph that runs.
 
     x ─────► op            op on x's device: as it was
-    x ─carried─► c         op elsewhere: one copy per (tensor, device), made anew once the tensor was written,
+    x ─carried─► c         op elsewhere: one copy per (tensor, device), again once the tensor was written,
     x,c ─joined─► op       and one edge per reading, or one per device where gradients are added (presum)
     fetched ─► op ─► dropped    a weight that stays at home is copied for each reader (`weight_loads.py`)
 

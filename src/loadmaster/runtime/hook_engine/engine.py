@@ -1,4 +1,4 @@
-"""Hooks: runs a model that cannot be exported as it stands, each function on the device of its module.
+"""Hooks: runs a model that cannot be exported, each function on the device of its module.
 
 The plan is projected to modules: a module is where most of its ops are. Hooks on modules say which one runs;
 a function mode sees every torch function before it runs and brings what it reads to that device, one copy per

@@ -202,5 +202,5 @@ def _require_same_graph(graph: Graph, source: str, asked: CaptureOptions) -> Non
     changed = list_differences(graph, capture_model(source, asked))
     if changed:
         raise PlanError(
-            f"the plan is for another model than {source} gives now: {'; '.join(changed)}; plan it anew"
+            f"the plan is for another model than {source} gives now: {'; '.join(changed)}; plan it again"
         )

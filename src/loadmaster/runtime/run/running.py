@@ -1,4 +1,4 @@
-"""Running: a plan is trained for some steps, then for a few under a clock, and set beside its prediction."""
+"""Running: trains a plan for some steps, then times a few of them, and compares with the prediction."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Carriers: how the copy of a spilled weight comes to a device, and how its gradient goes down again.
+"""Carriers: how the copy of a spilled weight reaches a device, and how its gradient returns.
 
     upload stream    ──copy──●                    ▲ waits for the reader before the memory is used again
     reader's stream          └──op──●─────────────┘

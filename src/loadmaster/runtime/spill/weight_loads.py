@@ -1,4 +1,4 @@
-"""Loads: what stays at home, or waits there, and is copied to where it is read, just ahead of it.
+"""Loads: weights and activations that wait in host memory, and are copied just before they are read.
 
     forward    fetched ─► op ─► dropped         the next copies are sent as soon as one is dropped,
     backward   unpacked ─► op's backward ─► edge   a window of bytes at most; in reverse order

@@ -27,9 +27,9 @@ def check_place_request(model: Any, wishes: Mapping[str, Any]) -> None:
     if given:
         raise UnknownNameError("argument of place for a TensorFlow model", given[0], OPTIONS)
     if isinstance(model, PlacedFunction):
-        raise InputError("the model is placed already; place the model it was made of")
+        raise InputError("the model is placed already; place the original model")
     if isinstance(model, type):
-        raise InputError(f"{model.__name__} is a class; give a model of it, {model.__name__}(...)")
+        raise InputError(f"{model.__name__} is a class; pass an instance, {model.__name__}(...)")
     refuse_xla(model)
 
 
@@ -38,11 +38,13 @@ def resolve_placement(given: Any) -> Placement | None:
     if isinstance(given, str | os.PathLike):
         given = load(given)
         if not isinstance(given, Placement):
-            raise InputError(f"the file holds a {type(given).__name__}; what lm.plan gives is needed")
+            raise InputError(f"the file holds a {type(given).__name__}; it must hold what lm.plan returns")
     if isinstance(given, Placement):
         return given
     if isinstance(given, Plan):
-        raise InputError("a bare Plan does not say of which ops; give what lm.plan makes of it")
+        raise InputError(
+            "a bare Plan does not name its ops; pass what lm.plan(problem, algorithm=plan) returns"
+        )
     return None
 
 
@@ -57,12 +59,12 @@ def start_devices(cluster: Cluster) -> None:
 
 
 def refuse_planning_options(devices: Any, wishes: Mapping[str, Any]) -> None:
-    """Refuse what only the making of a plan can heed, where there is one."""
+    """Refuse options that only matter for planning, if there is a plan already."""
     if devices != "auto":
-        raise InputError("the plan has its devices already; leave devices out, or give inputs to plan anew")
+        raise InputError("the plan has its devices already; leave devices out, or pass inputs to plan again")
     for name in OPTIONS:
         if wishes.get(name) is not None:
-            raise InputError(f"the plan is made already; leave {name} out, or give inputs to plan anew")
+            raise InputError(f"the plan is made already; leave {name} out, or pass inputs to plan again")
 
 
 def place_on_plan(model: Any, placement: Placement, wishes: Mapping[str, Any]) -> PlacedFunction:

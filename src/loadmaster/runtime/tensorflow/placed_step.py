@@ -3,7 +3,7 @@
 The step is traced, optimised once as TensorFlow would (`tf_capture.optimised`), and imported again with a
 device on every node. It is called with soft placement off and TensorFlow's own optimiser off: no op moves,
 and no op is replaced, so that a plan does not change the numbers. For inputs of other sizes (the last batch
-of an epoch) it is traced anew; ops are known by their names, and an op that the plan does not have goes
+of an epoch) it is traced again; ops are known by their names, and an op that the plan does not have goes
 where its inputs are.
 """
 
@@ -133,7 +133,7 @@ class PlacedStep:
         ):
             raise PlanError(
                 f"the plan is for inputs {_describe(planned)}, and the step got {_describe(flat)};"
-                " give inputs like those of the plan, or plan anew"
+                " pass inputs like those of the plan, or plan again"
             )
         rest = iter(planned)
         return tf.nest.map_structure(lambda spec: None if spec is None else next(rest), specs)
@@ -143,7 +143,7 @@ class PlacedStep:
         if changed:
             raise PlanError(
                 f"the plan is for another version of {self.step.name!r} than this one: {'; '.join(changed)};"
-                " plan it anew"
+                " plan it again"
             )
 
     def _devices_by_name(self, optimised: OptimisedStep) -> dict[str, int]:

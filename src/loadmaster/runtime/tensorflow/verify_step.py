@@ -63,10 +63,10 @@ def verify_step(model: Any, given: Any, batch: Any, *, loss: Any, seed: int) -> 
             "a TensorFlow model has its own seeds (tf.keras.utils.set_random_seed); leave seed out"
         )
     if isinstance(model, PlacedFunction):
-        raise InputError("the model is placed already; verify the model it was made of")
+        raise InputError("the model is placed already; verify the original model")
     placement = resolve_placement(given)
     if placement is None:
-        raise InputError(f"a {type(given).__name__} is no plan; give what lm.plan gives, or its file")
+        raise InputError(f"a {type(given).__name__} is not a plan; pass what lm.plan returns, or its file")
     require_plan(placement)
     devices = locate_devices(placement.problem.cluster)
     step = make_step(model, batch)

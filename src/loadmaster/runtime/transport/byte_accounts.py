@@ -1,4 +1,4 @@
-"""Accounts: bytes of real storages on logical devices, each with a limit.
+"""Accounts: counts the bytes of real storages on logical devices, each with a limit.
 
 A storage is counted on the device whose op made it, from then until torch lets go of it, whoever holds it:
 your variables, the graph that runs, or autograd. In the forward pass one counter (a dispatch mode) stands
@@ -194,7 +194,7 @@ class Accounts:
         return DeviceMemoryError(
             f"{at.name} needs {needed} of {there}{predicted}: {what} takes"
             f" {format_bytes(size)}, beside {self._describe_largest(device, what)};"
-            " give it more memory, a device beside it, or a smaller batch"
+            " give it more memory, add a device, or use a smaller batch"
             " (placed.plan_that_fits() is the nearest plan that leaves room)"
         )
 

@@ -86,4 +86,4 @@ def parse_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
-    raise InputError(f"{type(batch).__name__} is no batch; give a tensor, a tuple or a dict of arguments")
+    raise InputError(f"{type(batch).__name__} is not a batch; give a tensor, a tuple or a dict of arguments")

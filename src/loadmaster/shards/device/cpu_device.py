@@ -1,4 +1,4 @@
-"""A device made of host memory and threads: every byte counted, every copy as slow and as late as one likes.
+"""A device made of host memory and threads: every byte is counted, and copies can be slow on purpose.
 
 Copies run on two threads of their own and compute on the caller's, so a missing wait becomes a wrong number.
 `copy_bytes_per_s` stretches each copy to the time a bus would take; `jitter_s` delays each by a random time.

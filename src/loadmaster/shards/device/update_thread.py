@@ -1,4 +1,4 @@
-"""The thread that runs optimizer steps on the host while the device goes on.
+"""The thread that runs optimizer steps on the host while the device continues.
 
 Of the updates whose gradients have landed it takes the one whose weights are needed soonest: during the
 backward pass that is the newest gradient, and whatever is left over when the next forward pass begins is then
@@ -75,7 +75,7 @@ class HostUpdater:
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def close(self) -> None:
-        """Finish what is there, then stop; a later task starts anew."""
+        """Finish what is there, then stop; a later task starts again."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""What a study cannot train, or could not resume, said before anything is trained."""
+"""What a study cannot train or could not resume; refused before anything is trained."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -79,8 +79,8 @@ def _check_schedule(trial: Trial, made: Any) -> None:
     """A schedule is stepped with the optimizer and told nothing."""
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            f"trial {trial.name!r}: ReduceLROnPlateau wants a metric in each step, and a schedule here is"
-            " told none; use one that counts steps (CosineAnnealingLR, LambdaLR, ...), or stop trials that"
+            f"trial {trial.name!r}: ReduceLROnPlateau needs a metric in each step, and a schedule here gets"
+            " none; use one that counts steps (CosineAnnealingLR, LambdaLR, ...), or stop trials that"
             " stand still with a searcher"
         )
     if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
@@ -138,8 +138,8 @@ def refuse_writes(trial: Trial, names: list[str]) -> NoReturn:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     raise InputError(
         f"trial {trial.name!r}: its forward or loss writes parameter {names[0]!r}{more} in place (as an"
-        " embedding with max_norm or a clamp does), which shards do not carry home; write it in an optimizer"
-        " step, or make it a buffer"
+        " embedding with max_norm or a clamp does), which is lost when the shard leaves the"
+        " device; write it in an optimizer step, or make it a buffer"
     )
 
 

@@ -90,7 +90,7 @@ class Traffic:
             _cudart().cudaHostUnregister(box.data_ptr())
 
     def start(self, ways: tuple[str, ...] = _WAYS) -> None:
-        """Begin with full queues of copies these ways, what was under way arrived; count anew."""
+        """Begin with full queues of copies these ways, what was under way arrived; count again."""
         torch.cuda.synchronize(self._where)
         self._ways = ways
         self.issue()

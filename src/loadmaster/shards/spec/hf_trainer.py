@@ -76,7 +76,7 @@ def make_loader(trainer: Any, *, evaluation: bool = False) -> Any:
         return DataLoader(dataset, **given)
     sampler = trainer._get_train_sampler(dataset)
     if sampler is None or isinstance(sampler, RandomSampler):
-        return DataLoader(dataset, shuffle=True, **given)  # drawn anew for every epoch, and resumable
+        return DataLoader(dataset, shuffle=True, **given)  # drawn again for every epoch, and resumable
     return DataLoader(dataset, sampler=sampler, **given)
 
 
@@ -188,7 +188,7 @@ def _make_optim(trainer: Any) -> Callable[[Any], torch.optim.Optimizer]:
     for key in ("params", "model", "optimizer_dict"):
         if key in options:
             raise InputError(
-                f"the trainer's optimizer {trainer.args.optim} cannot be carried over: it wants {key};"
+                f"the trainer's optimizer {trainer.args.optim} cannot be carried over: it needs {key};"
                 " give from_trainer(trainer, optim=...)"
             )
     options = {key: value for key, value in options.items() if key in _list_parameters(kind)}
@@ -225,7 +225,7 @@ def _make_schedule(trainer: Any, num_steps: int) -> Callable[[Any], Any]:
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if kind in ("reduce_lr_on_plateau", "greedy"):
         raise InputError(
-            f"the trainer's lr_scheduler_type={kind!r} cannot be carried over: it is told metrics"
+            f"the trainer's lr_scheduler_type={kind!r} cannot be carried over: it depends on metrics"
         )
     warm = args.get_warmup_steps(num_steps)
     more = args.lr_scheduler_kwargs or None

@@ -21,15 +21,20 @@ _OPTIONAL_CALLABLES = ("loss", "blocks", "lr_schedule", "evaluate")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
-    """What to train; every field that names a thing to make is a function that makes it.
+    """One model to train. Every field that names something to make is a function that makes it.
 
-    `data()` gives an iterable of (inputs, targets), one epoch each time; a tuple of inputs is spread over the
-    first block's arguments, a mapping becomes its keywords. A batch may also be a mapping by itself, as
-    tokenizers and collators of transformers give it: its entries are the model's keywords, and without `loss`
-    the model's own output holds the loss. `lr_schedule` takes the optimizer and gives a
-    scheduler, stepped after each optimizer step. `evaluate` takes a function from inputs to outputs (the
-    model in eval mode) and gives metrics by name. `replay` lets a GPU replay what the first steps recorded,
-    in groups on one frozen backbone: for models whose `forward` does the same at every step.
+    - `build()`: returns the model.
+    - `data()`: returns one epoch of (inputs, targets). A tuple of inputs becomes the positional arguments of
+      the model, a mapping becomes its keyword arguments. A batch may also be one mapping, as tokenizers and
+      collators of transformers return it; without `loss`, the model's output must then hold the loss.
+    - `loss(output, target)`: returns one number.
+    - `optim(weights)`: returns the optimizer; `lr_schedule(optimizer)` a scheduler, stepped after each step.
+    - `blocks(model)`: returns the model as a chain of blocks. Default: found automatically.
+    - `evaluate(predict)`: gets the model in eval mode as a function, and returns metrics by name.
+    - `verify`: 'first-step' compares the first step with the plain model; False does not.
+    - `replay`: record the steps of a group on one frozen backbone as CUDA graphs. Only for models whose
+      `forward` does the same in every step.
+    - `rng='counter'`: seed random numbers by step, micro-batch and block instead of drawing from one stream.
     """
 
     name: str

@@ -7,7 +7,7 @@ At one instant: ends, frees, arrivals, then starts. Events are kept in one binar
 
 A *move* is one tensor sent to one device. A *hold* is one storage on one device: it is taken when its
 producer (or its move) starts and given back when its last holder lets go. Holders are the producer,
-every use on that device, every outgoing move until its end; a `keep` tensor holds for ever.
+every use on that device, every outgoing move until its end; a `keep` tensor stays to the end of the step.
 """
 
 from typing import Any, NamedTuple

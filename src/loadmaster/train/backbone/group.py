@@ -354,7 +354,7 @@ def open_group(
     cuts: Sequence[int] | None = None,
     num_places: int | None = None,
 ) -> Group:
-    """Trials that share a frozen backbone, ready to step together; refuses one whose backbone differs."""
+    """Open trials that share a frozen backbone, to step them together. A different backbone is an error."""
     group = Group(device, num_places=num_places)
     owners = ParameterOwners()
     for trial in trials:
@@ -377,7 +377,7 @@ def open_group(
 
 
 def steps(group: Group, num_steps: int) -> Iterator[list[GroupStepResult]]:
-    """Group steps until every member is at its end; a member that fails or ends is not asked again."""
+    """Step a group until every trial has ended. A trial that fails or ends is left out from then on."""
     riders = list(group.states)
     for _ in range(num_steps):
         if not riders:

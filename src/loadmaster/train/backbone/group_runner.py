@@ -205,7 +205,7 @@ class GroupRegistry:
         group = Group(device)
         fresh: list[MemberRunner] = []
         state = group.join(built)
-        assert state is not None, "the first of a group is always taken or refused aloud"
+        assert state is not None, "the first of a group is always taken or refused with an error"
         runner = MemberRunner(state, group, fresh)
         self._groups.append((group, fresh))
         return runner

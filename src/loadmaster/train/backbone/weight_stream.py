@@ -159,5 +159,5 @@ class WeightStream:
         return None
 
     def _free_until(self, place: _Place, position: int) -> int:
-        """When what stands in a place is used again; an empty one is free for ever."""
+        """When what stands in a place is used again; an empty one stays free."""
         return _NEVER if place.piece is None else self._next_use(place.piece, position)

@@ -1,4 +1,4 @@
-"""Callbacks and loggers: what a study tells while it runs.
+"""Callbacks and loggers: what a study reports while it runs.
 
 A callback has any of the methods of `Callback`; a method it does not have is not called. Loggers are
 callbacks that write files. They run in the coordinating process, between steps; one that raises ends the
@@ -19,31 +19,31 @@ from loadmaster.core.errors import InputError, RunError
 
 
 class Callback(Protocol):
-    """What may be told; have those you want."""
+    """Methods that a study calls while it trains. Define the ones you need."""
 
     def on_start(self, trials: Sequence[str]) -> None:
-        """The study begins, or goes on."""
+        """The study starts or continues."""
 
     def on_step(self, trial: str, done: Any) -> None:
-        """An optimizer step is done; `done` has step, epoch, loss, num_tokens, seconds and bytes moved."""
+        """An optimizer step is done. `done` has step, epoch, loss, num_tokens, seconds and bytes moved."""
 
     def on_device(self, device: str, trial: str, done: Any) -> None:
-        """The same, with the device it was done on."""
+        """The same as on_step, with the device that ran it."""
 
     def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
-        """A trial was evaluated, and this was decided."""
+        """A trial was evaluated. `decision` says whether it continues."""
 
     def on_checkpoint(self, trial: str, step: int) -> None:
-        """A checkpoint counts from now on."""
+        """A checkpoint is complete and valid."""
 
     def on_trial_end(self, trial: str, status: str, error: str) -> None:
-        """A trial is done, stopped or failed."""
+        """A trial is done, was stopped, or failed."""
 
     def on_end(self, result: Any) -> None:
-        """Everything is done."""
+        """All trials have ended."""
 
     def on_close(self) -> None:
-        """The call is over, however it ended."""
+        """The call of `fit` ends, whether it succeeded or not."""
 
 
 HOOKS = (
@@ -89,9 +89,7 @@ class CallbackList:
         text = f"{type(callback).__name__}.{hook} raised {type(problem).__name__}: {problem}"
         if not getattr(callback, "is_logger", False):
             raise RunError(f"callback {text}") from problem
-        warnings.warn(
-            f"logger {text}; it logs nothing more, and training goes on", RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f"logger {text}; it is disabled, and training continues", RuntimeWarning, stacklevel=4)
 
     def _drop(self, callback: Any) -> None:
         self._callbacks = [each for each in self._callbacks if each is not callback]
@@ -134,19 +132,19 @@ class _FileLogger:
 
 
 class JsonlLogger(_FileLogger):
-    """One JSON object a line: steps, reports, ends."""
+    """Writes one JSON object per line: steps, reports, ends."""
 
     def on_step(self, trial: str, done: Any) -> None:
-        """A line for a step."""
+        """Write a line for a step."""
         self._write({"trial": trial, "kind": "step"} | {c: getattr(done, c) for c in _COLUMNS[2:]})
 
     def on_report(self, trial: str, step: int, metrics: Mapping[str, float], decision: str) -> None:
-        """A line for a report."""
+        """Write a line for a report."""
         facts = {"trial": trial, "kind": "report", "step": step}
         self._write(facts | {"metrics": dict(metrics), "decision": decision})
 
     def on_trial_end(self, trial: str, status: str, error: str) -> None:
-        """A line for an end."""
+        """Write a line for the end of a trial."""
         self._write({"trial": trial, "kind": "end", "status": status, "error": error})
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -154,10 +152,10 @@ class JsonlLogger(_FileLogger):
 
 
 class CsvLogger(_FileLogger):
-    """One row a step, for a spreadsheet."""
+    """Writes one CSV row per step."""
 
     def on_step(self, trial: str, done: Any) -> None:
-        """A row."""
+        """Write a row."""
         file = self._open_file()
         table = csv.writer(file)
         if file.tell() == 0:
@@ -167,7 +165,7 @@ class CsvLogger(_FileLogger):
 
 
 class TensorBoardLogger:
-    """Loss and metrics for TensorBoard, a run for each trial; needs the package `tensorboard`."""
+    """Writes loss and metrics for TensorBoard, one run per trial. Needs the package `tensorboard`."""
 
     is_logger = True
 

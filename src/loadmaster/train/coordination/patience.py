@@ -10,9 +10,9 @@ from loadmaster.train.coordination.searchers import Decision, Entrant, RunAll, m
 
 @dataclass
 class Patience(RunAll):
-    """Stops a trial after `patience` reports in a row that were not better by more than `min_delta`.
+    """Stops a trial after `patience` reports in a row that are not better by more than `min_delta`.
 
-    A report is due every `every` steps: the trial's own evaluation, or the loss where it has none.
+    A trial reports every `every` steps: its own evaluation, or the training loss if it has none.
     """
 
     every: int
@@ -34,21 +34,21 @@ class Patience(RunAll):
             raise InputError(f"mode is {self.mode!r}; give 'min' or 'max'")
 
     def compare_by(self, metric: str | None, mode: str) -> None:
-        """Take from the study what was not given."""
+        """Take metric and mode from the study if they were not given."""
         self.metric = metric if self.metric is None else self.metric
         self.mode = mode if self.mode is None else self.mode
 
     def begin(self, entrants: Sequence[Entrant]) -> None:
-        """Learn who takes part."""
+        """The trials that take part."""
         self._steps |= {each.name: each.num_steps for each in entrants}
 
     def milestone(self, trial: str, step: int) -> int | None:
-        """The next report, before the end."""
+        """The next report before the end."""
         following = (step // self.every + 1) * self.every
         return following if following < self._steps[trial] else None
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Go on, or stop."""
+        """Continue or stop."""
         value = metric_value(metrics, self.metric)
         worse = math.inf if math.isnan(value) else -value if self.mode == "max" else value
         if worse < self._best.get(trial, math.inf) - self.min_delta:

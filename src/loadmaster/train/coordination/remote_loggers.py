@@ -1,4 +1,4 @@
-"""Loggers that tell services: Weights & Biases and MLflow, each a run for every trial.
+"""Loggers for services: Weights & Biases and MLflow, with one run per trial.
 
 Their packages are imported when a logger is made. A logger that raises is told nothing more, with a warning,
 and training goes on.
@@ -11,7 +11,7 @@ from loadmaster.core.errors import InputError
 
 
 class WandbLogger:
-    """Loss, tokens/s and metrics for Weights & Biases; needs the package `wandb`."""
+    """Sends loss, tokens/s and metrics to Weights & Biases. Needs the package `wandb`."""
 
     is_logger = True
 
@@ -50,7 +50,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Loss, tokens/s and metrics for MLflow; needs the package `mlflow`."""
+    """Sends loss, tokens/s and metrics to MLflow. Needs the package `mlflow`."""
 
     is_logger = True
 

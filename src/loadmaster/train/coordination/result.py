@@ -114,7 +114,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All trials of a study, in the order they were given."""
+    """The trials of a study, in the order they were given."""
 
     trials: tuple[TrialResult, ...]
     metric: str | None = None
@@ -142,7 +142,7 @@ class Result:
 
     @property
     def best(self) -> TrialResult:
-        """The trial with the best metric among those that were not stopped or failed."""
+        """The trial with the best metric, without those that were stopped or failed."""
         ended = [each for each in self.trials if each.status == TrialStatus.DONE]
         if not ended:
             states = ", ".join(f"{each.name}: {each.status}" for each in self.trials)
@@ -152,13 +152,13 @@ class Result:
         return ended[min(scored, key=lambda pair: (pair[0] != pair[0], pair[0], pair[1]))[1]]
 
     def value(self, trial: TrialResult) -> float:
-        """What trials are compared by; the last loss where nothing was evaluated."""
+        """The value that a trial is compared by. Without an evaluation, its last loss."""
         if not trial.metrics and self.metric in (None, "loss"):
             return float("nan") if trial.loss is None else trial.loss
         return metric_value(trial.metrics, self.metric)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a trial."""
+        """One dict per trial."""
         return [
             {
                 "trial": each.name,
@@ -175,7 +175,7 @@ class Result:
         ]
 
     def table(self) -> str:
-        """The trials as text, a line each."""
+        """The trials as text, one per line."""
         rows = self.rows()
         longest = max(
             rows, key=len, default={}
@@ -192,7 +192,7 @@ class Result:
         return "\n".join(line.rstrip() for line in lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but spans and weights, as JSON."""
+        """Everything except spans and weights, as JSON."""
         done = [each for each in self.trials if each.status == TrialStatus.DONE]
         document = {
             "best": self.best.name if done else None,
@@ -212,7 +212,7 @@ class Result:
         return found
 
     def trace(self, path: str | Path) -> None:
-        """Write a Chrome trace of what the devices did (opens in Perfetto)."""
+        """Write a Chrome trace of what the devices did. It opens in Perfetto."""
         write_bytes(study_trace(self.spans), path)
 
 

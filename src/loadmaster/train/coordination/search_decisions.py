@@ -1,6 +1,6 @@
 """Between trials and the searcher: when a trial reports, what was decided, what the journal already knows.
 
-Every decision is journalled before it takes effect. After a crash the searcher is made anew and told the same
+Every decision is in the journal before it takes effect. After a crash a new searcher is given the same
 reports in the same order; what was decided then stands, whatever a searcher would say now.
 """
 

@@ -1,4 +1,4 @@
-"""Searchers: which trials go on. They are told metrics at milestones, and answer.
+"""Searchers decide which trials continue. They get metrics at milestones.
 
     report(trial, step, metrics) -> CONTINUE | STOP | PAUSE     paused trials keep their state: no cost
     released()                   -> paused trials that go on or stop now
@@ -20,7 +20,7 @@ from loadmaster.core.errors import InputError
 
 
 class Decision(StrEnum):
-    """What becomes of a trial that reported."""
+    """What a searcher decides about a trial after a report."""
 
     CONTINUE = "continue"
     STOP = "stop"
@@ -37,52 +37,52 @@ class Entrant:
 
 @runtime_checkable
 class Searcher(Protocol):
-    """Decides which trials go on; a new one is made for every run, and replayed from the journal."""
+    """Decides which trials continue. Each run makes a new one and replays the journal to it."""
 
     def begin(self, entrants: Sequence[Entrant]) -> None:
-        """Learn who takes part (again, when trials are added)."""
+        """The trials that take part. Called again when trials are added."""
 
     def milestone(self, trial: str, step: int) -> int | None:
-        """The next step after `step` at which a report is wanted; None: only at the end."""
+        """The next step after `step` at which to report. None: only at the end."""
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Decide about a trial that stands at a milestone."""
+        """Decide about a trial that has reached a milestone."""
 
     def released(self) -> list[tuple[str, Decision]]:
-        """Paused trials that are decided now."""
+        """Paused trials that were decided since the last call."""
 
     def exhausted(self) -> list[tuple[str, Decision]]:
-        """Nobody runs any more: what becomes of those who wait; who is not named stops."""
+        """No trial runs any more: decide about the paused ones. A trial that is not named stops."""
 
     def withdraw(self, trial: str) -> None:
-        """A trial failed: nobody waits for it any more."""
+        """A trial failed. Do not wait for it any more."""
 
 
 @dataclass
 class RunAll:
-    """Every trial to its end: what a study does without a searcher."""
+    """Trains every trial to the end. The default of a study."""
 
     def begin(self, entrants: Sequence[Entrant]) -> None:
-        """Nothing to learn."""
+        """Nothing to do."""
 
     def milestone(self, trial: str, step: int) -> int | None:
         """No milestones."""
         return None
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Go on."""
+        """Always continue."""
         return Decision.CONTINUE
 
     def released(self) -> list[tuple[str, Decision]]:
-        """Nobody is ever paused."""
+        """No trial is ever paused."""
         return []
 
     def exhausted(self) -> list[tuple[str, Decision]]:
-        """Nobody waits."""
+        """No trial is paused."""
         return []
 
     def withdraw(self, trial: str) -> None:
-        """Nobody waits."""
+        """No trial waits for another."""
 
 
 def metric_value(metrics: Mapping[str, float], metric: str | None) -> float:
@@ -119,7 +119,7 @@ class _Rungs:
         """Check what was given."""
         if isinstance(self.eta, bool) or not isinstance(self.eta, int) or self.eta < 2:
             raise InputError(
-                f"eta is {self.eta!r}; give a whole number >= 2: one trial in eta goes on at a rung"
+                f"eta is {self.eta!r}; give a whole number >= 2: one trial in eta continues at a rung"
             )
         if self.min_steps is not None and (not isinstance(self.min_steps, int) or self.min_steps < 1):
             raise InputError(f"min_steps is {self.min_steps!r}; give a whole number of steps >= 1")
@@ -203,13 +203,13 @@ class _Rungs:
 
 @dataclass
 class SuccessiveHalving(_Rungs):
-    """At each rung the best 1/eta of those still in go on, when all of them have reached it."""
+    """At each rung, waits until every remaining trial has reached it; the best 1/eta continue."""
 
     _decided: dict[int, set[str]] = field(default_factory=dict, init=False, repr=False)
     _ready: list[tuple[str, Decision]] = field(default_factory=list, init=False, repr=False)
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Wait at a rung for the others; the last to arrive is decided like the rest, by `released`."""
+        """Wait at a rung for the others. `released` tells the decisions once the last one has arrived."""
         rung = self._note_report(trial, step, metrics)
         if rung is None:
             return Decision.CONTINUE
@@ -217,7 +217,7 @@ class SuccessiveHalving(_Rungs):
         return Decision.PAUSE
 
     def withdraw(self, trial: str) -> None:
-        """The others may have been waiting for this one."""
+        """A trial failed; the others may have been waiting for it."""
         super().withdraw(trial)
         for rung in sorted(self._values):
             self._decide(rung)
@@ -247,20 +247,20 @@ class SuccessiveHalving(_Rungs):
         return max(part, min(len(arrived), int(self.eta**rungs_ahead)))
 
     def released(self) -> list[tuple[str, Decision]]:
-        """Those decided since the last time."""
+        """Trials decided since the last call."""
         ready, self._ready = self._ready, []
         return ready
 
 
 @dataclass
 class Asha(_Rungs):
-    """A trial goes on as soon as it is among the best 1/eta that reported at its rung; the rest wait."""
+    """Continues a trial once it is among the best 1/eta that have reported at its rung. The rest wait."""
 
     _gone_on: dict[int, set[str]] = field(default_factory=dict, init=False, repr=False)
     _ready: list[tuple[str, Decision]] = field(default_factory=list, init=False, repr=False)
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
-        """Go on, or wait: later reports may promote it."""
+        """Continue or wait. A later report of another trial may promote it."""
         rung = self._note_report(trial, step, metrics)
         if rung is None:
             return Decision.CONTINUE
@@ -280,12 +280,12 @@ class Asha(_Rungs):
                 self._ready.append((name, Decision.CONTINUE))
 
     def released(self) -> list[tuple[str, Decision]]:
-        """Those promoted since the last time."""
+        """Trials promoted since the last call."""
         ready, self._ready = self._ready, []
         return ready
 
     def exhausted(self) -> list[tuple[str, Decision]]:
-        """With few trials nobody may be among the best 1/eta: the best of the highest rung goes on alone."""
+        """If no trial is among the best 1/eta, the best one of the highest rung continues alone."""
         if not self._values:
             return []
         top = max(self._values)

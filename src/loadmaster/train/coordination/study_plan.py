@@ -104,7 +104,7 @@ class StudyPlan:
             f"devices: {', '.join(self.devices)}"
             + (f", at most {format_bytes(self.memory_cap_bytes)} each" if self.memory_cap_bytes else ""),
             f"host memory: {format_bytes(host)} for all trials at once, of {cap}"
-            + ("" if host <= self.host_cap_bytes or self.problems else "; trials wait for room"),
+            + ("" if host <= self.host_cap_bytes or self.problems else "; trials wait for free memory"),
             f"pinned memory: {pinned}",
             f"disk: {need} for checkpoints, {free} free",
             f"time: {format_seconds(self.makespan_s)} predicted, from rates {self._origin()};"

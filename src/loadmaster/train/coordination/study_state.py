@@ -1,4 +1,4 @@
-"""The state of a study: how every trial stands, as the journal tells it.
+"""The state of a study: how far every trial is, according to the journal.
 
 The state is a fold over the records: the same `apply` runs when a record is written and when it is replayed,
 so that a study which goes on after a crash stands where the journal says, and nowhere else.
@@ -222,7 +222,7 @@ class StudyState:
         entry = self.entries[name]
         self.note("uncommit", trial=name, generation=entry.committed[-1].generation)
         self.rewind(name)
-        where = f"goes on from step {entry.step}" if entry.committed else "begins again"
+        where = f"continues from step {entry.step}" if entry.committed else "begins again"
         warnings.warn(f"trial {name!r} {where}: {why}", RuntimeWarning, stacklevel=2)
 
     def adopt(self, found: Sequence[SavedCheckpoint]) -> None:
@@ -238,8 +238,8 @@ class StudyState:
             self.note("commit", trial=each.trial, **facts)
         self.rewind(newest.trial)
         warnings.warn(
-            f"trial {newest.trial!r} goes on from its checkpoint of step {newest.step}, which the journal did"
-            " not list",
+            f"trial {newest.trial!r} continues from its checkpoint of step {newest.step}, which the journal"
+            " did not list",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""How a study stands, read from its folder: one that runs, one that was killed, one that has ended."""
+"""The status of a study, read from its folder, whether it runs, was killed, or has ended."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ class StudyStatus:
         """A table, and whether it runs."""
         ended = (TrialStatus.DONE, TrialStatus.STOPPED, TrialStatus.FAILED)
         over = all(each.status in ended for each in self.trials)
-        how = "running" if self.running else "ended" if over else "not running; fit() goes on from here"
+        how = "running" if self.running else "ended" if over else "not running; fit() continues from here"
         steps = ", ".join(f"{name} {each}" for name, each in self.num_steps.items())
         return f"{Result(self.trials).table()}\n\n{self.folder}: {how}; steps in all: {steps}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: one at a time, on a thread, from a copy of the state."""
+"""Checkpoints are written in the background: one at a time, on a thread, from a copy of the state."""
 
 import threading
 from collections.abc import Callable

@@ -62,7 +62,7 @@ def read_journal(path: Path) -> Replay:
     if follow:
         raise JournalError(
             f"{path} is damaged at byte {good}: record {len(records)} is bad but {follow} good ones follow;"
-            " this is no torn end: put the file back from a copy, or use another folder"
+            " this is not an interrupted write: restore the file from a copy, or use another folder"
         )
     return Replay(tuple(records), good, len(data) - good)
 
@@ -144,7 +144,7 @@ def make_write_error(path: Path, problem: OSError) -> FileError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFullError(
             f"cannot write {path}: {problem.strerror}; what was saved before is whole:"
-            " free some room and run the study again, it goes on from there"
+            " free some space and run the study again; it continues from there"
         )
     return FileError(f"cannot write {path}: {problem.strerror or problem}; what was saved before is whole")
 

@@ -16,7 +16,7 @@ def read_study_log(folder: Path) -> StudyLog:
         inside = sorted(each.parent.name for each in folder.glob("*/journal"))[:4] if folder.is_dir() else []
         there = ", ".join(str(folder / name) for name in inside)
         what = f"name one of those in it: {there}" if inside else "name the study's `dir`"
-        raise FileError(f"{folder} is no folder of a study: it holds no journal; {what}")
+        raise FileError(f"{folder} is not a study's folder: it has no journal; {what}")
     records = read_journal(path).records
     turns = [record for record in records if record["kind"] == "turn"]
     timed = [record for record in turns if _number(record, "ended_at") > 0 and record.get("device")]

@@ -125,7 +125,7 @@ class CallRecord:
         if len(made) < len(self.saved):
             raise RunError(
                 f"{self.name!r} saved {len(made)} tensors where it had saved {len(self.saved)}"
-                " the first time: it does not do the same twice; raise memory_cap so that its"
+                " the first time: it does not repeat exactly; raise memory_cap so that its"
                 " activations stay"
             )
         self.made = made

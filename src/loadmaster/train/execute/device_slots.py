@@ -1,4 +1,4 @@
-"""What trials that stand on a device share there: slots for pieces, rings for optimizer state.
+"""What the trials on a device share: slots for pieces, and rings for optimizer state.
 
 The trial whose turn it is, and the one that follows, say in what order pieces are used; what leaves for a
 piece is what is used again last. The pieces of all others may leave at once.

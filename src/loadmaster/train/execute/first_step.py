@@ -1,4 +1,4 @@
-"""The first step by shards against that of the plain model: a trial that would be trained otherwise fails.
+"""Compares the first step by shards with that of the plain model. A trial that differs fails.
 
 The first real micro-batch runs twice, without an update: unit by unit as it will be trained, then through the
 model itself with all weights in place. Loss and gradients must agree. Afterwards generators, buffers, weights

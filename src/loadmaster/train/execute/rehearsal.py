@@ -3,7 +3,7 @@
 A plan counts every tensor. What libraries take for themselves and what an allocator scatters it can only
 guess; a rehearsal sees it. Two sweeps of all units: the second shows what every later step will find. Where
 one runs out of memory, or fits only because memory is given back and taken again all the time, more is kept
-free and the trial is planned anew; its weights, its draws and its data are as they were.
+free and the trial is planned again; its weights, its draws and its data are as they were.
 """
 
 import warnings
@@ -62,7 +62,7 @@ class Rehearsal:
             return None
         note = (
             f"trial {self.trial.name!r}: its first step was rehearsed on {device.name} and {why};"
-            f" planned anew with {format_bytes(self.more_bytes)} more kept free"
+            f" planned again with {format_bytes(self.more_bytes)} more kept free"
         )
         self.notes.append(note)
         warnings.warn(note, RuntimeWarning, stacklevel=2)

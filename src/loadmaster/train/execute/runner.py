@@ -211,11 +211,11 @@ class ShardRunner:
 
     @property
     def notes(self) -> list[str]:
-        """What was planned anew, and why."""
+        """What was planned again, and why."""
         return self._rehearsal.notes
 
     def _open_executor(self, device: Device) -> ShardExecutor:
-        """Onto a device; planned anew until a step fits, else who stands there longest leaves."""
+        """Onto a device; planned again until a step fits, else who stands there longest leaves."""
         while True:
             executor, why = self._try_fit(device)
             if executor is not None:
@@ -280,7 +280,7 @@ def open_runner(
     updater: HostUpdater | None = None,
     sequence: Iterator[int] | None = None,
 ) -> "ShardRunner":
-    """Build a trial in host memory and plan it for a device; `cuts` and `placement` overrule the plan."""
+    """Build a trial in host memory and plan it for a device. `cuts` and `placement` override the plan."""
     built = build_trial(trial, device=device.torch_device)
     about: dict[str, Any] = {"num_threads": num_threads, "updater": updater, "sequence": sequence}
     if placement is not None:
@@ -383,9 +383,9 @@ def to_execution_config(plan: ShardPlan, *, num_threads: int) -> ExecutionConfig
 def interleave(
     runners: Sequence[ShardRunner], device: Device, num_steps: int
 ) -> Iterator[tuple[ShardRunner, StepResult]]:
-    """Steps of several trials in turn: what one leaves to the host and the bus hides behind the next one's.
+    """Step several trials in turn, so that the copies and updates of one hide behind the next one's compute.
 
-    The weights the next trial begins with come while the one before it ends.
+    The first weights of the next trial are loaded while the trial before it ends.
     """
     waiting = list(runners)
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""What the coordinator and its workers tell each other: small frozen messages.
+"""Messages between the coordinator and its workers: small frozen objects.
 
     coordinator                                worker of a device
         Task(trial, fence, steps, ...)   -->       Stepped, Stepped, ... , Turned | Failed | SaveFailed

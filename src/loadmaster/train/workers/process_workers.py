@@ -5,7 +5,7 @@ Workers are fresh Python processes, not forks: a fork after torch has used its t
 guard.
 
 A trial moves between workers through a folder in shared memory. A worker that dies is found by the end of its
-pipe and started anew; workers whose coordinator dies end by the same sign.
+pipe and started again; workers whose coordinator dies end by the same sign.
 """
 
 import os

@@ -39,7 +39,7 @@ def _import_ray() -> Any:
         if find_spec("ray") is None:
             raise InputError("launcher='ray' needs Ray; install it: pip install 'loadmaster[ray]'") from None
         raise InputError(
-            f"Ray is installed, but cannot be imported: {type(problem).__name__}: {problem}; mend it: pip"
+            f"Ray is installed, but cannot be imported: {type(problem).__name__}: {problem}; repair it: pip"
             " install --upgrade 'loadmaster[ray]'"
         ) from problem
     return ray

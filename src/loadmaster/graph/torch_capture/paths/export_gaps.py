@@ -1,4 +1,4 @@
-"""Unexported: what a training step does and `torch.export` keeps no trace of; such a model is traced.
+"""What a training step does that `torch.export` does not record; such a model is traced instead.
 
     torch.utils.checkpoint    activations are thrown away and computed again; both of its ways
     torch.autograd.Function   a gradient of the user's own: the exported graph would take autograd's

@@ -1,4 +1,4 @@
-"""Refusals: models that cannot be captured as they are, each by name and with what to do instead."""
+"""Refusals: models that cannot be captured, each with its name and a remedy."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from loadmaster.core.errors import GraphError, InputError
 
 _WRAPPERS = {
-    "DistributedDataParallel": "capture model.module; how the work is spread is what a plan decides",
-    "DataParallel": "capture model.module; how the work is spread is what a plan decides",
+    "DistributedDataParallel": "capture model.module; the plan decides how work is distributed",
+    "DataParallel": "capture model.module; the plan decides how work is distributed",
     "FullyShardedDataParallel": "capture the model before it is wrapped",
     "FSDPModule": "capture the model before fully_shard",
     "DeepSpeedEngine": "capture engine.module",
@@ -120,5 +120,5 @@ def _check_devices(model: nn.Module) -> None:
         (one, here), (other, there) = list(real.items())[:2]
         raise GraphError(
             f"the model is on {one} ({here!r}) and on {other} ({there!r}); capture it from one device,"
-            " before it is spread: where things go is what a plan decides"
+            " before it is distributed; the plan decides where things go"
         )

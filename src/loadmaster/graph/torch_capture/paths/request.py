@@ -212,13 +212,13 @@ class CaptureRequest:
             f"which ops run depends on a random number drawn at {line or 'a line that is not known'}"
             + (f" in module {module!r}" if module else "")
             + (f" ({count} times)" if count > 1 else "")
-            + "; captured is the step of one seeded draw"
+            + "; the captured step is that of one seeded draw"
             for (line, module), count in answers.drawn.items()
         ]
         if answers.others_drawn:
             notes.append(
                 f"the model draws from {answers.others_drawn} while it runs, and may run other ops with"
-                " other numbers; captured is the step of one seeded draw"
+                " other numbers; the captured step is that of one seeded draw"
             )
         return tuple(notes)
 

@@ -1,4 +1,4 @@
-"""Again: a recorded stretch of a step as often as it is run, by copying; gradient accumulation.
+"""Gradient accumulation: repeats a recorded stretch of a step, by copying.
 
 A micro-step that adds to gradients which are there already is recorded once, the second one; the others are
 copies of it. What a copy reads

@@ -1,4 +1,4 @@
-"""Call site: the line of the model's code that is being run, as far as Python's stack tells."""
+"""Call site: the line of the model's code that is running, as far as Python's stack shows it."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Answers: what a model reads out of its tensors (an `if` on a value, a count of matches), without values.
+"""Values that a model reads out of its tensors (an `if` on a value, a count), while capture has none.
 
 Fake tensors have none. What depends on constants, whole-number inputs and random numbers only is known all
 the same (`known_values.py`). Of the rest, where the weights are there and fit, the example is run once for

@@ -1,4 +1,4 @@
-"""Choices: ops that give as many elements as their values say; without values, as many as there may be."""
+"""Ops whose number of outputs depends on values; without values, the largest possible number is used."""
 
 import math
 from collections.abc import Callable, Iterator

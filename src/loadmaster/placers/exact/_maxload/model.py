@@ -73,7 +73,7 @@ class MaxLoad:
         return np.array([len(alike) for alike in self.devices], dtype=np.int32)
 
     def with_memory(self, problem: Problem, num_bytes: Longs, room: Longs) -> "MaxLoad":
-        """The same classes with other bytes [C] and other room [D]; types are told apart anew."""
+        """The same classes with other bytes [C] and other room [D]; types are told apart again."""
         column = {d: t for t, alike in enumerate(self.devices) for d in alike}
         type_of = np.array([column[d] for d in range(problem.cluster.num_devices)])
         devices = _group_types(self.seconds[:, type_of], self.nets, type_of, num_bytes, room)

@@ -28,7 +28,7 @@ def parse_budgets(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 0:
-        raise InputError(f"--budgets {text!r} is no list of numbers >= 0; write for example 0,10,100")
+        raise InputError(f"--budgets {text!r} is not a list of numbers >= 0; write for example 0,10,100")
     return found
 
 

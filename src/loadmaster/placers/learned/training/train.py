@@ -233,7 +233,8 @@ class Trainer:
             raise InputError(f"{path} is not a checkpoint of this training; name another file") from None
         if settings != asdict(self.settings):
             raise InputError(
-                f"{path} was written with other settings ({settings}); train with those, or anew"
+                f"{path} was written with other settings ({settings});"
+                " use the same settings, or start again without --resume"
             )
         self.network.load_state_dict(_part(state, "network."))
         self.best = (np.inf if about["best"] is None else about["best"], _part(state, "best."))

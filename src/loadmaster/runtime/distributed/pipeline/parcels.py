@@ -21,7 +21,7 @@ _TYPES = {
 }
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ParcelEntry(msgspec.Struct, frozen=True):
     """One tensor of a parcel; `dtype` '' is one that is missing (no gradient came)."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, frozen=True):
 class Layout:
     """Where each tensor of a parcel lies."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ParcelEntry, ...]
     num_bytes: int
 
     def encode(self) -> bytes:
@@ -49,7 +49,7 @@ class Layout:
     @classmethod
     def decode(cls, data: bytes) -> "Layout":
         """What was sent."""
-        entries = msgspec.json.decode(data, type=tuple[Entry, ...])
+        entries = msgspec.json.decode(data, type=tuple[ParcelEntry, ...])
         return cls(entries, max((one.begin + one.num_bytes for one in entries), default=0))
 
 
@@ -58,10 +58,10 @@ def make_layout(tensors: Sequence[torch.Tensor | None], wants_grad: Sequence[boo
     entries, at = [], 0
     for tensor, wants in zip(tensors, wants_grad, strict=True):
         if tensor is None:
-            entries.append(Entry("", (), False, at))
+            entries.append(ParcelEntry("", (), False, at))
             continue
         name = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, tuple(tensor.shape), wants, at))
+        entries.append(ParcelEntry(name, tuple(tensor.shape), wants, at))
         at += -(-entries[-1].num_bytes // _ALIGN) * _ALIGN
     end = entries[-1].begin + entries[-1].num_bytes if entries else 0
     return Layout(tuple(entries), end)
@@ -95,6 +95,6 @@ def unpack(data: torch.Tensor, layout: Layout) -> list[torch.Tensor | None]:
     return [_slot(data, entry) if entry.dtype else None for entry in layout.entries]
 
 
-def _slot(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _slot(data: torch.Tensor, entry: ParcelEntry) -> torch.Tensor:
     part = data[entry.begin : entry.begin + entry.num_bytes]
     return part.view(_TYPES[entry.dtype]).reshape(entry.shape)

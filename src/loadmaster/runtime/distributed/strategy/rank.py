@@ -102,7 +102,7 @@ class StrategyRank:
     _built: dict[Any, Forward] = field(default_factory=dict)
     _waiting: list[Callable[[], object]] = field(default_factory=list)
     _is_checked: bool = False
-    _fresh: bool = True  # gradients begin anew with the next step
+    _fresh: bool = True  # gradients begin again with the next step
 
     def __post_init__(self) -> None:
         """Everything that needs no batch."""
