@@ -263,3 +263,26 @@ def test_columns_of_the_tree_stand_below_each_other_and_apart(browser: Any, smal
         assert all(before[2] <= after[1] + 1 for before, after in pairwise(cells))
     bars = {round(cells[1][0]) for cells in rows}
     assert len(bars) == 1
+
+
+def test_a_module_without_parts_stands_as_far_in_as_one_that_folds(browser: Any, small: Path) -> None:
+    pages.open_page(browser, small)
+    left = browser.execute_script(
+        "return [...document.querySelectorAll('.row .name')].map(cell => {"
+        "const range = document.createRange(); range.selectNodeContents(cell);"
+        "return [cell.textContent, Math.round(range.getBoundingClientRect().left)]})"
+    )
+    place = dict(left)
+    assert place["part0"] == place["part1"] > place["net"] > place["the whole model"]
+
+
+def test_how_to_zoom_is_not_printed(browser: Any, small: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    pages.open_page(browser, small)
+    assert browser.find_element(By.CSS_SELECTOR, ".how").is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert not browser.find_element(By.CSS_SELECTOR, ".how").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

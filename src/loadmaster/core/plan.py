@@ -10,6 +10,7 @@ from loadmaster.core.arrays import (
     Bools,
     Floats,
     Ints,
+    Longs,
     content_digest,
     require_finite,
     require_range,
@@ -124,6 +125,13 @@ class Pipeline:
         first = np.zeros(self.num_stages, dtype=np.int32)
         first[self.stage] = device
         return first[None, :]
+
+    def count_ops(self, device: Ints, num_devices: int) -> Longs:
+        """[D] ops that each device runs, of a plan that puts op n on `device[n]`: replicas count, too."""
+        in_stage = np.bincount(self.stage, minlength=self.num_stages)
+        of_stages = np.tile(in_stage, self.num_replicas)
+        counts = np.bincount(self.devices_of(device).ravel(), of_stages, minlength=num_devices)
+        return counts.astype(np.int64)
 
     @property
     def digest(self) -> str:

@@ -161,9 +161,10 @@ def _choose(
     members = [_member("one pass, op by op", plain, _describe(plain, chosen))]
     single = next((m for m in plain.members if m.name == "single_device"), None)
     if single is not None:
-        members.append(
-            Member("one pass, one device", single.status, single.score_s, single.seconds, single.reason)
-        )
+        reason = single.reason  # against other plans of one pass
+        if chosen is not plain and single.score_s is not None:
+            reason = _compare(single.score_s, chosen)
+        members.append(Member("one pass, one device", single.status, single.score_s, single.seconds, reason))
     count = best.problem.schedule.num_microbatches if best.problem.schedule is not None else 1
     members.append(
         Member(
@@ -208,9 +209,13 @@ def _describe(placement: Placement, chosen: Placement) -> str:
         return "best" if placement.fits else "nearest to fitting"
     if placement.score_s is None:
         return placement.proof or "does not fit"
-    if chosen.score_s is None or placement.score_s <= chosen.score_s:
+    return _compare(placement.score_s, chosen)
+
+
+def _compare(score_s: float, chosen: Placement) -> str:
+    if chosen.score_s is None or score_s <= chosen.score_s:
         return "as good"
-    return f"{format_seconds(placement.score_s - chosen.score_s)} slower"
+    return f"{format_seconds(score_s - chosen.score_s)} slower"
 
 
 def _rank(placement: Placement) -> tuple[bool, float, float]:

@@ -12,7 +12,7 @@ from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve, Review
 from loadmaster.core.cluster import UNLIMITED_BYTES, Cluster
 from loadmaster.core.timeline import SpanKind
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
-from loadmaster.report.gantt import axis_ticks
+from loadmaster.report.gantt import axis_ticks, time_ticks
 from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
@@ -41,8 +41,7 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
         return top + tall * (1 - size / ceiling)
 
     parts = [_size_axis(ceiling, left, width - 12, y)]
-    for at in axis_ticks(end, 6):
-        text = format_seconds(at)
+    for at, text in time_ticks(end, 6):
         place = min(x(at), width - 2 - _LETTER_PX * len(text) / 2)  # the last one is not cut off
         parts.append(f'<text class="t" x="{place:.1f}" y="{height - 8}" text-anchor="middle">{text}</text>')
     stacked = np.cumsum(curve.held_bytes, axis=1)
@@ -53,13 +52,13 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
         upper = stacked[:, kind].tolist()
         lower = (stacked[:, kind] - curve.held_bytes[:, kind]).tolist()
         parts.append(f'<path class="m{kind}" d="{_steps(edges, upper, lower, x, y)}"/>')
-    if shown:
+    at, high = x(curve.peak_s), y(curve.peak_bytes)
+    if shown:  # its name stands where the peak does not
+        place, anchor = (left + 2, "start") if at > left + inner / 2 else (width - 14, "end")
         parts.append(
             f'<path class="limit" d="M{left} {y(limit_bytes):.1f}H{width - 12}"/><text class="t halo limit-text"'
-            f' x="{width - 14}" y="{y(limit_bytes) - 3:.1f}" text-anchor="end">limit {format_bytes(limit_bytes)}</text>'
+            f' x="{place}" y="{y(limit_bytes) - 3:.1f}" text-anchor="{anchor}">limit {format_bytes(limit_bytes)}</text>'
         )
-    at, high = x(curve.peak_s), y(curve.peak_bytes)
-    anchor = "end" if at > left + inner / 2 else "start"
     parts.append(
         f'<path class="peak" d="M{at:.1f} {high:.1f}V{top + tall}"/><circle class="peak-dot" cx="{at:.1f}"'
         f' cy="{high:.1f}" r="4"/>'
@@ -72,8 +71,8 @@ def memory_chart(name: str, curve: MemoryCurve, limit_bytes: int, end_s: float, 
     room = int((width - left - 12 - _LETTER_PX * len(said)) / (_LETTER_PX + 1.5))  # the name is bold
     title = escape_for_xml(f"{name}: {said}")
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart small{" over" if over else ""}"'
-        f' data-anchor="{anchor}"><title>{title}</title>'
+        f'<svg viewBox="0 0 {width} {height}" role="img" class="chart small{" over" if over else ""}">'
+        f"<title>{title}</title>"
         f'<text class="t b" x="{left}" y="14">{escape_for_xml(shorten(name, max(room, 4)))}</text>'
         f'<text class="t" x="{width - 12}" y="14" text-anchor="end">{said}</text>{"".join(parts)}</svg>'
     )
@@ -90,13 +89,14 @@ def _steps(edges: list[float], upper: list[float], lower: list[float], x: _Scale
 
 
 def _size_axis(ceiling: float, left: int, right: int, y: _Scale) -> str:
-    unit = 1024.0 ** max(0, min(4, int(math.log(max(ceiling, 1.0), 1024))))
+    power = max(0, min(4, int(math.log(max(ceiling, 1.0), 1024))))
+    unit, word = 1024.0**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
     lines = []
     for at in axis_ticks(ceiling / unit, 4):
         size = at * unit
         lines.append(
             f'<path class="grid" d="M{left} {y(size):.1f}H{right}"/><text class="t" x="{left - 6}"'
-            f' y="{y(size) + 4:.1f}" text-anchor="end">{format_bytes(size)}</text>'
+            f' y="{y(size) + 4:.1f}" text-anchor="end">{at:.6g} {word}</text>'
         )
     return "".join(lines)
 
@@ -128,7 +128,7 @@ def cluster_picture(
     labelled = set() if small else set(sorted(busy, key=lambda pair: -busy[pair][0])[:_MOST_LABELS])
     for pair, (seconds, count) in sorted(busy.items(), key=lambda each: each[1][0]):
         source, target = divmod(pair, num)
-        if source == target:
+        if source == target or not seconds:
             continue
         wide = 1 + 7 * (seconds / most if most else 0)
         text = (

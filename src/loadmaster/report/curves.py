@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from loadmaster.core.units import format_seconds
 from loadmaster.report.charts import shorten
-from loadmaster.report.gantt import axis_ticks
+from loadmaster.report.gantt import axis_ticks, time_ticks
 from loadmaster.report.plain_text import escape_for_xml
 
 _WIDTH = 960
@@ -44,7 +44,7 @@ def comparison_chart(
             f'<path class="grid" d="M{x(at):.0f} {top}V{height - bottom}"/><text class="t" x="{x(at):.0f}"'
             f' y="{height - 22}" text-anchor="middle">{format_seconds(at)}</text>'
         )
-    for at in _log_ticks(10**low_y, 10**high_y):
+    for at in _upright_ticks(10**low_y, 10**high_y):
         parts.append(
             f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
             f' y="{y(at) + 4:.0f}" text-anchor="end">{format_seconds(at)}</text>'
@@ -58,6 +58,7 @@ def comparison_chart(
             f' x="{width - 24}" y="{y(bound_s) + 13:.1f}" text-anchor="end">{said}</text>'
         )
         taken.append((width - 24 - _LETTER_PX * len(said), y(bound_s) - 1, width - 20, y(bound_s) + 16))
+        taken.append((left, y(bound_s) - 1, width - 20, y(bound_s) + 1))
     room = (left, 0, width - 20, height - bottom + 2)
     for name, took, step, px, py in points:
         label = shorten(name, 28)
@@ -72,7 +73,7 @@ def comparison_chart(
             f'<g><title>{text}</title>{lead}<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>'
             f'<text class="t halo" x="{lx:.1f}" y="{box[3] - 2:.1f}" text-anchor="{anchor}">{escape_for_xml(label)}</text></g>'
         )
-    parts.append(f'<text class="t" x="{left - 6}" y="11" text-anchor="end">{escape_for_xml(upright)}</text>')
+    parts.append(f'<text class="t" x="8" y="13">{escape_for_xml(upright)}</text>')
     parts.append(
         f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 5}" text-anchor="middle">time to plan</text>'
     )
@@ -121,6 +122,15 @@ def _log_ticks(low: float, high: float, digits: Sequence[int] = (1, 2, 5)) -> li
     return [at for at in found if low <= at <= high] or [low]
 
 
+def _upright_ticks(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis; of one too short for them, round values at equal distances."""
+    found = _log_ticks(low, high)
+    if len(found) > 1:
+        return found
+    step = axis_ticks(high - low, 4)[1]
+    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def curve_chart(points: Sequence[tuple[str, float | None, str]], *, title: str, across: str) -> str:
     """(label, seconds or None, note) as a line; a gap and a mark where there is no plan."""
     width, height, left, top, bottom = _WIDTH, 280, 90, 16, 44
@@ -132,10 +142,10 @@ def curve_chart(points: Sequence[tuple[str, float | None, str]], *, title: str, 
         return top + (1 - value / high) * (height - top - bottom)
 
     parts, line, pen = [], [], "M"
-    for at in axis_ticks(high, 5):
+    for at, text in time_ticks(high, 5):
         parts.append(
             f'<path class="grid" d="M{left} {y(at):.0f}H{width - 20}"/><text class="t" x="{left - 6}"'
-            f' y="{y(at) + 4:.0f}" text-anchor="end">{format_seconds(at)}</text>'
+            f' y="{y(at) + 4:.0f}" text-anchor="end">{text}</text>'
         )
     for at, (label, value, note) in enumerate(points):
         px = left + 10 + at * step
@@ -158,7 +168,7 @@ def curve_chart(points: Sequence[tuple[str, float | None, str]], *, title: str, 
         )
     parts.append(
         f'<text class="t" x="{(left + width) / 2:.0f}" y="{height - 6}" text-anchor="middle">'
-        f"{escape_for_xml(across)} (a cross: no plan fits)</text>"
+        f"{escape_for_xml(across)}{' (a cross: no plan fits)' if len(known) < len(points) else ''}</text>"
     )
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" class="chart"><title>{escape_for_xml(title)}</title>'
@@ -257,10 +267,11 @@ def bar_lanes(bars: Sequence[tuple[str, float, float, int, str]], *, title: str)
         return left + seconds / end * (width - left - 20)
 
     parts = []
-    for at in axis_ticks(end, 8):
+    for at, text in time_ticks(end, 8):
+        place = min(x(at), width - 2 - _LETTER_PX * len(text) / 2)  # the last one is not cut off
         parts.append(
-            f'<path class="grid" d="M{x(at):.1f} 20V{height}"/><text class="t" x="{x(at):.1f}" y="14"'
-            f' text-anchor="middle">{format_seconds(at)}</text>'
+            f'<path class="grid" d="M{x(at):.1f} 20V{height}"/><text class="t" x="{place:.1f}" y="14"'
+            f' text-anchor="middle">{text}</text>'
         )
     for at, lane in enumerate(lanes):
         parts.append(

@@ -14,7 +14,7 @@ import numpy as np
 from loadmaster.core.arrays import Floats, Ints, Longs
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.timeline import SpanKind, Timeline
-from loadmaster.core.units import format_bytes, format_seconds
+from loadmaster.core.units import format_bytes
 from loadmaster.report.plain_text import escape_for_xml
 from loadmaster.report.trace import assign_lanes
 
@@ -26,9 +26,19 @@ _MOST_PAIRS = 24
 _MANY_DEVICES = 8
 _MOST_SUBROWS = 3
 _SLACK_S = 5e-10  # spans that overlap by less touch: traces count whole nanoseconds
-_MOST_LETTERS = 24  # of the name of a lane
-_LANE_PX, _LINK_PX, _GAP_PX, _TITLE_PX, _AXIS_PX = 22, 14, 4, 150, 26
+_LETTER_PX = 6.6  # the width of a letter of a name, on average and rounded up
+_LANE_PX, _LINK_PX, _GAP_PX, _AXIS_PX = 22, 14, 4, 26
+_LEAST_TITLE_PX, _MOST_TITLE_PX = 150, 210  # left of the lanes, for their names
 _BAR_PX, _MEMORY_PX = 70, 215
+_UNITS = (  # of an axis, and from how many of them on
+    (86400.0, "days", 5),
+    (3600.0, "h", 5),
+    (60.0, "min", 10),
+    (1.0, "s", 1),
+    (1e-3, "ms", 1),
+    (1e-6, "us", 1),
+    (1e-9, "ns", 0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,7 @@ def _choose_pairs(timelines: Mapping[str, Timeline]) -> list[tuple[str, list[int
         seconds = np.bincount(inverse, (timeline.end_s - timeline.start_s)[moved], minlength=len(pairs))
         for pair, each in zip(pairs.tolist(), seconds.tolist(), strict=True):
             busy[pair] = max(busy.get(pair, 0.0), each)
+    busy = {pair: seconds for pair, seconds in busy.items() if seconds > 0}
     chosen = sorted(sorted(busy, key=lambda pair: -busy[pair])[:_MOST_PAIRS])
     num = len(names)
 
@@ -241,37 +252,39 @@ def render_svg(
     in bytes, drawn as a bar beside its lane.
     """
     many = len({lane.series for lane in gantt.lanes}) > 1
-    inner = width - _TITLE_PX - 10 - (_MEMORY_PX if memory else 0)
+    names = [_name_lane(lane, many) for lane in gantt.lanes]
+    left = _choose_title_px(names)
+    inner = width - left - 10 - (_MEMORY_PX if memory else 0)
     body: list[str] = []
     top = _AXIS_PX
     row = 0
-    for lane in gantt.lanes:
+    for lane, name in zip(gantt.lanes, names, strict=True):
         height = _LINK_PX if lane.is_link else _LANE_PX
         body.append(
-            f'<text class="g-title" x="{_TITLE_PX - 8}" y="{top + height / 2 + 4:g}" text-anchor="end">'
-            f"{escape_for_xml(_name_lane(lane, many))}</text>"
-            f'<rect class="g-lane" x="{_TITLE_PX}" y="{top}" width="{inner}" height="{height}"/>'
+            f'<text class="g-title" x="{left - 8}" y="{top + height / 2 + 4:g}" text-anchor="end">'
+            f"{escape_for_xml(name)}</text>"
+            f'<rect class="g-lane" x="{left}" y="{top}" width="{inner}" height="{height}"/>'
         )
         if memory and not lane.is_link and lane.title in memory:
-            body.append(_memory_bar(*memory[lane.title], _TITLE_PX + inner + 10, top))
+            body.append(_memory_bar(*memory[lane.title], left + inner + 10, top))
         for at in range(lane.num_rows):
             share = height / lane.num_rows
-            body += _row_paths(gantt, row, top + at * share, share, inner)
+            body += _row_paths(gantt, row, top + at * share, share, left, inner)
             if gantt.of_passes and not lane.is_link:
-                body += _pass_labels(gantt, row, top + at * share + share / 2 + 4, inner)
+                body += _pass_labels(gantt, row, top + at * share + share / 2 + 4, left, inner)
             row += 1
         top += height + _GAP_PX
-    name = escape_for_xml(title or "Timeline of devices and links")
-    axis = _axis(gantt.end_s, inner, top)
+    title = escape_for_xml(title or "Timeline of devices and links")
+    axis = _axis(gantt.end_s, left, inner, top)
     if memory:
-        axis += f'<text class="g-title" x="{_TITLE_PX + inner + 10}" y="{_AXIS_PX - 9}">peak of memory</text>'
+        axis += f'<text class="g-title" x="{left + inner + 10}" y="{_AXIS_PX - 9}">peak of memory</text>'
     style = f"<style>{_STYLE}</style>" if standalone else ""
-    legend = _legend(gantt, top + 14, words) if standalone else ""
+    legend = _legend(gantt, left, top + 14, words) if standalone else ""
     height = top + (34 if standalone else 6)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gantt" viewBox="0 0 {width} {height}" role="img"'
         f' width="{width}" height="{height}" font-family="system-ui, sans-serif" font-size="11">'
-        f"<title>{name}</title>{style}{axis}{''.join(body)}{legend}</svg>"
+        f"<title>{title}</title>{style}{axis}{''.join(body)}{legend}</svg>"
     )
 
 
@@ -287,7 +300,7 @@ def _memory_bar(peak_bytes: int, limit_bytes: int, left: float, top: float) -> s
     )
 
 
-def _row_paths(gantt: Gantt, row: int, top: float, height: float, inner: int) -> list[str]:
+def _row_paths(gantt: Gantt, row: int, top: float, height: float, left_px: int, inner: int) -> list[str]:
     """One path for each class of spans in a row; neighbours of a class closer than half a pixel are one."""
     lo, hi = int(gantt.row_ptr[row]), int(gantt.row_ptr[row + 1])
     scale = inner / gantt.end_s if gantt.end_s > 0 else 0.0
@@ -303,14 +316,14 @@ def _row_paths(gantt: Gantt, row: int, top: float, height: float, inner: int) ->
             right, new = np.maximum(right - 0.8, left), np.ones(len(left), dtype=np.bool_)
         begin, last = left[new], np.maximum.reduceat(right, np.flatnonzero(new))
         pieces = [
-            f"M{_TITLE_PX + x:.1f} {top:g}h{max(end - x, 0.4):.1f}v{height:g}H{_TITLE_PX + x:.1f}z"
+            f"M{left_px + x:.1f} {top:g}h{max(end - x, 0.4):.1f}v{height:g}H{left_px + x:.1f}z"
             for x, end in zip(begin.tolist(), last.tolist(), strict=True)
         ]
         found.append(f'<path class="g{kind}" d="{"".join(pieces)}"/>')
     return found
 
 
-def _pass_labels(gantt: Gantt, row: int, baseline: float, inner: int) -> list[str]:
+def _pass_labels(gantt: Gantt, row: int, baseline: float, left_px: int, inner: int) -> list[str]:
     """'F3' on each pass that has room for it."""
     lo, hi = int(gantt.row_ptr[row]), int(gantt.row_ptr[row + 1])
     scale = inner / gantt.end_s if gantt.end_s > 0 else 0.0
@@ -319,24 +332,24 @@ def _pass_labels(gantt: Gantt, row: int, baseline: float, inner: int) -> list[st
         text = gantt.op_name[int(gantt.span_op[span])].partition(" of ")[0].rpartition(": ")[2]
         left, right = gantt.span_start_s[span] * scale, gantt.span_end_s[span] * scale
         if right - left > 7 * len(text) + 4:
+            middle = left_px + (left + right) / 2
             found.append(
-                f'<text class="g-pass" x="{_TITLE_PX + (left + right) / 2:.1f}" y="{baseline:g}"'
+                f'<text class="g-pass p{gantt.span_class[span]}" x="{middle:.1f}" y="{baseline:g}"'
                 f' text-anchor="middle">{escape_for_xml(text)}</text>'
             )
     return found
 
 
-def _axis(end_s: float, inner: int, bottom: int) -> str:
+def _axis(end_s: float, left: int, inner: int, bottom: int) -> str:
     if end_s <= 0:
         return ""
     ticks = []
-    for at in axis_ticks(end_s, 8):
-        x = _TITLE_PX + at / end_s * inner
-        anchor = "end" if x > _TITLE_PX + inner - 20 else "middle"
+    for at, text in time_ticks(end_s, 8):
+        x = left + at / end_s * inner
+        anchor = "end" if x > left + inner - 20 else "middle"
         ticks.append(
             f'<path class="g-tick" d="M{x:.1f} {_AXIS_PX - 4}V{bottom}"/>'
-            f'<text class="g-title" x="{x:.1f}" y="{_AXIS_PX - 9}" text-anchor="{anchor}">'
-            f"{format_seconds(at)}</text>"
+            f'<text class="g-title" x="{x:.1f}" y="{_AXIS_PX - 9}" text-anchor="{anchor}">{text}</text>'
         )
     return "".join(ticks)
 
@@ -351,22 +364,34 @@ def axis_ticks(end: float, most: int) -> list[float]:
     return [step * at for at in range(int(end / step + 1e-9) + 1)]
 
 
-def _legend(gantt: Gantt, y: int, words: Sequence[str]) -> str:
+def time_ticks(end_s: float, most: int) -> list[tuple[float, str]]:
+    """Round times from 0 to the end and what they are called, all in one unit."""
+    scale, unit = next((each for each in _UNITS if end_s >= each[0] * each[2]), _UNITS[-1])[:2]
+    ticks = axis_ticks(end_s / scale, most)
+    return [(at * scale, f"{at:.6g} {unit}" if at else "0 s") for at in ticks]
+
+
+def shown_classes(gantt: Gantt) -> list[int]:
+    """The classes of spans that take time: others cannot be seen."""
+    return [int(at) for at in np.unique(gantt.span_class[gantt.span_end_s > gantt.span_start_s])]
+
+
+def _legend(gantt: Gantt, left: int, y: int, words: Sequence[str]) -> str:
     """The colours that the picture has."""
-    there = np.unique(gantt.span_class).tolist()
     return "".join(
-        f'<rect class="g{kind}" x="{_TITLE_PX + 100 * at}" y="{y - 9}" width="10" height="10"/>'
-        f'<text class="g-title" x="{_TITLE_PX + 100 * at + 15}" y="{y}">{words[kind]}</text>'
-        for at, kind in enumerate(there)
+        f'<rect class="g{kind}" x="{left + 100 * at}" y="{y - 9}" width="10" height="10"/>'
+        f'<text class="g-title" x="{left + 100 * at + 15}" y="{y}">{words[kind]}</text>'
+        for at, kind in enumerate(shown_classes(gantt))
     )
 
 
 def _name_lane(lane: Lane, many: bool) -> str:
     """The name of a lane: both ends of a link and the word of its timeline stay readable."""
     end = f" ({lane.series})" if many else ""
-    if len(lane.title) + len(end) <= _MOST_LETTERS:
+    most = int((_MOST_TITLE_PX - 8) / _LETTER_PX)
+    if len(lane.title) + len(end) <= most:
         return lane.title + end
-    room = _MOST_LETTERS - len(end)
+    room = most - len(end)
     source, arrow, target = lane.title.partition(" → ")
     if not arrow:
         return _shorten(lane.title, room) + end
@@ -375,12 +400,17 @@ def _name_lane(lane: Lane, many: bool) -> str:
     return f"{source}{arrow}{_shorten(target, 2 * half - len(source))}{end}"
 
 
+def _choose_title_px(names: Sequence[str]) -> int:
+    longest = max((len(name) for name in names), default=0)
+    return int(min(max(8 + _LETTER_PX * longest, _LEAST_TITLE_PX), _MOST_TITLE_PX))
+
+
 def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 _STYLE = (  # of this picture alone: in a notebook it stands in the document of others
-    "svg.gantt{background:#fff}svg.gantt .g-pass{fill:#fff}"
+    "svg.gantt{background:#fff}svg.gantt .g-pass{fill:#14181d}svg.gantt .g-pass.p0{fill:#fff}"
     "svg.gantt .g-title{fill:#333}svg.gantt .g-lane{fill:#8882}svg.gantt .g-tick{stroke:#8884;fill:none}"
     "svg.gantt .g-memory{fill:#56b4e9}svg.gantt .g-full{fill:#d55e00}"
     + "".join(f"svg.gantt .g{at}{{fill:{colour}}}" for at, colour in enumerate(COLOURS))

@@ -14,12 +14,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import numpy as np
-
-from loadmaster.report.gantt import CLASSES, Gantt, pack_columns, render_svg
+from loadmaster.report.gantt import CLASSES, Gantt, pack_columns, render_svg, shown_classes
 from loadmaster.report.plain_text import escape_control_characters
 
-_MOST_SVG_WIDTH = 1180
+_STILL_WIDTH = 960  # of the picture that stands in for the timeline: not too small on paper
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ class Section:
     tree: Mapping[str, Any] | None = None
     more: str = ""
     after: str = ""
+    how: str = ""  # to use what works with JavaScript only
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,7 @@ def _fill_section(section: Section) -> dict[str, Any]:
         "id": section.id,
         "title": _shown(section.title),
         "lead": _shown(section.lead),
+        "how": _shown(section.how),
         "tables": [
             {
                 "titles": [_shown(each) for each in table.titles],
@@ -126,7 +126,7 @@ def _fill_section(section: Section) -> dict[str, Any]:
         ],
         "figures": [Markup(figure) for figure in section.figures],
         "small": section.small_figures,
-        "gantt": Markup(render_svg(gantt, width=_MOST_SVG_WIDTH)) if gantt is not None else None,
+        "gantt": Markup(render_svg(gantt, width=_STILL_WIDTH)) if gantt is not None else None,
         "legend": _list_classes(gantt) if gantt is not None else [],
         "key": [{"style": style, "name": _shown(name)} for style, name in section.key],
         "bars": section.bars,
@@ -138,8 +138,7 @@ def _fill_section(section: Section) -> dict[str, Any]:
 
 def _list_classes(gantt: Gantt) -> list[dict[str, str]]:
     """The colours that the timeline has."""
-    there = np.unique(gantt.span_class).tolist()
-    return [{"style": f"c{at}", "name": name} for at, name in enumerate(CLASSES) if at in there]
+    return [{"style": f"c{at}", "name": CLASSES[at]} for at in shown_classes(gantt)]
 
 
 def _shown_all(noun: Any, names: Sequence[str]) -> dict[str, str]:

@@ -143,8 +143,9 @@ def why(placement: Placement) -> list[str]:
     speed = _speeds(facts.forward_s + facts.backward_s)
     devices, ranks = pipeline.devices_of(plan.device)[0], pipeline.num_ranks
     if ranks == 1:
-        name = problem.cluster.device_name[devices[0]]
-        return [f"one stage on {name}: more stages would wait for each other longer than they gain"]
+        replicas = [problem.cluster.device_name[row[0]] for row in pipeline.devices_of(plan.device)]
+        where = " and again on ".join(replicas)
+        return [f"one stage on {where}: more stages would wait for each other longer than they gain"]
     kinds = problem.cluster.kind[devices[:ranks]]
     even, fastest = 1.0 / ranks, float(speed[kinds].max())
     lines = []

@@ -31,7 +31,7 @@ _WORDS = {
     "op": "{source} to compute",
     "engine": "another part of the same chip",
     "launch": "its turn, or the host to launch it",
-    "end": "nothing: no op is left in this step",
+    "end": "nothing: no op is left in this {what}",
     "empty": "nothing: no op is placed here",
 }
 
@@ -68,7 +68,7 @@ def render_plan_page(parts: PlanPage) -> bytes:
     page = Page(
         title=f"{graph.name} on {cluster.name}",
         subtitle=f"{graph.num_ops:,} ops, {cluster.num_devices} device{'s' * (cluster.num_devices > 1)};"
-        f" planned by {placement.algorithm}",
+        f" planned by {tables.winner_text(placement)}",
         cards=_cards(parts),
         limits=[review.limit] if review.limit and placement.fits else [],
         troubles=[] if placement.fits else why_none_fits(placement),
@@ -122,6 +122,8 @@ def _cards(parts: PlanPage) -> list[Card]:
 
 
 def _rate_card(placement: Placement, review: Review) -> Card:
+    if not placement.fits:
+        return Card("throughput", "-", "no plan that fits")
     seconds = placement.score_s or review.timeline.step_s
     if _is_throughput(placement):
         rate = samples_per_s(placement)
@@ -137,6 +139,11 @@ def _rate_card(placement: Placement, review: Review) -> Card:
 
 def _is_throughput(placement: Placement) -> bool:
     return placement.problem.objective == Objective.THROUGHPUT
+
+
+def _pass_word(placement: Placement) -> str:
+    """What the timeline shows one of."""
+    return "pass" if _is_throughput(placement) else "step"
 
 
 def _number(value: float) -> str:
@@ -157,23 +164,21 @@ def _describe_fullest(placement: Placement) -> str:
 def _timeline_section(parts: PlanPage) -> Section:
     timelines = {"predicted": parts.review.timeline}
     critical = {"predicted": parts.review.critical_ops}
-    lead = (
-        "What runs where and when in one step. Drag to move, double-click or Ctrl and the wheel to"
-        " zoom, click"
-    )
-    lead += (
-        " for one op; with the keyboard: arrows, + and -, 0 for the whole step, comma and full stop"
-        " from op to op."
+    what = _pass_word(parts.placement)
+    lead = f"What runs where and when in one {what}."
+    how = (
+        "Drag to move, double-click or Ctrl and the wheel to zoom, click for one op; with the keyboard:"
+        f" arrows, + and -, 0 for the whole {what}, comma and full stop from op to op."
     )
     if parts.measured is not None:
         timelines["measured"] = parts.measured.timeline
         critical["measured"] = parts.measured.critical_ops
-        lead = f"Predicted above measured, on one axis. {lead}"
+        lead = f"{lead} Predicted above measured, on one axis; timing each op makes a measured {what} longer."
     gantt = draw_gantt(parts.review.graph or parts.placement.problem.graph, timelines, critical)
     idle = idle_devices(timelines.values())
     names = [parts.review.timeline.device_name[device] for device in sorted(idle)]
     after = f"Nothing runs on {_list_few(names)}." if idle else ""
-    return Section("timeline", "Timeline", lead, gantt=gantt, after=after)
+    return Section("timeline", "Timeline", lead, how=how, gantt=gantt, after=after)
 
 
 def _list_few(names: Sequence[str], most: int = 8) -> str:
@@ -207,8 +212,8 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     after = f"Nothing is held on {_list_few(idle)}. " if idle else ""
     after += f"Almost nothing is held on {_list_few(little)}." if little else ""
     lead = (
-        "What stands on each device during the step, its limit (dashed), and the moment at which it"
-        " holds most."
+        f"What stands on each device during the {_pass_word(placement)}, its limit (dashed), and the moment"
+        " at which it holds most."
     )
     return [
         Section("memory", "Memory over time", lead, figures=charts_, small_figures=True, key=key, after=after)
@@ -232,6 +237,7 @@ def _device_section(parts: PlanPage) -> Section:
     bars = []
     idle = idle_devices([timeline])
     period = tables.period_s(placement, timeline)
+    counts = tables.count_ops(plan, cluster.num_devices)
     for device, name in enumerate(cluster.device_name):
         if device in idle and not placement.peak_bytes[device]:
             continue
@@ -242,7 +248,7 @@ def _device_section(parts: PlanPage) -> Section:
                 "name": escape_control_characters(name),
                 "kind": escape_control_characters(cluster.kind_name[int(cluster.kind[device])]),
                 "colour": device % 8,
-                "ops": f"{int((plan.device == device).sum()):,}",
+                "ops": f"{int(counts[device]):,}",
                 "busy": format_percent(busy),
                 "busy_percent": round(100 * min(busy, 1.0), 1),
                 "peak": format_bytes(peak),
@@ -282,32 +288,33 @@ def _waiting_section(parts: PlanPage) -> Section:
         found.append(_wait_table(parts.placement, parts.measured, "measured"))
     lead = (
         "Why devices are idle: what an op that could not start yet was waiting for. The shares of"
-        " a device add"
+        " a device add up to all its idle time."
     )
-    return Section("waiting", "Idle time", f"{lead} up to all its idle time.", found)
+    if _is_throughput(parts.placement):
+        lead += " This is one pass alone; while the pipeline runs, other passes fill most of this time."
+    return Section("waiting", "Idle time", lead, found)
 
 
 def _wait_table(placement: Placement, review: Review, title: str) -> Rows:
     step = review.timeline.step_s or 1.0
     names = placement.problem.cluster.device_name
-    rows: list[tuple[str, ...]] = []
+    of, rows = f"of the {_pass_word(placement)}", list[tuple[str, ...]]()
     idle = idle_devices([review.timeline])
     for device, name in enumerate(names):
         if device in idle:
             continue
         reasons = _add_up([wait for wait in review.waits if wait.device == device])
         shown = [each for each in reasons[:_MOST_WAITS] if _sum_up(each) >= _LEAST_SHARE * step]
-        rows += [_wait_row(name, each, names, step) for each in shown]
+        rows += [_wait_row(name, each, names, step, _pass_word(placement)) for each in shown]
         rest = [wait for each in reasons[len(shown) :] for wait in each]
         if rest:
             seconds = _sum_up(rest)
             text = f"{len(rest)} shorter wait{'s' * (len(rest) > 1)}"
             rows.append((name, text, "", format_seconds(seconds), format_percent(seconds / step)))
     if not rows:
-        rows.append(("-", "no device is ever idle", "", "", ""))
-    return Rows(
-        ("device", "waits for", "most of it for", "time", "of the step"), rows, ("time", "of the step"), title
-    )
+        none = "no device that computes is ever idle" if idle else "no device is ever idle"
+        rows.append(("-", none, "", "", ""))
+    return Rows(("device", "waits for", "most of it for", "time", of), rows, ("time", of), title)
 
 
 def _add_up(waits: Sequence[Wait]) -> list[list[Wait]]:
@@ -322,7 +329,9 @@ def _sum_up(waits: Sequence[Wait]) -> float:
     return sum(wait.seconds for wait in waits)
 
 
-def _wait_row(name: str, waits: Sequence[Wait], names: Sequence[str], step: float) -> tuple[str, ...]:
+def _wait_row(
+    name: str, waits: Sequence[Wait], names: Sequence[str], step: float, what: str
+) -> tuple[str, ...]:
     """A reason, what made most of it, and how long it took in all."""
     first = waits[0]
     source = names[first.source] if first.source >= 0 else ""
@@ -332,12 +341,13 @@ def _wait_row(name: str, waits: Sequence[Wait], names: Sequence[str], step: floa
         more = f"of {count} waits" if cause else f"{count} times"
         cause += f"{' ' if cause else ''}({more})"
     seconds = _sum_up(waits)
-    text = _WORDS[first.kind].format(source=source)
+    text = _WORDS[first.kind].format(source=source, what=what)
     return name, text, cause, format_seconds(seconds), format_percent(seconds / step)
 
 
 def _path_section(parts: PlanPage) -> Section:
     review, step = parts.review, parts.review.timeline.step_s or 1.0
+    of = f"of the {_pass_word(parts.placement)}"
     longest = sorted(review.critical, key=lambda part: part.start_s - part.end_s)[:_MOST_PARTS]
     rows = [
         (
@@ -357,9 +367,9 @@ def _path_section(parts: PlanPage) -> Section:
         f"The {len(longest)} longest of {len(review.critical)} stretches, in order of time." if hidden else ""
     )
     table = Rows(
-        ("from", "what", "module", "ops", "time", "of the step"),
+        ("from", "what", "module", "ops", "time", of),
         rows,
-        ("from", "time", "of the step"),
+        ("from", "time", of),
         title,
         note,
         folded=True,
@@ -370,13 +380,13 @@ def _path_section(parts: PlanPage) -> Section:
         shares[key] = shares.get(key, 0.0) + part.end_s - part.start_s
     words = {"compute": "computing on {}", "transfer": "sending {}", "wait": "waiting on {}"}
     total = Rows(
-        ("what", "time", "of the step"),
+        ("what", "time", of),
         [
             (words[kind].format(where), format_seconds(seconds), format_percent(seconds / step))
             for (kind, where), seconds in sorted(shares.items(), key=lambda pair: -pair[1])
             if seconds > 0
         ],
-        ("time", "of the step"),
+        ("time", of),
     )
     lead = (
         "The chain of ops and transfers that the step time is made of: to be faster, something here"
@@ -431,7 +441,7 @@ def _module_section(placement: Placement, review: Review) -> list[Section]:
         depth = max(module.depth for module in rows) - 1
         rows = [module for module in rows if module.depth <= depth]
     tree = _nest(rows, names, review.timeline.step_s, _depth_to_open(rows))
-    used = [device for device in range(len(names)) if any(module.ops_on[device] for module in rows[:1])]
+    used = _devices_of(rows[0])
     hidden = len(review.modules) - len(rows)
     return [
         Section(
@@ -475,7 +485,7 @@ def _module_line(module: ModuleUse, names: Sequence[str], step_s: float) -> dict
     total = sum(module.seconds)
     weights = module.seconds if total > 0 else module.ops_on
     whole = sum(weights) or 1
-    at = [device for device in range(len(names)) if module.ops_on[device]]
+    at = _devices_of(module)
     shares = [f"{names[device]} {format_percent(weights[device] / whole)}" for device in at]
     last = module.path.rpartition(".")[2] or "the whole model"
     return {
@@ -492,6 +502,11 @@ def _module_line(module: ModuleUse, names: Sequence[str], step_s: float) -> dict
             ", ".join(names[device] for device in at) if len(at) <= 4 else f"{len(at)} devices"
         ),
     }
+
+
+def _devices_of(module: ModuleUse) -> list[int]:
+    """Where a module has ops, or copies of them that run."""
+    return [at for at, num in enumerate(module.ops_on) if num or module.seconds[at]]
 
 
 def _comparison_section(parts: PlanPage) -> list[Section]:
@@ -533,7 +548,7 @@ def _comparison_section(parts: PlanPage) -> list[Section]:
 
 
 def _outcome_section(outcomes: Outcomes, at: int) -> Section:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row.name,
             outcome_text(row),
@@ -547,7 +562,9 @@ def _outcome_section(outcomes: Outcomes, at: int) -> Section:
     if outcomes.sweep:
         points = [(row.value or row.name, row.time_s, f"{row.name}: {row.note}") for row in outcomes.rows]
         figures.append(curves.curve_chart(points, title=f"Time over {outcomes.sweep}", across=outcomes.sweep))
-    numbers = ("time", "against now", "a sample")
+    numbers = ["time", "against now", "a sample"]
+    if all(row.per_sample_s is None for row in outcomes.rows):
+        numbers, rows = numbers[:2], [(*row[:3], row[4]) for row in rows]
     table = Rows(("change", *numbers, "why"), rows, numbers)
     title = f"Sweep of {outcomes.sweep}" if outcomes.sweep else "What if"
     return Section(f"outcomes-{at}", title, outcomes.lead, [table], figures)

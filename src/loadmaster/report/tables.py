@@ -10,11 +10,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from loadmaster.core.arrays import Longs
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.findings import FOR_THIS_BRANCH, describe_findings
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Member, Placement, Status
-from loadmaster.core.plan import Pipeline
+from loadmaster.core.plan import Pipeline, Plan
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
@@ -77,7 +78,7 @@ def bound_text(placement: Placement) -> str:
 def summary(placement: Placement, timeline: Timeline | None = None) -> Table:
     """What was found, how good it is, and what proves it; `timeline` says how long devices wait."""
     rows: dict[str, object] = {
-        "algorithm": _winner_text(placement),
+        "algorithm": winner_text(placement),
         "status": Text(status_text(placement), style="green" if placement.fits else "red"),
     }
     if placement.score_s is not None:
@@ -126,7 +127,8 @@ def _pipeline_text(placement: Placement, pipeline: Pipeline, timeline: Timeline 
     return f"{asked}; in flight {flying}; stages recomputed: {again}"
 
 
-def _winner_text(placement: Placement) -> str:
+def winner_text(placement: Placement) -> str:
+    """The algorithm, with the member of its portfolio whose plan it is."""
     best = [m.name for m in placement.members if m.reason.split(";")[0] == "best"]
     return f"{placement.algorithm} ({best[0]})" if best else placement.algorithm
 
@@ -139,7 +141,7 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
     titles = ["device", "kind", "ops", *(["busy"] if busy else []), "peak", "memory", ""]
     table = columns(*titles, right=("ops", "busy", "peak", "memory"), whole=("ops", "busy", "peak", "memory"))
     num = cluster.num_devices
-    counts = np.bincount(plan.device, minlength=num) if plan else np.zeros(num, dtype=np.int64)
+    counts = count_ops(plan, num) if plan else np.zeros(num, dtype=np.int64)
     for d, name in enumerate(cluster.device_name):
         usable, peak = int(cluster.usable_bytes[d]), int(placement.peak_bytes[d])
         table.add_row(
@@ -152,6 +154,13 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
             Bar(peak / usable),
         )
     return table
+
+
+def count_ops(plan: Plan, num_devices: int) -> Longs:
+    """[D] ops that each device runs; of a pipeline with replicas each of them."""
+    if plan.pipeline is not None and plan.pipeline.num_replicas > 1:
+        return plan.pipeline.count_ops(plan.device, num_devices)
+    return np.bincount(plan.device, minlength=num_devices)
 
 
 def _busy_texts(placement: Placement, timeline: Timeline | None) -> list[str]:

@@ -6,10 +6,11 @@ import numpy as np
 
 from loadmaster.core.answers.review import CriticalPart, LinkLoad, ModuleUse, Review
 from loadmaster.core.arrays import Floats
+from loadmaster.core.check import why_not_runnable
 from loadmaster.core.errors import PlanError
-from loadmaster.core.graph import Phase
+from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
-from loadmaster.core.plan import Plan
+from loadmaster.core.plan import Plan, in_graph_order
 from loadmaster.core.problem import Links, Objective, Problem
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
@@ -48,7 +49,7 @@ def review_plan(placement: Placement) -> Review:
         found,
         memory=curves,
         limit=_describe_limit(placement, found.critical, timeline),
-        notes=tuple(_list_notes(problem, plan)),
+        notes=(*_list_notes(problem, plan), *[f"The plan {text}." for text in put_off(placement)]),
     )
 
 
@@ -77,6 +78,21 @@ def review_measured(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
     flat = lower(problem, plan)
     found = _review_spans(flat.problem, flat.plan, on_flat_graph(problem, plan, flat, timeline))
     return replace(found, graph=flat.problem.graph, modules=())
+
+
+def put_off(placement: Placement) -> list[str]:
+    """What to know of a captured step whose plan runs ops in another order than torch does."""
+    problem, plan = placement.problem, placement.plan
+    if plan is None or problem.objective != Objective.STEP or problem.graph.capture in ("", "generated"):
+        return []
+    if not why_not_runnable(problem, plan):
+        return []
+    own = in_graph_order(plan)
+    timeline = simulate_step(problem, own)[0] if has_steps(problem, own) else prepare(problem).timeline(own)
+    slower = format_seconds(timeline.step_s)
+    if placement.score_s is not None and slower == format_seconds(placement.score_s):
+        return []
+    return [f"delays some gradients, and torch does not: in training this step takes {slower}"]
 
 
 def _review_spans(problem: Problem, plan: Plan, timeline: Timeline) -> Review:
@@ -161,7 +177,7 @@ def module_uses(problem: Problem, plan: Plan, seconds: Floats) -> tuple[ModuleUs
     children: dict[str, dict[str, None]] = {"": {}}
     total: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {"": np.zeros(own.shape[1])}
     row_of = {path: at for at, path in enumerate(paths.tolist())}
-    for path in dict.fromkeys(graph.module):  # in the order in which they first run
+    for path in _in_order_of_running(graph):
         row = sums[row_of[path]]
         words = path.split(".") if path else []
         total[""] += row
@@ -188,6 +204,15 @@ def module_uses(problem: Problem, plan: Plan, seconds: Floats) -> tuple[ModuleUs
         )
         stack += [(child, depth + 1) for child in reversed(under)]
     return tuple(found)
+
+
+def _in_order_of_running(graph: Graph) -> list[str]:
+    """Module paths by the first op that runs in each; weights, which stand first, do not count."""
+    first: dict[str, int] = {}
+    runs = np.flatnonzero(graph.phase != Phase.PARAM)
+    for op in (*runs.tolist(), *np.flatnonzero(graph.phase == Phase.PARAM).tolist()):
+        first.setdefault(graph.module[op], op)
+    return list(first)
 
 
 def _describe_limit(placement: Placement, critical: tuple[CriticalPart, ...], timeline: Timeline) -> str:

@@ -1,6 +1,7 @@
 """Charts of the page: what they must let one see."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,14 +10,15 @@ import pytest
 
 from loadmaster import api
 from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve
+from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import Timeline
 from loadmaster.report.charts import cluster_picture, memory_chart
 from loadmaster.report.curves import comparison_chart, line_chart
 from loadmaster.report.documents import save_trace
-from loadmaster.report.gantt import draw_gantt
+from loadmaster.report.gantt import draw_gantt, render_svg, shown_classes, time_ticks
 from loadmaster.review.look import review_plan
-from tests.builders import chain, plan_on, problem_of, star_cluster
+from tests.builders import chain, graph_of, plan_on, problem_of, star_cluster
 
 
 def ring(num: int) -> Placement:
@@ -123,6 +125,69 @@ def test_labels_of_algorithms_cover_neither_each_other_nor_a_point() -> None:
             assert not (left < c and a < right and top < d and b < bottom)
 
 
+def test_labels_at_the_bound_do_not_lie_on_its_line_and_the_axis_is_named_in_full() -> None:
+    near = [("m_topo", 0.0015, 25.2), ("m_etf", 0.34, 25.25), ("auto", 1.3, 25.2)]
+    root = ElementTree.fromstring(comparison_chart(near, 25.2, upright="time per 16 samples"))
+    (line,) = [path.get("d") or "" for path in root.iter("path") if path.get("class") == "limit"]
+    height = float(line[1:].split("H")[0].split()[1])
+    for group in root.iter("g"):
+        (text,) = group.findall("text")
+        assert not float(text.get("y") or 0) - 9 < height < float(text.get("y") or 0) + 2, text.text
+    (named,) = [text for text in root.iter("text") if text.text == "time per 16 samples"]
+    assert named.get("text-anchor") is None
+    assert float(named.get("x") or 0) > 0
+    shown = [text.text for text in root.iter("text") if text.get("text-anchor") == "end"]
+    assert {"24 s", "26 s"} <= set(shown)
+
+
+def test_times_of_an_axis_are_in_one_unit() -> None:
+    assert [text for _, text in time_ticks(154.0, 4)] == ["0 s", "50 s", "100 s", "150 s"]
+    assert [text for _, text in time_ticks(1.8, 4)] == ["0 s", "0.5 s", "1 s", "1.5 s"]
+    assert time_ticks(1500.0, 3)[1:] == [(600.0, "10 min"), (1200.0, "20 min")]
+    assert [text for _, text in time_ticks(2.5e-5, 3)] == ["0 s", "10 us", "20 us"]
+
+
+def test_the_word_limit_stands_where_the_peak_does_not() -> None:
+    for peak_s, anchor in ((0.9, "start"), (0.1, "end")):
+        held = np.full((1, len(MEMORY_KINDS)), 5 << 20, dtype=np.int64)
+        curve = MemoryCurve(np.zeros(1), held, peak_s, 35 << 20)
+        root = ElementTree.fromstring(memory_chart("gpu0", curve, 36 << 20, 1.0))
+        (limit,) = [text for text in root.iter("text") if (text.text or "").startswith("limit")]
+        assert limit.get("text-anchor") == anchor
+
+
+def test_what_takes_no_time_to_send_has_no_arrow_and_no_lane() -> None:
+    graph = graph_of({"makes": [5, 0]}, {"uses": [0]}, {"uses": [1]})
+    problem = problem_of(graph, star_cluster(3, memory=10**6, rate=5.0), 1.0)
+    placement = api.plan(problem, algorithm=plan_on([0, 1, 2]))
+    review = review_plan(placement)
+    svg = cluster_picture(problem.cluster, review, placement.peak_bytes.tolist())
+    assert svg.count('class="wire"') == 1
+    gantt = draw_gantt(problem.graph, {"predicted": review.timeline})
+    names = problem.cluster.device_name
+    assert [lane.title for lane in gantt.lanes if lane.is_link] == [f"{names[0]} → {names[1]}"]
+
+
+def test_names_of_lanes_predicted_and_measured_are_within_the_picture() -> None:
+    problem = problem_of(chain(4, num_bytes=5), star_cluster(2, memory=10**6), 1.0)
+    timeline = api.simulate(problem, api.plan(problem, algorithm=plan_on([0, 1, 0, 1])).plan)
+    timeline = replace(timeline, device_name=("cpu#0", "cpu#1"))
+    gantt = draw_gantt(problem.graph, {"predicted": timeline, "measured": timeline})
+    root = ElementTree.fromstring(render_svg(gantt))
+    titles = [text for text in root.iter() if text.get("class") == "g-title"]
+    ends = [text for text in titles if text.get("text-anchor") == "end"]
+    assert any(text.text == "cpu#0 → cpu#1 (predicted)" for text in ends)
+    for text in ends:
+        assert float(text.get("x", "0")) > 6.5 * len(text.text or "")
+
+
+def test_the_legend_leaves_out_what_takes_no_time() -> None:
+    graph = graph_of({"makes": [5], "phase": Phase.PARAM}, {"uses": [0]})
+    problem = problem_of(graph, star_cluster(1, memory=10**6), np.array([0.0, 1.0]))
+    placement = api.plan(problem, algorithm=plan_on([0, 0]))
+    assert shown_classes(draw_gantt(graph, {"predicted": review_plan(placement).timeline})) == [0]
+
+
 def test_the_axis_of_losses_has_round_numbers_that_hold_every_loss() -> None:
     root = ElementTree.fromstring(line_chart([("a", [(1, 7.626), (9, 4.517)])], title="", across="step"))
     shown = [float(text.text or "") for text in root.iter("text") if text.get("text-anchor") == "end"]
@@ -139,6 +204,14 @@ def test_the_page_of_a_plan_that_does_not_fit_says_memory_and_not_what_limits_it
     text = (tmp_path / "page.html").read_text()
     assert "does not fit" in text
     assert "What limits it" not in text
+    assert "samples/s" not in text  # of a plan that cannot run
+    assert "no plan that fits" in text
+
+
+def test_hidden_devices_are_not_called_busy(tmp_path: Path) -> None:
+    problem = problem_of(chain(2), star_cluster(12, memory=100), 1.0)
+    api.write_report(api.plan(problem, algorithm=plan_on([0, 0])), tmp_path / "page.html")
+    assert "no device that computes is ever idle" in (tmp_path / "page.html").read_text()
 
 
 def test_spans_of_a_trace_that_touch_share_a_row(tmp_path: Path) -> None:

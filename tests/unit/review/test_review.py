@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster import api
+from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective
 from loadmaster.core.timeline import SpanKind
-from loadmaster.review.look import review_measured, review_plan
+from loadmaster.review.look import put_off, review_measured, review_plan
 from loadmaster.review.waiting import list_waits
 from tests.builders import chain, diamond, graph_of, loose_ops, plan_on, problem_of, star_cluster
 from tests.strategies import plans, problems
@@ -90,6 +92,37 @@ def test_links_carry_what_crosses_them() -> None:
         ("ref1 up", 5, 5.0),
         ("ref0 down", 5, 5.0),
     }
+
+
+def test_modules_stand_in_the_order_in_which_they_run_not_in_that_of_their_weights() -> None:
+    graph = graph_of(
+        {"module": "first", "phase": Phase.PARAM, "makes": [4]},
+        {"module": "last", "phase": Phase.PARAM, "makes": [4]},
+        {"module": "first", "uses": [0], "makes": [1]},
+        {"module": "middle", "uses": [2], "makes": [1]},
+        {"module": "last", "uses": [1, 3]},
+    )
+    review = review_plan(placed(graph, star_cluster(1), 1.0, *[0] * 5))
+    assert [module.path for module in review.modules] == ["", "first", "middle", "last"]
+
+
+def test_a_plan_that_trains_more_slowly_than_it_says_is_told_of_steps_alone() -> None:
+    # torch runs the backward pass of op1 first; the plan that of op0, whose output gpu1 waits for
+    graph = graph_of(
+        {"makes": [1]},
+        {"makes": [1]},
+        {"phase": Phase.BACKWARD, "mirror": 1, "uses": [1]},
+        {"phase": Phase.BACKWARD, "mirror": 0, "uses": [0], "makes": [1]},
+        {"uses": [2]},
+    )
+    problem = problem_of(replace(graph, capture="joint"), star_cluster(2), 1.0)
+    answer = api.plan(problem, algorithm=plan_on([0, 0, 0, 0, 1], [0, 1, 3, 2, 4]))
+    assert answer.score_s == 5.0
+    assert put_off(answer) == ["delays some gradients, and torch does not: in training this step takes 6 s"]
+    assert "as it trains, this step takes 6 s" in " ".join(review_plan(answer).notes)
+    passes = replace(answer, problem=replace(problem, objective=Objective.THROUGHPUT))
+    assert put_off(passes) == []
+    assert put_off(api.plan(problem, algorithm=plan_on([0, 0, 0, 0, 1], [0, 1, 2, 3, 4]))) == []
 
 
 def test_modules_add_up_to_the_whole() -> None:

@@ -16,7 +16,8 @@ from loadmaster.core.problem import Objective
 from loadmaster.core.run import Budget
 from loadmaster.core.timeline import SpanKind, TimelineOrigin
 from loadmaster.report.documents import samples_per_s
-from loadmaster.report.tables import time_word
+from loadmaster.report.pipelines import why
+from loadmaster.report.tables import count_ops, time_word, winner_text
 from loadmaster.review.explain import explain_plan
 from loadmaster.review.look import review_measured, review_plan
 from loadmaster.review.replanning import Replanner
@@ -145,3 +146,20 @@ def test_the_page_of_a_pipeline_says_how_busy_devices_are_while_it_runs(tmp_path
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "How busy each device is while the pipeline runs" in page
     assert page.count(">busy 100.0 %<") == 2  # both run all the time, one sample after the other
+    assert "of the step" not in page
+    assert "This is one pass alone" in page
+
+
+def test_every_replica_of_a_stage_is_counted(tmp_path: Path) -> None:
+    problem = layers_problem([Layer(8.0, 16.0, sent=1)] * 2, [1.0, 1.0], "")
+    placement = api.plan(problem, pipeline="auto", budget="60x")
+    assert placement.plan is not None
+    assert placement.plan.pipeline is not None
+    assert placement.plan.pipeline.num_replicas == 2
+    assert count_ops(placement.plan, 2).tolist() == [problem.graph.num_ops] * 2
+    assert why(placement)[0].startswith("one stage on ref0 and again on ref1:")
+    assert [m.score_s for m in placement.members if m.reason == "best"] == [placement.score_s]
+    assert "one pass" not in winner_text(placement)
+    api.write_report(placement, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '<span class="on">ref0, ref1</span>' in page

@@ -229,18 +229,6 @@ def _describe_written_file(what: str, path: str, *, fits: bool) -> str:
 def _note_torch_order(placement: "Placement") -> list[str]:
     """What to know of a captured step whose plan has another order than torch's."""
 
-    from loadmaster import api
-    from loadmaster.core.check import why_not_runnable
-    from loadmaster.core.plan import in_graph_order
-    from loadmaster.core.units import format_seconds
+    from loadmaster.review.look import put_off
 
-    problem, plan = placement.problem, placement.plan
-    if plan is None or problem.graph.capture in ("", "generated") or not why_not_runnable(problem, plan):
-        return []
-    slower = format_seconds(api.simulate(problem, in_graph_order(plan)).step_s)
-    if placement.score_s is not None and slower == format_seconds(placement.score_s):
-        return []
-    return [
-        f"note: the plan delays some gradients, and torch does not: in training this step takes {slower};"
-        " use --order captured to plan for that"
-    ]
+    return [f"note: the plan {text}; use --order captured to plan for that" for text in put_off(placement)]

@@ -103,7 +103,7 @@
       ctx.fillRect(titleWidth + left, y, Math.max(wide - (wide > 3 ? 0.6 : 0), 0.7), tall);
       if (wide > (data.short ? 18 : 46) && tall > 11) {
         ctx.globalAlpha = alpha = dim ? 0.4 : 1;
-        ctx.fillStyle = colours.ink; pen = -1;
+        ctx.fillStyle = kind ? "#14171b" : colours.ink; pen = -1; // dark is read best on all but the first
         const name = data.names[opOf[i]], text = data.short ? name.split(" of ")[0].split(": ").pop() : name, room = wide - (data.short ? 4 : 8);
         ctx.fillText(fit(text, room), titleWidth + left + 4, y + tall / 2 + 4);
       }
