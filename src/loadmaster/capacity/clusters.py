@@ -1,4 +1,4 @@
-"""Clusters that differ from a given one by a device: one of its devices alone, or one more."""
+"""Clusters made of a given one: one of its devices alone, one more, or the devices of one host."""
 
 from dataclasses import replace
 
@@ -32,6 +32,26 @@ def single_device_cluster(cluster: Cluster, device: int) -> Cluster:
         link_bytes_per_s=np.zeros(0),
         link_latency_s=np.zeros(0),
     )
+
+
+def hosts_apart(cluster: Cluster) -> list[Cluster]:
+    """The devices of each host as a cluster; of hosts with the same devices the first."""
+    found: dict[tuple[tuple[int, ...], ...], Cluster] = {}
+    for host in dict.fromkeys(cluster.host.tolist()):
+        own = np.flatnonzero(cluster.host == host)
+        part = replace(
+            cluster,
+            device_name=tuple(cluster.device_name[d] for d in own.tolist()),
+            kind=cluster.kind[own],
+            host=cluster.host[own],
+            engine=cluster.engine[own],
+            memory_bytes=cluster.memory_bytes[own],
+            reserve_bytes=cluster.reserve_bytes[own],
+            route=cluster.route[np.ix_(own, own)],
+        )
+        columns = (part.kind, part.engine - part.engine.min(), part.memory_bytes, part.reserve_bytes)
+        found.setdefault(tuple(tuple(column.tolist()) for column in columns), part)
+    return [cluster] if len(found) == 1 and cluster.num_devices == own.size else list(found.values())
 
 
 def preset_cluster(preset: KindPreset, *, reserve_bytes: int = 0) -> Cluster:

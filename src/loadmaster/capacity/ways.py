@@ -20,11 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
+from loadmaster.capacity.clusters import hosts_apart
 from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.shard_training import forecast_shards
 from loadmaster.capacity.step_setting import is_training, setting_of
 from loadmaster.core.answers.ways_answer import BIT_EQUAL, ROUNDING, SCHEMA_VERSION, Way, Ways
 from loadmaster.core.errors import InputError, LoadmasterError, PlanError
+from loadmaster.core.graph import Phase
 from loadmaster.core.io import save
 from loadmaster.core.pipelines.order import ONE_F_ONE_B
 from loadmaster.core.placement import Placement
@@ -74,14 +76,33 @@ class _Asked:
         """Whether `loadmaster run` can make the model again."""
         return origin_of(self.problem.graph) is not None
 
-    def plan(self, problem: Problem, algorithm: str, spill: str | None = None) -> Placement:
+    def plan(
+        self, problem: Problem, algorithm: str, spill: str | None = None, budget: Budget | None = None
+    ) -> Placement:
         """What an algorithm answers; refuses an answer that does not fit."""
         order = CAPTURED if is_training(problem.graph) and not problem.pipeline else "free"
-        request = PlanRequest(placer(algorithm), self.budget, self.seed, order, spill, self.say)
+        request = PlanRequest(placer(algorithm), budget or self.budget, self.seed, order, spill, self.say)
         found = find_placement(problem, request)
         if found.plan is None:
             raise PlanError(why_none_fits_in_short(found))
         return found
+
+    def plan_here(self, problem: Problem, algorithm: str, spill: str | None = None) -> Placement:
+        """The same for a plan of one process, which drives the devices of one host: the best host's."""
+        clusters = hosts_apart(problem.cluster)
+        seconds = self.budget.seconds
+        each = self.budget if seconds is None else Budget(seconds=seconds / len(clusters))
+        found: list[Placement] = []
+        refused: LoadmasterError | None = None
+        for cluster in clusters:
+            try:
+                found.append(self.plan(replace(problem, cluster=cluster), algorithm, spill, each))
+            except LoadmasterError as reason:
+                refused = refused or reason
+        if not found:
+            assert refused is not None, "there is a host"
+            raise refused
+        return min(found, key=lambda one: np.inf if one.score_s is None else one.score_s)
 
 
 def weigh_ways(
@@ -159,22 +180,22 @@ def _row_of_placement(
 ) -> Way:
     assert found.score_s is not None, "it fits"
     command = _keep(asked, name, found)
+    note = "; ".join([note] * bool(note) + _describe_processes(found))
     deviations = (_MICRO_BATCHES,) if found.problem.is_stepped and _has_norms(asked.problem) else ()
-    bound = found.bound_s if found.bound_s > 0 else None
-    peaks = tuple(found.peak_bytes.tolist())
+    names = found.problem.cluster.device_name
+    whole = len(names) == asked.problem.cluster.num_devices  # what is proven of one host is not of all
+    bound = found.bound_s if whole and found.bound_s > 0 else None
+    held = dict(zip(names, found.peak_bytes.tolist(), strict=True))
+    peaks = tuple(held.get(device, 0) for device in asked.problem.cluster.device_name)
     speed = asked.batch / found.score_s if asked.batch and found.score_s else None
-    return Way(
-        name, text, "", found.score_s, speed, peaks, bound, found.gap, exactness, deviations, command, note
-    )
+    gap = found.gap if whole else None
+    return Way(name, text, "", found.score_s, speed, peaks, bound, gap, exactness, deviations, command, note)
 
 
 def _row_of_strategy(asked: _Asked, name: str, text: str, found: StrategyAnswer) -> Way:
     command = _keep(asked, name, found)
     strategy = found.strategy
-    note = ""
-    if name == "data_parallel":
-        rows = ", ".join(map(str, strategy.groups[0].rows))
-        note = f"rows {rows}"
+    note = "; ".join([_describe_rows(found)] * (name == "data_parallel") + _describe_processes(found))
     bound = found.bound_s if found.bound_s > 0 else None
     peaks = tuple(found.peak_bytes.tolist())
     return Way(
@@ -193,24 +214,59 @@ def _row_of_strategy(asked: _Asked, name: str, text: str, found: StrategyAnswer)
     )
 
 
+def _describe_rows(found: StrategyAnswer) -> str:
+    """The rows of those that share them, and what does not take part."""
+    shared = [group for group in found.strategy.groups if group.mode == Mode.REPLICATE]
+    if not shared:
+        why = found.notes[0] if found.notes else "its rows are not known"
+        raise PlanError(f"no part of the model can be cut along the batch: {why}")
+    most = max(shared, key=lambda group: len(group.ops))
+    note = f"rows {', '.join(map(str, most.rows))}"
+    apart = [group for group in found.strategy.groups if group.mode != Mode.REPLICATE]
+    return f"{note}; {found.notes[0]}" if apart and found.notes else note
+
+
 def _keep(asked: _Asked, name: str, found: Answer) -> str:
     """Keep an answer, save it where there is a folder, and say what runs it."""
-    if not asked.is_captured:
-        return ""
     asked.answers[name] = found
-    if asked.folder is None:
+    if asked.folder is None or not asked.is_captured:
         return ""
     path = asked.folder / f"{name}.json"
     save(found, path)
-    over_processes = isinstance(found, StrategyAnswer) or found.problem.is_stepped
-    if not over_processes:
+    counts = _count_processes(found)
+    if not counts:
         return f"loadmaster run {path}"
-    cluster = found.problem.cluster
-    hosts = len(set(cluster.host.tolist()))
-    if hosts == 1:
+    if len(counts) == 1:
         return f"loadmaster run {path} --launch local"
-    each = cluster.num_devices // hosts
-    return f"torchrun --nnodes {hosts} --nproc-per-node {each} -m loadmaster run {path}"
+    each = str(counts[0]) if len(set(counts)) == 1 else "K"
+    return (
+        f"torchrun --nnodes {len(counts)} --node-rank N --master-addr HOST --nproc-per-node {each}"
+        f" -m loadmaster run {path}"
+    )
+
+
+def _count_processes(found: Answer) -> list[int]:
+    """How many each host has, of the hosts that take part; none where one process has all devices."""
+    used = _used_devices(found)
+    if used is None:
+        return []
+    counts: list[int] = np.unique(found.problem.cluster.host[used], return_counts=True)[1].tolist()
+    return counts
+
+
+def _describe_processes(found: Answer) -> list[str]:
+    counts = _count_processes(found)
+    return [f"K is {', '.join(map(str, counts))}"] if len(set(counts)) > 1 else []
+
+
+def _used_devices(found: Answer) -> list[int] | None:
+    """Devices with a process each; None: one process has them all."""
+    if isinstance(found, StrategyAnswer):
+        return list(found.strategy.devices)
+    if not found.problem.is_stepped or found.plan is None or found.plan.pipeline is None:
+        return None
+    rows = found.plan.pipeline.replica_device or (tuple(found.plan.device.tolist()),)
+    return sorted({int(device) for row in rows for device in row})
 
 
 def _has_norms(problem: Problem) -> bool:
@@ -235,6 +291,19 @@ def _require_batch(asked: _Asked) -> int:
     return asked.batch
 
 
+def _build_at(question: Question) -> Problem:
+    """The problem at another batch; a function that is asked for a batch must take one."""
+    try:
+        return build_problem(question)
+    except InputError as problem:
+        if "takes no batch" not in str(problem):
+            raise
+        raise InputError(
+            f"it runs the model with {question.batch} rows at a time, and {question.source} takes no batch;"
+            " add the argument"
+        ) from None
+
+
 def _require_several(asked: _Asked) -> None:
     if asked.problem.cluster.num_devices < 2:
         raise InputError("there is one device only")
@@ -245,7 +314,7 @@ def _require_several(asked: _Asked) -> None:
 
 def _one_device(asked: _Asked, name: str, text: str) -> Way:
     found = asked.plan(asked.problem, "single_device")
-    used = asked.problem.cluster.device_name[int(np.bincount(_device(found)).argmax())]
+    used = found.problem.cluster.device_name[int(np.bincount(_device(found)).argmax())]
     return _row_of_placement(asked, name, text, found, BIT_EQUAL, f"on {used}")
 
 
@@ -256,9 +325,9 @@ def _device(found: Placement) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]
 
 def _placed(asked: _Asked, name: str, text: str) -> Way:
     _require_several(asked)
-    found = asked.plan(asked.problem, "auto")
+    found = asked.plan_here(asked.problem, "auto")
     used = sorted(set(_device(found).tolist()))
-    note = "" if len(used) > 1 else f"all on {asked.problem.cluster.device_name[used[0]]}"
+    note = "" if len(used) > 1 else f"all on {found.problem.cluster.device_name[used[0]]}"
     return _row_of_placement(asked, name, text, found, BIT_EQUAL, note)
 
 
@@ -269,7 +338,7 @@ def _spill(asked: _Asked, name: str, text: str) -> Way:
         raise InputError("no host memory is among the devices; add it, e.g. cpu-64GB")
     if on_host.all():
         raise InputError("all devices are hosts; there is nothing to spill from")
-    found = asked.plan(asked.problem, "auto", "host")
+    found = asked.plan_here(asked.problem, "auto", "host")
     if LOAD not in found.problem.graph.op_kind:
         raise PlanError("no weight needs to wait on the host; see 'placed'")
     return _row_of_placement(asked, name, text, found, BIT_EQUAL)
@@ -281,11 +350,10 @@ def _recompute(asked: _Asked, name: str, text: str) -> Way:
     search = FitSearch(asked.question, asked.budget, True, asked.say)
     cluster = asked.problem.cluster
     setting = replace(setting_of(asked.question), recompute=True, target=target_of(cluster))
-    found = asked.plan(search.problem(setting, cluster), "auto")
-    row = _row_of_placement(asked, name, text, found, BIT_EQUAL)
-    asked.answers.pop(name, None)  # the saved plan would not say to recompute
+    found = asked.plan_here(search.problem(setting, cluster), "auto")
+    apart = replace(asked, folder=None, answers={})  # a saved plan would not say to recompute
     note = "in your own loop: torch.utils.checkpoint around the blocks"
-    return replace(row, command="", note=note)
+    return _row_of_placement(apart, name, text, found, BIT_EQUAL, note)
 
 
 def _accumulate(asked: _Asked, name: str, text: str) -> Way:
@@ -299,8 +367,8 @@ def _accumulate(asked: _Asked, name: str, text: str) -> Way:
         asked.say(f"{k} passes", 0.0)
         question = replace(asked.question, batch=batch // k, accumulation=k)
         try:
-            problem_of[k] = build_problem(question)
-            found = asked.plan(problem_of[k], "auto")
+            problem_of[k] = _build_at(question)
+            found = asked.plan_here(problem_of[k], "auto")
         except LoadmasterError as problem:
             refused = problem
             continue
@@ -326,7 +394,7 @@ def _pipeline(asked: _Asked, name: str, text: str) -> Way:
         raise refused
     count = min(tried)[1]
     if is_model(asked.question.source):
-        part = build_problem(replace(asked.question, batch=batch // count))
+        part = _build_at(replace(asked.question, batch=batch // count))
         found = asked.plan(with_steps(part, count, ONE_F_ONE_B), "pipeline")
     else:
         part = with_steps(make_microbatch(asked.problem, count), count, ONE_F_ONE_B)
@@ -356,9 +424,8 @@ def _mixed(asked: _Asked, name: str, text: str) -> Way:
     if isinstance(found, StrategyAnswer):
         modes = [group.mode for group in found.strategy.groups if Mode(group.mode)]
         counts = (f"{modes.count(mode)} {mode.value}" for mode in Mode if mode in modes)
-        stuck = "; ".join(found.notes[:1])
-        note = f"groups: {', '.join(counts)}"
-        return replace(row, note=f"{note}; {stuck}" if stuck else note)
+        words = [f"groups: {', '.join(counts)}", *_describe_processes(found), *found.notes[:1]]
+        return replace(row, note="; ".join(words))
     return row
 
 
@@ -369,13 +436,14 @@ def _shards(asked: _Asked, name: str, text: str) -> Way:
     at = cluster.device_name.index(found.device)
     peaks = [0] * cluster.num_devices
     peaks[at] = found.peak_bytes
-    speed = asked.batch / found.step_s if asked.batch and found.step_s else None
+    step_s = max(found.step_s, _passes_s(asked.problem, at)) if found.step_s is not None else None
+    speed = asked.batch / step_s if asked.batch and step_s else None
     note = f"{found.num_shards} shards on {found.device}"
     return Way(
         name,
         text,
         "",
-        found.step_s,
+        step_s,
         speed,
         tuple(peaks),
         None,
@@ -385,6 +453,13 @@ def _shards(asked: _Asked, name: str, text: str) -> Way:
         found.command,
         note,
     )
+
+
+def _passes_s(problem: Problem, device: int) -> float:
+    """Seconds of all ops of both passes on a device: shards run the same ones, whatever else they do."""
+    own = np.isin(problem.graph.phase, (Phase.FORWARD, Phase.BACKWARD))
+    seconds = problem.costs.compute_s[own, int(problem.cluster.kind[device])]
+    return float(seconds[np.isfinite(seconds)].sum())
 
 
 _WAYS: dict[str, tuple[str, Callable[[_Asked, str, str], Way]]] = {

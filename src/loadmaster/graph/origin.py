@@ -32,6 +32,7 @@ _WORDS = {  # field of `Asked` -> option
 }
 _NUMBERS: dict[str, type] = {"batch": int, "seq": int, "accumulation": int, "assume": float}
 _DEFAULT = {"precision": "fp32"}
+_ROWS = re.compile(r"input \w+\[(\d+)")
 
 
 def add_origin(capture: str, source: str, asked: Any) -> str:
@@ -73,6 +74,18 @@ def origin_of(graph: Graph) -> tuple[str, dict[str, Any]] | None:
         return source, {option[word]: _NUMBERS.get(option[word], str)(value) for word, value in pairs.items()}
     except (ValueError, KeyError):
         raise InputError(f"the plan says that it was made from {text!r}, which cannot be read") from None
+
+
+def batch_of_graph(graph: Graph) -> int | None:
+    """Samples of the inputs of a captured step: as it was asked for, or as all inputs have; else None."""
+    origin = origin_of(graph)
+    if origin is not None:
+        asked = origin[1].get("batch", DEFAULT_BATCH if origin[0].startswith(_NAMED) else None)
+        if asked is not None:
+            return int(asked)
+    inputs = {int(at) for at, kind in zip(graph.signature, graph.op_kind, strict=True) if kind == "input"}
+    rows = {int(found[1]) for at in inputs if at >= 0 and (found := _ROWS.match(graph.signature_table[at]))}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def samples_in_a_pass(graph: Graph) -> int | None:

@@ -28,7 +28,7 @@ from loadmaster.cost.cost_request import (
 )
 from loadmaster.cost.roofline import roofline_costs
 from loadmaster.graph.models import CaptureOptions
-from loadmaster.graph.origin import DEFAULT_BATCH, origin_of
+from loadmaster.graph.origin import batch_of_graph
 from loadmaster.graph.source import is_model, read_source
 
 
@@ -109,11 +109,9 @@ def _step_for_auto(objective: Objective | str | None) -> Objective:
 
 def batch_of(graph: Graph, question: Question | None) -> int | None:
     """How many samples a captured step has, None where nobody knows."""
-    if question is not None and is_model(question.source):
-        return question.batch or DEFAULT_BATCH
-    origin = origin_of(graph)
-    batch = origin[1].get("batch", DEFAULT_BATCH) if origin is not None else None
-    return batch if isinstance(batch, int) else None
+    if question is not None and question.batch is not None and is_model(question.source):
+        return question.batch
+    return batch_of_graph(graph)
 
 
 def revise_problem(

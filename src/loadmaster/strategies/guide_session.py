@@ -21,6 +21,7 @@ from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
 from loadmaster.questions.problem import batch_of, build_problem
 from loadmaster.strategies.guide_training import Settings, Workers, train
+from loadmaster.strategies.learned.guide import one_thread
 from loadmaster.strategies.learned.network import save_network
 
 MODELS = ("zoo:vgg16@64", "zoo:resnet50@64", "hf:bert-base@32", "hf:gpt2@16")
@@ -59,7 +60,7 @@ def train_guide(
     out.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     graphs = capture_graphs(models, progress)
-    with _one_thread(), _make_workers(workers, ray) as mapped:
+    with one_thread(), _make_workers(workers, ray) as mapped:
         network, losses = train(graphs, settings, progress, mapped)
     notes = {"episodes": settings.episodes, "replays": settings.replays, "seed": settings.seed}
     notes["together"] = settings.together
@@ -102,17 +103,6 @@ def capture_graphs(
             )
         graphs.append((graph, batch))
     return graphs
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums of several threads may differ from run to run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -9,14 +9,38 @@ from pathlib import Path
 import msgspec
 import pytest
 
+pytest.importorskip("torch")
+import torch
+
 import loadmaster as lm
+from loadmaster.capacity.clusters import hosts_apart
 from loadmaster.capacity.ways import weigh_ways
 from loadmaster.core.answers.ways_answer import BIT_EQUAL, Ways
 from loadmaster.core.errors import InputError
 from loadmaster.core.question import Question
 from loadmaster.core.run import Budget
+from tests.distributed.run_models import Rows, square
 
+OWN = """import torch
+from torch import nn
+
+
+def build():
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return layers, (torch.zeros(6, 8),)
+"""
 SOURCE = "tests/distributed/run_models.py:build_rows"
+
+
+class Meet(torch.nn.Module):
+    """Every row meets every other at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x @ x.t())
 
 
 def test_a_way_that_cannot_be_taken_says_why() -> None:
@@ -32,7 +56,54 @@ def test_a_way_that_cannot_be_taken_says_why() -> None:
     assert reasons["placed"] == "there is one device only"
     assert "no host memory" in reasons["spill"]
     assert "there is one device only" in str(table)
-    assert found.answers == {}
+    assert set(found.answers) == taken  # a graph can be planned all the same
+
+
+def test_a_function_without_a_batch_has_that_of_its_inputs(tmp_path: Path) -> None:
+    source = f"{tmp_path / 'own.py'}:build"
+    (tmp_path / "own.py").write_text(OWN)
+    asked = {"budget": Budget(count=3), "folder": str(tmp_path / "ways")}
+    table = weigh_ways(Question(source, "cpu#0-2GB | cpu#0-2GB, cpu#1-2GB ; inter=10gbit"), **asked).table
+    assert table.batch == 6
+    ways = {way.name: way for way in table.ways}
+    assert ways["one_device"].samples_per_s == pytest.approx(6 / (ways["one_device"].step_s or 0))
+    for name in ("accumulate", "pipeline"):
+        assert "rows at a time, and" in ways[name].reason
+        assert "takes no batch; add the argument" in ways[name].reason
+    assert ways["data_parallel"].note == "rows 2, 2, 2; K is 1, 2"  # processes of each host
+    assert ways["data_parallel"].command.startswith("torchrun --nnodes 2 --node-rank N --master-addr HOST")
+    assert "--nproc-per-node K " in ways["data_parallel"].command
+
+
+def test_a_plan_of_one_process_stays_on_one_host() -> None:
+    graph = lm.capture(Rows(), (torch.randn(4, 16),), loss=square, optimizer="adam")
+    found = weigh_ways(
+        Question(graph, "2xV100-16GB | 1xP100 | 1xP100 ; inter=25gbit"), budget=Budget(count=3)
+    )
+    ways = {way.name: way for way in found.table.ways}
+    used = [peak > 0 for peak in ways["placed"].peak_bytes]
+    assert used in ([True, True, False, False], [True, False, False, False], [False, True, False, False])
+    assert ways["placed"].gap is None  # what is proven of one host is not of all
+    answer = found.answers["placed"]
+    assert len(set(answer.problem.cluster.host.tolist())) == 1
+    apart = hosts_apart(found.answers["one_device"].problem.cluster)
+    assert [cluster.num_devices for cluster in apart] == [2, 1]  # two hosts are alike
+
+
+def test_shards_are_no_quicker_than_the_ops_they_run() -> None:
+    table = weigh_ways(Question(SOURCE, "2xV100-16GB"), budget=Budget(count=3)).table
+    ways = {way.name: way for way in table.ways}
+    shards, whole = ways["shards"].step_s, ways["one_device"].step_s
+    assert shards is not None
+    assert whole is not None
+    assert shards > 0.5 * whole  # all but the update
+
+
+def test_data_parallelism_says_what_takes_no_part_in_it() -> None:
+    graph = lm.capture(Meet(), (torch.randn(4, 16),), loss=square, optimizer="sgd")
+    found = weigh_ways(Question(graph, "2xV100-16GB"), budget=Budget(count=3))
+    way = next(way for way in found.table.ways if way.name == "data_parallel")
+    assert "multiplies rows of the batch with each other" in way.note + way.reason
 
 
 def test_any_is_the_only_choice_of_ways() -> None:

@@ -96,6 +96,20 @@ def test_one_network_serves_any_devices(devices: str) -> None:
         assert guess.prior.sum() == pytest.approx(1.0, abs=1e-5)
 
 
+def test_guesses_use_one_thread_and_leave_the_number_as_it_was() -> None:
+    evaluator, seen = seeded(), []
+    guide = NetworkGuide(network())
+    guide.network.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        best = min(evaluator.seen.values(), key=lambda e: e.rank)
+        guide.guess(guide.prepare(evaluator), [(0,)], best)
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_relabelling_equal_devices_does_not_change_the_prior() -> None:
     evaluator = seeded("2xV100-16GB | 2xV100-16GB ; inter=10gbit")
     record = make_record(evaluator)

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from loadmaster.core.check import check_plan
+from loadmaster.core.cluster import SOCKET_BYTES_PER_S, SOCKET_LATENCY_S
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase
 from loadmaster.core.plan import plan_of
@@ -15,6 +16,7 @@ from loadmaster.core.problem import Links
 from loadmaster.core.strategy import Mode, Sync
 from loadmaster.core.timeline import SpanKind
 from loadmaster.simulator.events.engine import prepare, simulate
+from loadmaster.strategies.ask import make_evaluator
 from loadmaster.strategies.lowering.lower import LoweredStrategy, lower
 from loadmaster.strategies.splitting.splits import find_splits
 from tests import reference
@@ -150,6 +152,19 @@ def test_every_communicator_has_one_channel_of_its_own() -> None:
         added = flat.problem.cluster.device_name[flat.num_devices :]
         counts[way] = sum(": " not in name for name in added)  # the others are ends of its edges
     assert counts == {"even": 1, "other devices": 2, "place": 0}
+
+
+def test_processes_of_one_host_send_through_sockets() -> None:
+    problem = wide_problem(devices="cpu#0-4GB, cpu#1-4GB")
+    assert problem.cluster.link_bytes_per_s.min() > SOCKET_BYTES_PER_S  # in one process nothing is sent
+    group = group_of(every_op(problem), (0, 1), (6, 6), sync=Sync.ALLREDUCE)
+    flat = lower(problem, strategy_of(problem, group)).problem.cluster
+    links = problem.cluster.num_links
+    assert (flat.link_bytes_per_s[:links] <= SOCKET_BYTES_PER_S).all()
+    assert (flat.link_latency_s[:links] >= SOCKET_LATENCY_S).all()
+    evaluator = make_evaluator(problem, BATCH)  # the same at the level of groups
+    assert evaluator.wires.latency_s[0][1] >= SOCKET_LATENCY_S
+    assert evaluator.facts.bytes_per_s[0, 1] <= SOCKET_BYTES_PER_S
 
 
 def test_links_that_are_shared_make_a_step_longer_than_links_that_are_not() -> None:

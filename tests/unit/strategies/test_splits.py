@@ -10,6 +10,7 @@ import torch
 
 from loadmaster.core.graph import NO_MIRROR, Graph, Phase
 from loadmaster.cost.signature import TensorSpec, parse_signature
+from loadmaster.graph.capture import capture
 from loadmaster.strategies.splitting.forms import Form, Splits
 from loadmaster.strategies.splitting.probe import Probe
 from loadmaster.strategies.splitting.rules import Arg, Call, Formed, Unsplittable, apply_rule
@@ -41,6 +42,17 @@ def test_the_loss_is_a_mean_and_the_inputs_are_rows() -> None:
     assert (splits.form[np.isin(graph.tensor_op, np.flatnonzero(kind == "input"))] == Form.PART).all()
     loss = np.flatnonzero(graph.tensor_bytes == 4)[0]
     assert splits.form[loss] == Form.WEIGHTED
+
+
+def test_the_gradient_of_a_mean_is_rows_though_it_is_one_value() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    graph = capture(layers, (torch.zeros(4, 8),), optimizer="sgd", loss=torch.mean)
+    splits = find_splits(graph, 4)  # as many rows as outputs
+    assert splits.reason == {}
+    updates = np.flatnonzero(graph.phase == Phase.UPDATE)
+    read = graph.use_tensor[np.isin(graph.use_op, updates)]
+    made = read[graph.phase[graph.tensor_op[read]] == Phase.BACKWARD]
+    assert splits.form[made].tolist() == [Form.SUM] * 4
 
 
 def test_batch_norm_and_dropout_are_said_to_differ() -> None:

@@ -1,6 +1,7 @@
 """Guide: the network behind a tree search. [torch]"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,21 @@ class NetworkGuide:
 
     def guess(self, record: Record, states: Sequence[Sequence[int]], best: Evaluated) -> list[Guess]:
         """Priors and values, all states in one batch."""
-        with torch.no_grad():
+        with torch.no_grad(), one_thread():
             logits, value = self.network(make_inputs(record, make_states(record, states, best)))
             prior = logits.softmax(-1).double().numpy()
         return [Guess(prior[b], float(value[b])) for b in range(len(states))]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Arrays this small gain nothing from more, and sums of several threads may differ from run to run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_inputs(record: Record, state: State) -> Inputs:

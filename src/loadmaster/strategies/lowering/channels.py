@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster, process_engines
+from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster
 from loadmaster.strategies.lowering.collectives import Wires
 
 CHANNEL = "channel"
@@ -21,7 +21,7 @@ _INSTANT = 1e30  # bytes/s of signals
 
 @dataclass(slots=True)
 class Channels:
-    """Virtual devices, numbered after those of the cluster."""
+    """Virtual devices, numbered after those of a cluster in which each device has a process."""
 
     cluster: Cluster
     wires: Wires
@@ -63,14 +63,13 @@ class Channels:
         for (a, b), links in self.routes.items():
             route[a, b] = NO_LINK
             route[a, b, : len(links)] = links
-        engine = process_engines(base)
         return replace(
             base,
             device_name=(*base.device_name, *self.names),
             kind=_longer(base.kind, more, kinds),
             kind_name=(*base.kind_name, CHANNEL),
             host=_longer(base.host, more, 0),
-            engine=np.concatenate([engine, engine.max() + 1 + np.arange(more, dtype=np.int32)]),
+            engine=np.concatenate([base.engine, base.engine.max() + 1 + np.arange(more, dtype=np.int32)]),
             memory_bytes=np.concatenate([base.memory_bytes, np.full(more, UNLIMITED_BYTES)]),
             reserve_bytes=np.concatenate([base.reserve_bytes, np.zeros(more, dtype=np.int64)]),
             flops_per_s=np.vstack([base.flops_per_s, np.ones((1, base.flops_per_s.shape[1]))]),

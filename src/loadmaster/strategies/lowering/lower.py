@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs
+from loadmaster.core.cluster import process_cluster
 from loadmaster.core.errors import PlanError
 from loadmaster.core.graph import Phase
 from loadmaster.core.plan import Plan
@@ -81,8 +82,9 @@ class _Lowering:
             of_group.append(self.layouts.index(layout))
         self.layout_of_op = np.array(of_group, dtype=np.int32)[self.group_of]
         self.factors: Bools = np.zeros(self.graph.num_ops, dtype=np.bool_)  # run on all rows
-        self.wires = Wires.of(problem.cluster)
-        self.channels = Channels(problem.cluster, self.wires)
+        cluster = process_cluster(problem.cluster)
+        self.wires = Wires.of(cluster)
+        self.channels = Channels(cluster, self.wires)
         self.collectives: list[Schedule] = []
         self.nothing: Floats = np.zeros(len(problem.cluster.kind_name) + 1)
         self.resolved: dict[tuple[int, int], list[int]] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints
+from loadmaster.core.cluster import process_cluster
 from loadmaster.core.errors import UnknownNameError
 from loadmaster.core.graph import Phase
 from loadmaster.core.problem import Problem
@@ -89,7 +90,7 @@ class Evaluator:
         self.compat = compat
         self.problem, self.splits, self.costs, self.facts = problem, splits, costs, facts
         self.actions, self.variants, self.with_factors = tuple(actions), tuple(variants), factors
-        self.wires = Wires.of(problem.cluster)
+        self.wires = Wires.of(process_cluster(problem.cluster))
         self.replays = 0
         self.seen: dict[tuple[int, ...], Evaluated] = {}
         self._rows: dict[tuple[object, ...], tuple[int, ...]] = {}

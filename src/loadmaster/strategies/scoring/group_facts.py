@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadmaster.core.arrays import Bools, Floats, Ints, Longs, sorted_unique
-from loadmaster.core.cluster import NO_LINK
+from loadmaster.core.cluster import NO_LINK, process_cluster
 from loadmaster.core.graph import NO_STORAGE, Phase
 from loadmaster.core.problem import Problem
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
@@ -65,7 +65,7 @@ class GroupFacts:
 
 def find_facts(problem: Problem, splits: Splits, costs: RowCosts, group_of: Ints) -> GroupFacts:
     """The numbers of a problem whose ops are in groups."""
-    graph, cluster = problem.graph, problem.cluster
+    graph, cluster = problem.graph, process_cluster(problem.cluster)
     groups = int(group_of.max()) + 1
     segment, order_of = _segments(problem, group_of)
     num = len(order_of)

@@ -70,6 +70,7 @@ class _Walk:
         if name in _RANDOM and self._is_random(op):
             self.deviations[op] = PER_REPLICA_RANDOM
         if not touched:
+            self._visit_constant_gradient(op)
             return None
         try:
             forms = self._forms(op, touched)
@@ -92,6 +93,27 @@ class _Walk:
         for tensor in self.outs[op]:
             if shape and shape[0] == self.batch:
                 self.form[tensor], self.outer[tensor] = Form.PART, 1
+
+    def _visit_constant_gradient(self, op: int) -> None:
+        """A mean's gradient is one value, whatever the rows are; spread over them it is rows all the same."""
+        mirror = int(self.graph.mirror[op])
+        if self.graph.phase[op] != Phase.BACKWARD or mirror < 0:
+            return
+        reduced = any(self.form[t] in (Form.SUM, Form.WEIGHTED) for t in self.outs[mirror])
+        signature = self._signature(mirror) if reduced else None
+        if signature is None:
+            return
+        try:
+            args = self._match(mirror, signature)
+        except Unsplittable:
+            return
+        for tensor in self.outs[op]:
+            size = int(self.graph.tensor_bytes[tensor])
+            for arg in args:
+                if arg.form == Form.PART and _logical_bytes(arg.spec) == size:
+                    outer = max(math.prod(arg.spec.shape[: arg.dim]), 1)
+                    self.form[tensor], self.outer[tensor], self.scales[op] = Form.PART, outer, True
+                    break
 
     def _own_shape(self, op: int) -> tuple[int, ...]:
         match = _SHAPE.fullmatch(self._signature_text(op))
