@@ -77,6 +77,13 @@ def test_gpus_spread_unevenly_over_nodes_are_asked_for_the_whole_job() -> None:
     assert found[0].action == "scontrol update JobId=5 NumNodes=2 TresPerJob=gres/gpu:3"
 
 
+@pytest.mark.parametrize("now", [{}, {"now": "soon"}, {"now": True}])
+def test_a_queue_of_no_known_time_is_refused(now: dict[str, object]) -> None:
+    nodes = [{"name": "n", "gres": "gpu:a100:4"}]
+    with pytest.raises(FormatError, match="seconds since 1970"):
+        advise_slurm({"nodes": nodes, "jobs": []} | now)
+
+
 @pytest.mark.parametrize(
     "document",
     [

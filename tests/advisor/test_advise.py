@@ -69,6 +69,21 @@ def test_devices_taken_until_nobody_knows_when_reject_without_an_offer() -> None
     assert "it is not known when 4 of them become free" in answer.reason
 
 
+def test_a_number_that_only_a_larger_cluster_has_is_told_and_not_waited_for() -> None:
+    answer = advise(Job("j", measured_curve({1: 2000.0, 16: 100.0})), idle(host_layout([8])), deadline_s=150)
+    assert answer.code == Reason.IMPOSSIBLE_DEADLINE
+    assert answer.earliest_deadline_s == 2000.0
+    assert "at least 33 min 20 s on any number of the 8 devices" in answer.reason
+    assert answer.reason.endswith("16 devices would be in time, and the cluster has 8")
+
+
+def test_times_on_kinds_that_the_cluster_lacks_make_no_deadline_possible() -> None:
+    curve = ScalingCurve({("slow", 1, "host"): 10.0, ("fast", 1, "host"): 2.0})
+    answer = advise(Job("j", curve), idle(host_layout([1], ["slow"])), deadline_s=5)
+    assert answer.code == Reason.IMPOSSIBLE_DEADLINE
+    assert "at least 10 s" in answer.reason
+
+
 def test_free_devices_without_a_block_are_fragmented() -> None:
     layout = Layout(
         tuple("abcd"),
@@ -104,7 +119,7 @@ def test_without_a_curve_the_requested_number_is_given_and_nothing_promised() ->
     [
         (lambda: lm.advise(TIMES, "8xA100-80GB", deadline_s=-1), "-1"),
         (lambda: lm.advise({16: 5.0}, "8xA100-80GB"), "at least 16 devices and the cluster has 8"),
-        (lambda: lm.advise({1: -5.0}, "8xA100-80GB"), "-5.0 s on 1 devices"),
+        (lambda: lm.advise({1: -5.0}, "8xA100-80GB"), "-5.0 s on 1 device; give a time > 0"),
         (lambda: lm.advise({1.5: 5.0}, "8xA100-80GB"), "5.0 s on 1.5 devices"),  # type: ignore[dict-item]
         (lambda: lm.advise({1: "x"}, "8xA100-80GB"), "'x' s on 1 devices"),  # type: ignore[dict-item]
         (lambda: lm.advise({1: math.nan}, "8xA100-80GB"), "nan"),
@@ -163,6 +178,7 @@ def test_the_command_line_advises_from_files(say, tmp_path: Path) -> None:  # ty
         ("times = 3", "give either source"),
         ("[times]\nmany = 3", "'many' is not a number of devices"),
         ("[times]\n1 = -3", "give a number >= 0"),
+        ("[times]\n1 = 0", "job.toml: the time on 1 device is '0'; give a time > 0"),
         ("colour = 1\n[times]\n1 = 3", "unknown field 'colour'"),
         ("= =", "job.toml"),
         ("requested = 0\n[times]\n1 = 3", "requested is '0'"),
@@ -173,6 +189,30 @@ def test_a_bad_job_file_is_one_line(say, tmp_path: Path, text: str, told: str) -
     assert code == 2
     assert told in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("busy", "told"),
+    [
+        ([{"devices": [0], "until": 60}], "unknown field 'until'; known: devices, until_s"),
+        ([{"devices": [0], "until_s": 0}, {"devices": ["gpu0"]}], "device 'gpu0' is given twice"),
+        ([{"devices": [0], "until_s": -1}], "until_s is '-1'; give a number >= 0"),
+    ],
+)
+def test_a_bad_state_is_one_line(say, tmp_path: Path, busy: object, told: str) -> None:  # type: ignore[no-untyped-def]
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps({"busy": busy}))
+    job = _job_file(tmp_path, "[times]\n1 = 3\n")
+    code, _, err = say("advise", job, "--devices", "2xA100-80GB", "--state", str(state))
+    assert code == 2
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_misspelt_command_is_not_taken_for_a_job(say) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = say("advise", "replai", "x.trace", "--devices", "4")
+    assert code == 2
+    assert "unknown command of advise 'replai'; did you mean 'replay'" in err
 
 
 @needs_traces

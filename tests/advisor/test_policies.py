@@ -86,6 +86,24 @@ def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
         policy("constant:four")
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "told"),
+    [
+        ("rollout:-3", {}, "looks at -3 arrivals in 20 futures"),
+        ("rollout", {"futures": 0}, "in 0 futures"),
+        ("smallest:0", {}, "smallest has a floor of 0 devices"),
+        ("best_fit:-1", {}, "best_fit has a floor of -1 devices"),
+        ("shadow_price", {"device_price": -1.0}, "has a price of -1.0"),
+        ("shadow_price", {"block_price": (0.0, float("nan"))}, "has a price of nan"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(
+    name: str, parameters: dict[str, object], told: str
+) -> None:
+    with pytest.raises(InputError, match=told):
+        policy(name, **parameters)
+
+
 def test_superlinear_and_falling_curves_are_scanned_whole() -> None:
     curve = measured_curve({1: 100, 2: 30, 4: 40, 8: 5})
     assert any("slower" in note for note in curve.findings())

@@ -16,7 +16,7 @@ from loadmaster.advisor.environments.trace import (
     read_throughputs,
     read_trace,
 )
-from loadmaster.core.errors import FormatError, InputError, UnknownNameError
+from loadmaster.core.errors import FileError, FormatError, InputError, UnknownNameError
 from tests.advisor.plain_traces import plain_elasticflow, plain_rigid
 from tests.advisor.shared import GAVEL, needs_traces
 
@@ -65,6 +65,12 @@ def test_keys_of_throughputs_are_read_and_never_evaluated(tmp_path: Path) -> Non
     file.write_text(json.dumps({"v100": {"(__import__('os').system('true'), 1)": {"null": 1.0}}}))
     with pytest.raises(FormatError, match="is not"):
         read_throughputs(file)
+
+
+def test_a_file_that_is_not_there_is_not_told_to_be_malformed(tmp_path: Path) -> None:
+    for read in (read_throughputs, read_trace):
+        with pytest.raises(FileError, match="^cannot read"):
+            read(tmp_path / "none")
 
 
 def test_unknown_kinds_and_types_are_told() -> None:
@@ -119,6 +125,69 @@ def test_elasticflow_agrees_with_a_plain_simulator(seed: int) -> None:
     assert sorted(plain) == np.flatnonzero(~np.isnan(found.end_s)).tolist()
     for j, end in plain.items():
         assert found.end_s[j] == pytest.approx(end)
+
+
+@pytest.mark.slow
+def test_the_largest_set_plans_a_job_that_does_not_fit_in_its_turn_before_the_others() -> None:
+    from loadmaster.advisor.environments.trace_engine import Order, TraceRule, replay_trace
+
+    duration = np.full((2, 1, 2, len(LEVELS)), np.inf)
+    duration[0, 0, 0, :2] = 8.0, 5.0  # cheapest on one device, where it leaves the other too little
+    duration[1, 0, 0, 1] = 4.0
+    stream = TraceStream(
+        "two", ("gpu",), np.zeros(2), np.array([10.0, 10.5]), duration, np.array([0, 1]), np.ones(2)
+    )
+    for elastic in (False, True):
+        met = [
+            replay_trace(stream, TraceRule(order, True), np.array([2]), elastic=elastic).num_met
+            for order in (Order.RESERVE, Order.SET)
+        ]
+        assert met == [1, 2]
+
+
+@needs_traces
+@pytest.mark.slow
+def test_a_replay_on_two_kinds_leaves_out_rules_that_reserve(say) -> None:  # type: ignore[no-untyped-def]
+    rates = str(GAVEL / "simulation_throughputs.json")
+    command = ("advise", "replay", str(GAVEL / "51b7ef.trace"), "--throughputs", rates, "--seeds", "2")
+    code, out, _ = say(*command, "--cluster", "2xv100,4xk80", "--json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert {row["policy"] for row in rows} == {"fifo", "edf", "always-max", "smallest", "least-work"}
+    assert rows[0]["setting"].startswith("2 v100 and 4 k80")
+    assert all(row["mean"] <= row["bound"] + 1e-6 for row in rows)
+    code, _, err = say(*command, "--devices", "2xv100,4xk80", "--policy", "elasticflow")
+    assert code == 2
+    assert "rules that reserve devices serve one kind" in err
+    code, _, err = say(*command, "--devices", "2xv100,4xk80", "--elastic")
+    assert code == 2
+    assert "resized jobs have one kind of device" in err
+    code, _, err = say(*command, "--devices", "2", "--resize", "30s")
+    assert code == 2
+    assert "give a time >= 0, and elastic jobs" in err
+
+
+@pytest.mark.parametrize("text", ["", "0", "-2", "2x", "x2", "2xv100,3xv100", "2,3", "99999999"])
+def test_what_is_no_number_of_devices_is_refused(text: str) -> None:
+    from loadmaster.advisor.replay_traces import parse_sizes
+
+    assert parse_sizes("32xv100, 16xk80", "p100") == {"v100": 32, "k80": 16}
+    assert parse_sizes("7", "p100") == {"p100": 7}
+    with pytest.raises(InputError, match="is not a number of devices"):
+        parse_sizes(text, "v100")
+
+
+def test_notes_of_the_solver_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    import ctypes
+
+    from loadmaster.advisor.bounds.traces import _quiet_stdout
+
+    library = ctypes.CDLL(None)
+    print("before")
+    with _quiet_stdout():
+        library.printf(b"a note of a library\n")
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 @pytest.mark.slow

@@ -79,5 +79,7 @@ class Advice:
             low, high = map(format_seconds, self.finish_interval_s)
             lines.append(f"devices: {', '.join(self.device_names)}")
             lines.append(f"done in {format_seconds(self.finish_s or 0)} (90 %: {low} to {high})")
-        lines += [f"would do: {o}" for o in self.offers if not self.admit]
+        cheapest = self.cheapest if len(self.offers) > 1 else None
+        for o in () if self.admit else self.offers:
+            lines.append(f"would do: {o}{' (least device time)' if o == cheapest else ''}")
         return "\n".join(lines)

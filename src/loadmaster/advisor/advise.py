@@ -9,7 +9,7 @@ import numpy as np
 from loadmaster.advisor.advice import Advice, Offer, Reason
 from loadmaster.advisor.jobs.curve import ScalingCurve
 from loadmaster.advisor.jobs.job import Job
-from loadmaster.advisor.jobs.state import Block, ClusterState, Decision
+from loadmaster.advisor.jobs.state import Block, ClusterState, Decision, idle
 from loadmaster.advisor.policies.registry import Policy, Run, policy
 from loadmaster.core.errors import InputError
 from loadmaster.core.units import format_seconds
@@ -204,17 +204,23 @@ def _rejected(
     job: Job, state: ClusterState, decision: Decision, options: list[Offer], in_time: list[Offer]
 ) -> Advice:
     earliest = min(options, key=lambda o: o.deadline_s)
-    fastest = job.curve.fastest_s
+    there = state.layout.num_devices
+    alone = {n: _alone_s(job, state, n) for n in job.curve.degrees if n <= there}
+    fastest = min(alone.values())
+    beyond = [n for n in job.curve.degrees if n > there and job.curve.best(n) <= job.deadline_s]
     told = f"the deadline is {format_seconds(job.deadline_s)}"
     now = [o for o in in_time if o.start_s <= 0]
-    least = min((n for n in job.curve.degrees if job.curve.best(n) <= job.deadline_s), default=0)
+    least = min((n for n, time in alone.items() if time <= job.deadline_s), default=0)
     if fastest > job.deadline_s:
         code = Reason.IMPOSSIBLE_DEADLINE
         reason = (
-            f"{told} and the job takes at least {format_seconds(fastest)} on any number of devices;"
+            f"{told} and the job takes at least {format_seconds(fastest)} on any number of"
+            f" {f'the {there} ' if len(alone) < len(job.curve.degrees) else ''}devices;"
             f" the earliest deadline that can be kept is {format_seconds(earliest.deadline_s)},"
             f" on {earliest.degree}"
         )
+        if beyond:
+            reason += f"; {beyond[0]} devices would be in time, and the cluster has {there}"
     elif decision.note.startswith("priced out"):
         code = Reason.PRICED_OUT
         cost = float(decision.note.rpartition(": ")[2])
@@ -242,6 +248,13 @@ def _rejected(
         offers=tuple(offers),
         warnings=_warnings(job, decision),
     )
+
+
+def _alone_s(job: Job, state: ClusterState, count: int) -> float:
+    """Time on so many devices of the cluster if no other job were there."""
+    if state.layout.blocks:
+        return job.curve.best(count)
+    return idle(state.layout).best_block(job, count)[1]
 
 
 def _advise_unknown(job: Job, state: ClusterState) -> Advice:

@@ -29,6 +29,7 @@ _JOB_KEYS = {
     "times",
 }
 _STATE_KEYS = {"now_s", "busy", "price", "period_s", "coming"}
+_BUSY_KEYS = {"devices", "until_s"}
 _COMING_KEYS = {"mean_gap_s", "jobs"}
 _COMING_JOB_KEYS = {"name", "times", "deadline_s", "value"}
 
@@ -82,7 +83,10 @@ def _times(path: str | Path, times: Any) -> dict[int, float]:
     for count, time in times.items():
         if not str(count).isdecimal() or int(count) < 1:
             raise FormatError(f"{path}: {count!r} is not a number of devices >= 1")
-        found[int(count)] = _seconds(path, f"the time on {count} device{'s' * (int(count) > 1)}", time)
+        what = f"the time on {count} device{'s' * (int(count) > 1)}"
+        found[int(count)] = _seconds(path, what, time)
+        if not found[int(count)]:
+            raise FormatError(f"{path}: {what} is {str(time)[:60]!r}; give a time > 0")
     return found
 
 
@@ -92,17 +96,20 @@ def read_state(path: str | Path, layout: Layout) -> ClusterState:
     document = _parse(path, json.loads)
     _refuse_unknown(path, document, _STATE_KEYS)
     free_at = np.zeros(layout.num_devices)
+    told: set[int] = set()
     busy = document.get("busy", [])
     if not isinstance(busy, list):
         raise FormatError(f"{path}: busy is not a list")
     for row in busy:
         if not isinstance(row, dict) or not isinstance(row.get("devices"), list):
             raise FormatError(f'{path}: {str(row)[:80]} is not {{"devices": [...], "until_s": seconds}}')
+        _refuse_unknown(path, row, _BUSY_KEYS)
         until = math.inf if row.get("until_s") is None else _number(path, "until_s", row["until_s"])
         for device in row["devices"]:
             index = _device_index(path, device, layout)
-            if free_at[index] > 0:
+            if index in told:
                 raise FormatError(f"{path}: device {device!r} is given twice")
+            told.add(index)
             free_at[index] = until
     numbers = {name: _number(path, name, document.get(name, 0.0)) for name in ("now_s", "price", "period_s")}
     return ClusterState(layout, free_at, numbers["now_s"], numbers["price"], numbers["period_s"])

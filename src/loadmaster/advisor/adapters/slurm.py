@@ -43,7 +43,7 @@ def slurm_state(document: dict[str, Any]) -> ClusterState:
     nodes = [n for n in _rows(document, "nodes") if _gpus(n.get("gres"))[1] > 0]
     if not nodes:
         raise FormatError("no node of the recorded queue has GPUs (nodes[].gres such as 'gpu:a100:8')")
-    now = _epoch(document.get("now"))
+    now = _now(document)
     layout = host_layout([_gpus(n["gres"])[1] for n in nodes], [_gpus(n["gres"])[0] or "gpu" for n in nodes])
     free_at = np.zeros(layout.num_devices)
     for h, node in enumerate(nodes):
@@ -63,7 +63,7 @@ def slurm_state(document: dict[str, Any]) -> ClusterState:
 
 
 def _pending(document: dict[str, Any]) -> list[Pending]:
-    now = _epoch(document.get("now"))
+    now = _now(document)
     found = []
     for job in _rows(document, "jobs"):
         if "PENDING" not in _states(job):
@@ -94,6 +94,17 @@ def _as_list(value: Any) -> list[Any]:
 def _gpus(text: Any) -> tuple[str, int]:
     found = _GPUS.findall(str(text or ""))
     return (found[0][0], sum(int(count) for _, count in found)) if found else ("", 0)
+
+
+def _now(document: dict[str, Any]) -> float:
+    """When the queue was recorded; without it, deadlines would lie decades ahead."""
+    now = document.get("now")
+    if isinstance(now, bool) or not isinstance(now, int | float | dict):
+        raise FormatError(
+            f"the recorded queue says now: {str(now)[:40]!r}; give the seconds since 1970 (date +%s)"
+            " at which it was recorded"
+        )
+    return _epoch(now)
 
 
 def _epoch(value: Any) -> float:

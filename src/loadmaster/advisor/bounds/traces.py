@@ -15,7 +15,12 @@ Where the programme is small, a job is in time or not (an integer programme): it
 still. The search for it is limited by a count of nodes, so that the same stream has the same bound.
 """
 
+import ctypes
 import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -202,19 +207,45 @@ def _integer_bound(
         return LinearConstraint(diags(1 / most) @ wide, low / most, high / most)
 
     zeros = np.zeros(done.shape[0])
-    answer = milp(
-        np.concatenate([np.zeros(n), -stream.value[jobs]]),
-        constraints=[
-            scaled(at_most, np.full(len(limit), -np.inf), limit),
-            scaled(done, zeros, zeros),
-            LinearConstraint(link, 0, 0),
-        ],
-        bounds=Bounds(0, np.concatenate([(upper > 0).astype(float), np.ones(len(jobs))])),
-        integrality=np.concatenate([np.full(o, not elastic), np.zeros(n - o), np.ones(len(jobs))]),
-        options={"node_limit": _MOST_NODES},
-    )
+    with _quiet_stdout():
+        answer = milp(
+            np.concatenate([np.zeros(n), -stream.value[jobs]]),
+            constraints=[
+                scaled(at_most, np.full(len(limit), -np.inf), limit),
+                scaled(done, zeros, zeros),
+                LinearConstraint(link, 0, 0),
+            ],
+            bounds=Bounds(0, np.concatenate([(upper > 0).astype(float), np.ones(len(jobs))])),
+            integrality=np.concatenate([np.full(o, not elastic), np.zeros(n - o), np.ones(len(jobs))]),
+            options={"node_limit": _MOST_NODES},
+        )
     found = answer.get("mip_dual_bound")
     return math.inf if found is None or not math.isfinite(found) else float(-found) + 1e-6
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """HiGHS writes notes of its own to the process's stdout, where tables and JSON belong."""
+    flush = getattr(ctypes.CDLL(None), "fflush", None) if os.name == "posix" else None
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+        if flush is not None:
+            flush(None)
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        if flush is not None:
+            flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _room(options: _Options, shares: _Shares, o: int, y: int, slots: int, weight: Numbers) -> csr_matrix:

@@ -14,6 +14,7 @@ import numpy as np
 from loadmaster.advisor.environments.reservations import reserve
 from loadmaster.simulator.jit import kernel
 
+MOST_TURNS = 8  # times that a plan of the largest set is begun anew
 MOST_FAILURES = 16  # jobs that do not fit before the rest, which need more, is not asked
 
 
@@ -31,14 +32,51 @@ def _level_within(amount, levels, duration):
 def _plan_elastic(
     now, active, num_active, remaining, due, duration, levels, capacity, times, room, first, rule, newcomer
 ):
-    """Minimum satisfactory shares by deadline; `first` gets the level of each job now, or -1."""
-    size = 2
-    times[0], room[0] = now, float(capacity)
-    times[1], room[1] = np.inf, 0.0
+    """Minimum satisfactory shares by deadline; `first` gets the level of each job now, or -1.
+
+    SET: a job that does not fit in its turn is planned before all others, up to MOST_TURNS times.
+    """
     key = np.empty(num_active)
     for i in range(num_active):
         j = active[i]
         key[i] = remaining[j] * (duration[j] * levels).min() if rule[0] == 4 else due[j]
+    turns = MOST_TURNS if rule[0] == 6 else 0
+    while True:
+        failed = _plan_in_turn(
+            now,
+            active,
+            key,
+            remaining,
+            due,
+            duration,
+            levels,
+            capacity,
+            times,
+            room,
+            first,
+            rule,
+            newcomer,
+            turns > 0,
+        )
+        if failed < 0 or turns == 0:
+            return failed < 0
+        if failed == np.argmin(key):
+            turns = 0
+            if newcomer >= 0:
+                return False
+        else:
+            key[failed] = key.min() - 1.0
+            turns -= 1
+
+
+@kernel
+def _plan_in_turn(
+    now, active, key, remaining, due, duration, levels, capacity, times, room, first, rule, newcomer, stop
+):
+    """Shares in the order of `key`; the place of a job that does not fit, or -1."""
+    size = 2
+    times[0], room[0] = now, float(capacity)
+    times[1], room[1] = np.inf, 0.0
     for i in np.argsort(key):
         j = active[i]
         first[j] = -1
@@ -64,8 +102,8 @@ def _plan_elastic(
                     best_top, best_area = top, area
         if best_top < 0 and rule[0] == 4:  # no promises: whoever does not fit waits
             continue
-        if best_top < 0 and newcomer >= 0:
-            return False
+        if best_top < 0 and (newcomer >= 0 or stop):
+            return i
         if best_top < 0:  # a promise that a later plan cannot keep: as fast as may be
             best_top = len(levels) - 1
         if j == newcomer and rule[3] < np.inf:
@@ -73,7 +111,7 @@ def _plan_elastic(
             for s in range(size - 1):
                 spare += max(0.0, min(times[s + 1], due[j]) - times[s]) * room[s]
             if best_area > rule[3] * spare:
-                return False
+                return i
         left = remaining[j]
         s = 0
         while left > 1e-12 and times[s] < due[j] and s < size - 1:
@@ -87,7 +125,7 @@ def _plan_elastic(
                     if begin == now:
                         first[j] = q
             s += 1
-    return True
+    return -1
 
 
 @kernel

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from loadmaster.advisor.environments.elastic_replay import MOST_FAILURES
-from loadmaster.advisor.environments.reservations import earliest, reserve
+from loadmaster.advisor.environments.rigid_plans import plan_rigid
 from loadmaster.simulator.jit import kernel
 
 
@@ -231,7 +231,7 @@ def replay_rigid(
             if order != 6 and i < kept_first and soonest > now:
                 continue
             admitted[j] = True
-            if not _plan_rigid(
+            if not plan_rigid(
                 now,
                 waiting,
                 num_waiting,
@@ -256,7 +256,7 @@ def replay_rigid(
             ):
                 admitted[j] = False
                 failures += order == 6
-        fits = _plan_rigid(
+        fits = plan_rigid(
             now,
             waiting,
             num_waiting,
@@ -306,7 +306,7 @@ def replay_rigid(
                     continue
                 if rule[1] > 0 and duration[j, kind, faster, q] * levels[q] > time * levels[level]:
                     continue
-                ok = _plan_rigid(
+                ok = plan_rigid(
                     now,
                     waiting,
                     num_waiting,
@@ -338,7 +338,7 @@ def replay_rigid(
                 j, level, time, now, end, start, count, admitted, run_job, held, free, taken, levels
             )
             gone[sequence[s]] = True
-            fits = _plan_rigid(
+            fits = plan_rigid(
                 now,
                 waiting,
                 num_waiting,
@@ -403,73 +403,3 @@ def _start(j, q, time, now, end, start, count, admitted, run_job, held, free, ta
         held[r, h] = taken[h]
         free[h] -= taken[h]
     return time * levels[q]
-
-
-@kernel
-def _plan_rigid(
-    now,
-    waiting,
-    num_waiting,
-    sequence,
-    admitted,
-    due,
-    duration,
-    levels,
-    kind,
-    capacity,
-    end,
-    run_job,
-    count,
-    times,
-    room,
-    plan_start,
-    plan_level,
-    rule,
-    forced,
-    forced_level,
-    form_of,
-):
-    """Reserve a start and a count for every promised job by deadline; False where one cannot be kept."""
-    size = 2
-    times[0], room[0] = now, float(capacity)
-    times[1], room[1] = np.inf, 0.0
-    for r in range(len(run_job)):
-        if run_job[r] >= 0:
-            size = reserve(times, room, size, now, end[run_job[r]], float(count[run_job[r]]))
-    for turn in range(-1, num_waiting):
-        j = forced if turn < 0 else waiting[sequence[turn]]
-        if turn < 0 and forced < 0:
-            continue
-        if turn >= 0 and (not admitted[j] or j == forced):
-            continue
-        best_start, best_level, best_key = np.inf, -1, np.inf
-        for q in range(len(levels)):
-            if turn < 0 and q != forced_level:
-                continue
-            time = duration[j, kind, form_of[q], q]
-            if now + time > due[j]:
-                continue
-            begin = earliest(times, room, size, time, float(levels[q]), due[j])
-            if begin == np.inf:
-                continue
-            key = time * levels[q] if rule[1] > 0 else float(q)
-            if key < best_key:
-                best_start, best_level, best_key = begin, q, key
-        if best_level < 0:
-            return False
-        free_time = 0.0
-        if rule[3] < np.inf and turn >= 0:
-            for i in range(size - 1):
-                free_time += max(0.0, min(times[i + 1], due[j]) - times[i]) * room[i]
-            if best_key > rule[3] * free_time and rule[1] > 0 and np.isinf(plan_start[j]):
-                return False
-        plan_start[j], plan_level[j] = best_start, best_level
-        size = reserve(
-            times,
-            room,
-            size,
-            best_start,
-            best_start + duration[j, kind, form_of[best_level], best_level],
-            float(levels[best_level]),
-        )
-    return True

@@ -136,8 +136,9 @@ def _number(text: str, what: str) -> float:
 
 def read_throughputs(path: str | Path) -> Throughputs:
     """Read measured throughputs; jobs alone only, not the measured pairs."""
+    text = _read_text(Path(path))
     try:
-        document = json.loads(_read_text(Path(path)))
+        document = json.loads(text)
     except (ValueError, RecursionError) as trouble:
         raise FormatError(f"{path} is not JSON: {trouble}") from None
     if not isinstance(document, dict) or not document:

@@ -27,7 +27,9 @@ class Order(IntEnum):
     SET = 6  # at every event, least device time first, all jobs with which a plan by deadline keeps each
 
 
+ONE_KIND_ORDERS = (Order.RESERVE, Order.SET)  # plans count the devices of one kind
 ELASTIC_ORDERS = (Order.LIST, Order.RESERVE, Order.SET)
+MOST_DEVICES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ def host_sizes(num_devices: int, per_host: int = 8) -> NDArray[np.int64]:
     """Full hosts, then what is left."""
     if num_devices < 1 or per_host < 1:
         raise InputError(f"{num_devices} devices on hosts of {per_host}: both must be at least 1")
+    if num_devices > MOST_DEVICES:
+        raise InputError(
+            f"{num_devices} devices are too many to replay a trace on; give at most {MOST_DEVICES}"
+        )
     full, rest = divmod(num_devices, per_host)
     return np.array([per_host] * full + [rest] * (rest > 0), np.int64)
 
@@ -98,6 +104,8 @@ def replay_trace(
         raise InputError(
             f"a host has kind {kinds.max()}, the stream has {len(stream.kinds)} ({', '.join(stream.kinds)})"
         )
+    if rule.order in ONE_KIND_ORDERS and len(np.unique(kinds)) > 1:
+        raise InputError("the rules RESERVE and SET serve one kind of device; take another rule")
     levels = np.array(LEVELS, np.int64)
     if not elastic:
         end, start, devices, admitted, device_s, history = replay_rigid(

@@ -36,7 +36,8 @@ class ScalingCurve:
                 raise InputError(f"a curve has {count!r} devices; give whole numbers >= 1")
             if not math.isfinite(time) or time <= 0:
                 raise InputError(
-                    f"a job takes {time!r} s on {count} devices{_where(kind, form)}; give a time > 0"
+                    f"a job takes {time!r} s on {count} device{'s' * (count > 1)}{_where(kind, form)};"
+                    " give a time > 0"
                 )
         if not 0 <= self.rel_error < 10:
             raise InputError(f"the error of a curve is {self.rel_error!r}; give a share such as 0.05")

@@ -9,6 +9,7 @@ from loadmaster.advisor.environments.host_futures import Futures, draw_futures, 
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import REJECT, Block, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Policy, Run, policy
+from loadmaster.core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,22 @@ class Rollout:
     futures: int = 20
     base: str = "smallest"
 
+    def __post_init__(self) -> None:
+        """At least one arrival in at least one future."""
+        if self.horizon < 1 or self.futures < 1:
+            raise InputError(
+                f"policy rollout looks at {self.horizon} arrivals in {self.futures} futures;"
+                " give at least 1 of each"
+            )
+
     @property
     def rule(self) -> Rule:
         """For the compiled engine."""
         base: Rule = policy(self.base).rule  # type: ignore[attr-defined]
         if base.kind >= Kind.GIVEN:
-            raise ValueError("a rollout needs a base that is a rule")
+            raise InputError(
+                f"a rollout in replays cannot be based on {self.base!r}; take smallest, for example"
+            )
         return replace(base, rollout=(self.horizon, self.futures))
 
     def __call__(self, job: Job, state: ClusterState, run: Run) -> Decision:

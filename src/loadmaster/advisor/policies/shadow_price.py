@@ -8,6 +8,7 @@ from loadmaster.advisor.environments.engine import Kind, Rule
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import REJECT, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Run
+from loadmaster.core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,12 @@ class ShadowPrice:
 
     device_price: float = 0.0
     block_price: tuple[float, ...] = (0.0,) * 6
+
+    def __post_init__(self) -> None:
+        """Prices are not negative."""
+        for price in (self.device_price, *self.block_price):
+            if not 0 <= price < math.inf:
+                raise InputError(f"policy shadow_price has a price of {price!r}; give a number >= 0")
 
     @property
     def rule(self) -> Rule:

@@ -6,6 +6,7 @@ from loadmaster.advisor.environments.engine import Kind, Rule
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import REJECT, ClusterState, Decision
 from loadmaster.advisor.policies.registry import Run
+from loadmaster.core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,11 @@ class Smallest:
 
     floor: int = 1
     go_on: bool = True
+
+    def __post_init__(self) -> None:
+        """A number of devices."""
+        if self.floor < 1:
+            raise InputError(f"policy smallest has a floor of {self.floor} devices; give a whole number >= 1")
 
     @property
     def rule(self) -> Rule:

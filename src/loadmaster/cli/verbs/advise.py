@@ -18,8 +18,21 @@ class _JobByDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
+            _refuse_misspelt(args[0], tuple(self.commands))
             args = ["job", *args]
         return super().parse_args(ctx, args)
+
+
+def _refuse_misspelt(word: str, commands: tuple[str, ...]) -> None:
+    """A word that is nearly a command and no file is not taken for a job."""
+    import difflib
+    from pathlib import Path
+
+    from loadmaster.core.errors import UnknownNameError
+
+    plain = word.isascii() and word.isalpha()
+    if plain and difflib.get_close_matches(word, commands, n=1, cutoff=0.7) and not Path(word).exists():
+        raise UnknownNameError("command of advise", word, commands)
 
 
 app = typer.Typer(help=SUMMARY, rich_markup_mode=None, pretty_exceptions_enable=False, cls=_JobByDefault)
@@ -39,6 +52,10 @@ DeadlineRange = Annotated[
     typer.Option(
         "--deadlines", metavar="NAME", help="default, tight or loose, relative to the job's own time."
     ),
+]
+Resize = Annotated[
+    str,
+    typer.Option("--resize", metavar="TIME", help="Lost at each change of size, e.g. 30s; with --elastic."),
 ]
 PerHost = Annotated[int, typer.Option("--per-host", metavar="N", help="Devices of a host.")]
 
@@ -150,7 +167,12 @@ def policies(json: o.Json = False) -> None:
 def replay(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="Arrivals in Gavel's format.")],
     throughputs: Throughputs,
-    devices: Annotated[int, typer.Option("--devices", "-d", metavar="N", help="Devices of the cluster.")],
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices", "--cluster", "-d", metavar="N", help="Devices, e.g. 48, or by kind: 32xv100,16xk80."
+        ),
+    ],
     policy: Policies = None,
     against: Annotated[
         str, typer.Option("--against", metavar="NAME", help="Show differences to this policy.")
@@ -161,24 +183,27 @@ def replay(
     kind: Kind = "v100",
     per_host: PerHost = 8,
     elastic: Elastic = False,
+    resize: Resize = "0s",
     skip_malformed: Skip = False,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
     """Replay recorded jobs: deadlines met, promises broken and waiting of every policy, and a bound."""
+    from loadmaster.advisor.replay_traces import parse_sizes
+
     _replay(
         trace,
         throughputs,
-        [devices],
+        [parse_sizes(devices, kind)],
         [1.0],
         policy,
         against,
         seeds,
         first_seed,
         deadlines,
-        kind,
         per_host,
         elastic,
+        resize,
         skip_malformed,
         html,
         json,
@@ -202,12 +227,13 @@ def whatif(
     kind: Kind = "v100",
     per_host: PerHost = 8,
     elastic: Elastic = False,
+    resize: Resize = "0s",
     skip_malformed: Skip = False,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     json: o.Json = False,
 ) -> None:
     """Plan capacity: how many deadlines are met with more devices or longer deadlines."""
-    sizes = [int(n) for n in _numbers("--devices", devices)]
+    sizes = [{kind: int(n)} for n in _numbers("--devices", devices)]
     scales = _numbers("--deadline-scale", deadline_scale)
     _replay(
         trace,
@@ -219,9 +245,9 @@ def whatif(
         seeds,
         first_seed,
         deadlines,
-        kind,
         per_host,
         elastic,
+        resize,
         skip_malformed,
         html,
         json,
@@ -397,30 +423,35 @@ def _require_seeds(seeds: int, first_seed: int) -> None:
 def _replay(
     trace: str,
     throughputs: str,
-    sizes: list[int],
+    sizes: list[dict[str, int]],
     scales: list[float],
     policy: str | None,
     against: str,
     seeds: int,
     first_seed: int,
     deadlines: str,
-    kind: str,
     per_host: int,
     elastic: bool,
+    resize: str,
     skip_malformed: bool,
     html: str | None,
     json: bool,
 ) -> None:
     from loadmaster.advisor.environments.trace import drop_unmeasured, read_throughputs, read_trace
+    from loadmaster.advisor.environments.trace_engine import ONE_KIND_ORDERS
     from loadmaster.advisor.replay_traces import TRACE_RULES, bench_trace, trace_rules
     from loadmaster.cli.console import progress, stderr
+    from loadmaster.core.units import parse_seconds
 
     _require_seeds(seeds, first_seed)
+    resize_s = parse_seconds(resize)
     rules = trace_rules([n.strip() for n in policy.split(",")] if policy else list(TRACE_RULES))
+    if len(sizes[0]) > 1 and trace_rules([against])[against].order in ONE_KIND_ORDERS:
+        against = "smallest"  # what reserves devices serves one kind
     trace_rules([against])
     jobs, rates = read_trace(trace, skip_malformed=skip_malformed), read_throughputs(throughputs)
     if skip_malformed:
-        jobs = drop_unmeasured(jobs, rates, kind)
+        jobs = drop_unmeasured(jobs, rates, next(iter(sizes[0])))
     for line in jobs.skipped:
         stderr().print(f"skipped {line}", style="yellow", soft_wrap=True)
     rows: list[Row] = []
@@ -438,7 +469,7 @@ def _replay(
                     per_host=per_host,
                     against=against,
                     deadline_scale=scale,
-                    kinds=(kind,),
+                    resize_s=resize_s,
                     progress=say,
                 )
                 from dataclasses import replace
