@@ -37,6 +37,12 @@ def test_branch_and_bound_agrees_with_the_second_simulator(seed: int) -> None:
     assert is_close(answer.score_s, best_of_all(problem).fitting_s)
 
 
+def test_branch_and_bound_cuts_what_overflows_before_it_is_a_whole_plan() -> None:
+    problem = tight_problem(1)  # 20 whole plans are met if only what stays to the end is looked at
+    answer = api.plan(problem, algorithm="branch_and_bound", budget="8x")
+    assert answer.status == Status.OPTIMAL
+
+
 def test_branch_and_bound_cut_short_claims_nothing() -> None:
     problem = tight_problem(15)
     answer = api.plan(problem, algorithm="branch_and_bound", budget="1x")

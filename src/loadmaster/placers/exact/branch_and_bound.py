@@ -9,7 +9,7 @@ about a dozen units on two or three devices. A count budget counts plans and spl
 walk is cut off at so many branches for each of them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -75,15 +75,23 @@ class _Tree:
     """Sequences of ops: where the walk is, and the best plan it found."""
 
     def __init__(self, problem: Problem, best_s: float) -> None:
-        graph, num_devices = problem.graph, problem.cluster.num_devices
-        num_ops = graph.num_ops
+        graph = problem.graph
         self.problem, self.fixed = problem, prepare(problem).fixed
         unit, num_units = units(graph)
         travel = compute_travel(problem)
         self.tables = travel.op_s, travel.head_s, travel.tail_s, _move_s(problem)
         self.unit, self.twin = unit, _name_twins(problem)
+        can_run = np.isfinite(travel.op_s)
+        self.only = np.where(can_run.sum(axis=1) == 1, can_run.argmax(axis=1), -1).astype(np.int32)
         self.held = np.zeros(num_units, dtype=np.int64)
         np.add.at(self.held, unit, held_bytes(graph))
+        self.best_s = best_s
+        self.begin()
+
+    def begin(self) -> None:
+        """To the root; nothing was found yet."""
+        graph, num_devices, num_units = self.problem.graph, self.problem.cluster.num_devices, len(self.held)
+        num_ops = graph.num_ops
         self.counts = np.zeros(2, dtype=np.int64)
         none = np.full(num_ops, -1, dtype=np.int32)
         self.state: tuple[Any, ...] = (
@@ -100,14 +108,26 @@ class _Tree:
             np.zeros(num_devices, dtype=np.int64),
             np.zeros(num_devices, dtype=np.int64),
         )
-        self.best_s = best_s
         self.best_plan: Plan | None = None  # better than the first
         self.judged = 0
+
+    def find_order(self, device: Ints, run: Run) -> tuple[Plan | None, bool]:
+        """Of given devices [N] any order that fits, and whether all were tried within the budget."""
+        op_s, *others = self.tables
+        num_devices = op_s.shape[1]
+        given = np.where(device[:, None] == np.arange(num_devices), op_s, np.inf)
+        self.begin()
+        self.best_s, self.tables, twin, only = np.inf, (given, *others), self.twin, self.only
+        self.twin = np.full(num_devices, -1, dtype=np.int32)  # devices are named: none stands for another
+        self.only = device.astype(np.int32)
+        whole = self.walk(run, any_will_do=True)
+        self.tables, self.twin, self.only = (op_s, *others), twin, only
+        return self.best_plan, whole
 
     def walk(self, run: Run, *, any_will_do: bool = False) -> bool:
         """Whether the whole tree, or up to the first plan that fits, was walked within the budget."""
         issue, room = bool(self.fixed.issue_s.any()), self.problem.cluster.usable_bytes
-        tree = self.fixed, issue, self.tables, self.unit, self.twin, self.held, room, self.state
+        tree = self.fixed, issue, self.tables, self.unit, self.twin, self.only, self.held, room, self.state
         while True:
             why = walk_tree(*tree, self.best_s, _LEAP)
             if why == LEAF:
@@ -157,7 +177,8 @@ class _Splits:
             np.zeros(len(engines)),
             np.zeros(problem.cluster.num_devices, dtype=np.int64),
         )
-        self.twin, self.device = _name_twins(problem), np.full(num_units, -1, dtype=np.int32)
+        self.tree = _Tree(problem, best_s)
+        self.twin, self.device = self.tree.twin, np.full(num_units, -1, dtype=np.int32)
 
     def walk(self, run: Run) -> bool:
         """Whether all splits were judged or ruled out within the budget."""
@@ -199,11 +220,9 @@ class _Splits:
         seconds = steady_state(self.problem, plan).time_s
         if seconds >= self.best_s or broken_rules(self.problem, plan):
             return
-        pinned = replace(self.problem, pinned=plan.device)
-        tree = _Tree(pinned, np.inf)
-        ended = tree.walk(run, any_will_do=True)
-        if tree.best_plan is not None:
-            self.best_s, self.best_plan = seconds, tree.best_plan
+        ordered, ended = self.tree.find_order(plan.device, run)
+        if ordered is not None:
+            self.best_s, self.best_plan = seconds, ordered
         elif not ended:
             self.whole = False
 

@@ -13,7 +13,9 @@ the best plan known:
     op v, to come       min over d of  max(now, free(d), arrivals at d, head(v, d)) + p(v, d) + tail(v, d)
     all engines         (sum of max(now, free) + what is left at its least) / number of engines
 
-or when a device cannot hold what its units keep to the end of the step. Leaves are judged by the simulator.
+or when a device cannot hold what its units keep to the end of the step, or what stands there while the op
+that was placed last runs: its inputs, outputs and workspace, and what ops before it on that device made or
+read, and ops after it there read. Leaves are judged by the simulator.
 """
 
 from typing import Any
@@ -34,6 +36,7 @@ def walk_tree(
     tables: Any,
     unit: Any,
     twin: Any,
+    only: Any,
     held: Any,
     room: Any,
     walk: Any,
@@ -43,7 +46,8 @@ def walk_tree(
     """Go on with a walk for at most so many nodes, to the next whole plan, or to the end of the tree.
 
     `tables`: op_s, head_s, tail_s [N, D] and move_s [T, D, D]. `twin` [D]: a like device that must be used
-    before this one, or -1. `held` [U]: bytes of units at the end of the step, `room` [D].
+    before this one, or -1. `only` [N]: the one device that may run an op, or -1. `held` [U]: bytes of units
+    at the end of the step, `room` [D].
     `walk`: counts [2], choice [N + 1], op_at [N], start, end [N], device [N], unit_device, unit_ops [U],
     free [E], free_before [N], filled [D], units_on [D]. Plans that take `enough_s` are not looked for.
     """
@@ -95,9 +99,14 @@ def walk_tree(
                 counts[DEPTH] = k + 1
                 choice[k + 1] = 0
                 stepped = True
-            if stepped and _least_end(
-                in_ptr, in_use, use_tensor, tensor_op, engine, tables, unit, walk, enough_s, num_engines
-            ) < enough_s * (1.0 - 1e-12):
+            if (
+                stepped
+                and _least_end(
+                    in_ptr, in_use, use_tensor, tensor_op, engine, tables, unit, walk, enough_s, num_engines
+                )
+                < enough_s * (1.0 - 1e-12)
+                and _least_bytes(fixed, unit, only, walk) <= room[device[op_at[k]]]
+            ):
                 if k + 1 == num_ops:
                     return LEAF
                 continue
@@ -159,3 +168,40 @@ def _least_end(
     for e in range(num_engines):
         busy += max(now, free[e])
     return max(least, (busy + left) / num_engines)
+
+
+@kernel
+def _least_bytes(fixed: ProblemArrays, unit: Any, only: Any, walk: Any) -> int:
+    """What stands on the device of the op placed last while that op runs, at least.
+
+    An op without a place runs later, and there if its unit is there or it may be nowhere else. Copies under
+    way, what waits to be sent, and what views look into are left out.
+    """
+    counts, _, op_at, _, _, device, unit_device, _, _, _, _, _ = walk
+    use_ptr, use_op, tensor_op = fixed.use_ptr, fixed.use_op, fixed.tensor_op
+    last = op_at[counts[DEPTH] - 1]
+    here = device[last]
+    total = fixed.workspace[last]
+    for v in range(len(device)):
+        if unit_device[unit[v]] == here or only[v] == here:
+            total += fixed.resident[v]
+    for t in range(len(tensor_op)):
+        maker = tensor_op[t]
+        if device[maker] < 0:
+            continue
+        at_home = device[maker] == here
+        size = fixed.home_bytes[t] if at_home else fixed.tensor_bytes[t]
+        if size == 0 or fixed.storage[t] < 0:
+            continue
+        stands = at_home and (maker == last or fixed.keep[t])
+        begun, again = at_home, False
+        for use in range(use_ptr[t], use_ptr[t + 1]):
+            v = use_op[use]
+            stands = stands or v == last
+            if device[v] == here:
+                begun = True
+            elif device[v] < 0 and (unit_device[unit[v]] == here or only[v] == here):
+                again = True
+        if stands or (begun and (again or fixed.keep[t])):
+            total += size
+    return total
