@@ -143,6 +143,17 @@ def test_a_saved_plan_runs_a_model_that_is_built_later(tmp_path: Path) -> None:
         lm.place(other, str(path)).train_on(*batch)
 
 
+def test_a_model_that_is_compiled_again_must_be_placed_again() -> None:
+    model, batch = build("mlp")
+    placed = place_randomly(capture(model, batch), 0)
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    for train in (placed.train_on, placed.train_on_batch, placed.fit):
+        with pytest.raises(InputError, match=r"compiled again .* place the model again"):
+            train(*batch)
+    again = place_randomly(capture(model, batch), 0)
+    assert again.train_on(*batch)["loss"] > 0
+
+
 def test_a_saved_model_folder_is_planned(tmp_path: Path) -> None:
     model, _ = build("mlp")
     model.export(str(tmp_path / "saved"), verbose=False)

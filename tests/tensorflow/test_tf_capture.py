@@ -12,7 +12,7 @@ from loadmaster.cost.keys import collect_keys
 from loadmaster.cost.signature import parse_signature
 from loadmaster.cost.timed.tensorflow_timing import make_function, time_signature
 from loadmaster.graph.differences import list_differences
-from loadmaster.graph.tf_capture.canonical import canonical_names
+from loadmaster.graph.tf_capture.canonical import canonical_names, name_additions
 from loadmaster.graph.tf_capture.op_work import op_flops
 from tests.tensorflow.small_models import build, capture
 
@@ -67,6 +67,17 @@ def test_names_are_counted_within_their_scope() -> None:
         "m/dense_1/MatMul",
         "gradient_tape/m/dense_1/MatMul",
     ]
+
+
+def test_what_the_optimiser_adds_is_named_by_what_it_was_made_of() -> None:
+    known = {"m_3/dense_7_1/MatMul": "m/dense/MatMul", "m_3/dense_8_1/add": "m/dense_1/add"}
+    added = ["ConstantFolding/m_3/dense_8_1/add-folded-1", "m_3/dense_7_1/MatMul/new", "m_3/dense_7_1/Cast_2"]
+    assert name_additions([*added, "alone"], known) == {
+        "ConstantFolding/m_3/dense_8_1/add-folded-1": "ConstantFolding/m/dense_1/add-folded-1",
+        "m_3/dense_7_1/MatMul/new": "m/dense/MatMul/new",
+        "m_3/dense_7_1/Cast_2": "m/dense/Cast_2",
+        "alone": "alone",
+    }
 
 
 def test_flops_are_those_of_the_profiler() -> None:

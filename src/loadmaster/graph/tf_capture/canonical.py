@@ -10,7 +10,7 @@ the graph:
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loadmaster.graph.tf_capture.phases import GRADIENTS
 
@@ -47,10 +47,36 @@ def canonical_names(names: Sequence[str]) -> dict[str, str]:
             scope += scopes.part(scope, part) + "/"
         whole = "".join(f"{part}/" for part in gradient) + scope
         last = leaves.part(whole, leaf) if gradient else scopes.part(scope, leaf)
-        candidate, number = whole + last, 0
-        while candidate in taken:  # two names may be alike without their counts
-            number += 1
-            candidate = f"{whole}{last}__{number}"
-        taken.add(candidate)
-        found[name] = candidate
+        found[name] = _take(whole + last, taken)
+    return found
+
+
+def name_additions(names: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Canonical names of nodes that were made of others later, and carry their names or scopes.
+
+    sequential_3/dense_7/MatMul-folded                   sequential/dense/MatMul-folded
+    ConstantFolding/sequential_3/dense_7/add-folded-1    ConstantFolding/sequential/dense/add-folded-1
+    """
+    scopes = {name.rpartition("/")[0]: made.rpartition("/")[0] for name, made in known.items()} | dict(known)
+    taken = set(known.values())
+    return {name: _take(_replace_run(name.split("/"), scopes), taken) for name in sorted(names)}
+
+
+def _replace_run(parts: list[str], known: Mapping[str, str]) -> str:
+    """The longest run of parts that is a known name or scope gets its canonical name."""
+    for length in range(len(parts), 0, -1):
+        for start in range(len(parts) - length + 1):
+            run = known.get("/".join(parts[start : start + length]))
+            if run:
+                return "/".join([*parts[:start], run, *parts[start + length :]])
+    return "/".join(parts)
+
+
+def _take(candidate: str, taken: set[str]) -> str:
+    """A name that is free: two may be alike without their counts."""
+    found, number = candidate, 0
+    while found in taken:
+        number += 1
+        found = f"{candidate}__{number}"
+    taken.add(found)
     return found

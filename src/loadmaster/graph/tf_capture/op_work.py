@@ -280,6 +280,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "Conv2D": _convolution,
     "Conv3D": _convolution,
     "_FusedConv2D": lambda op: _fused_epilogue(op, _convolution(op)),
+    "_MklNativeFusedConv2D": lambda op: _fused_epilogue(op, _convolution(op)),
     "_FusedConv3D": lambda op: _fused_epilogue(op, _convolution(op)),
     "Conv2DBackpropInput": _input_gradient,
     "Conv3DBackpropInputV2": _input_gradient,

@@ -14,7 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 _HELD = (tf.resource, tf.variant)
-_CONVOLUTIONS = ("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D", "_FusedDepthwiseConv2dNative")
+_CONVOLUTIONS = (
+    "Conv2D",
+    "Conv3D",
+    "DepthwiseConv2dNative",
+    "_FusedConv2D",
+    "_MklNativeFusedConv2D",
+    "_FusedDepthwiseConv2dNative",
+)
 _FILTER_GRADIENTS = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2")
 _STATELESS_ENOUGH = ("Placeholder", "VarHandleOp", "NoOp")
 

@@ -29,6 +29,7 @@ class Traced:
     captured: tuple[Captured, ...]
     outputs: tuple[str, ...]  # tensors
     specs: Any  # nest of TensorSpec
+    name: str
 
     @property
     def results(self) -> Any:
@@ -53,7 +54,7 @@ def trace_step(step: Step, specs: Any = None) -> Traced:
             " ops alone (no .numpy(), no Python branch on a tensor's value)"
         ) from problem
     _refuse_compiled_parts(concrete.graph.as_graph_def(), step.name)
-    return _describe(concrete, specs)
+    return _describe(concrete, specs, step.name)
 
 
 def _trace_once(step: Step, specs: Any) -> Any:
@@ -61,7 +62,7 @@ def _trace_once(step: Step, specs: Any) -> Any:
     return function.get_concrete_function(*specs)
 
 
-def _describe(concrete: Any, specs: Any) -> Traced:
+def _describe(concrete: Any, specs: Any, name: str) -> Traced:
     inputs = concrete.graph.inputs
     held = concrete.captured_inputs
     num_args = len(inputs) - len(held)
@@ -76,6 +77,7 @@ def _describe(concrete: Any, specs: Any) -> Traced:
         captured,
         tuple(tensor.name for tensor in concrete.outputs),
         specs,
+        name,
     )
 
 

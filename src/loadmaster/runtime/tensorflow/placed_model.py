@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import tensorflow as tf
+from loadmaster.core.errors import InputError
 from loadmaster.core.placement import Placement
 from loadmaster.core.problem import Objective
 from loadmaster.core.units import format_bytes
@@ -63,16 +64,23 @@ class PlacedFunction:
         return "\n".join([*lines, *(f"note: {note}" for note in graph.notes)])
 
 
+def _compiled_parts(model: Any) -> tuple[Any, ...]:
+    """What `compile` makes anew."""
+    return tuple(getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics"))
+
+
 class PlacedModel(PlacedFunction):
     """A Keras model on its plan; whatever is not here is the model's own."""
 
     def __init__(self, step: PlacedStep) -> None:
         super().__init__(step)
         self.model = step.step.model
+        self._compiled = _compiled_parts(self.model)
         if step.step.trains:
             original = getattr(self.model.train_step, ORIGINAL, self.model.train_step)
 
             def train_step(data: Any) -> Any:
+                self._require_compiled()
                 return step(data)
 
             setattr(train_step, ORIGINAL, original)
@@ -100,9 +108,19 @@ class PlacedModel(PlacedFunction):
 
     def train_on(self, *batch: Any) -> Any:
         """One training step of the plan on a batch (x, y); gives what `train_step` gives."""
+        self._require_compiled()
         return self.step(batch)
 
     def watch(self, *args: Any) -> WatchedStep:
         """One step on a batch (x, y) (inference: on x), and where TensorFlow says that its ops ran."""
         self.step.import_again()
-        return watch_step(lambda: self.step(args) if self.step.step.trains else self.step(*args))
+        return watch_step(lambda: self.train_on(*args) if self.step.step.trains else self.step(*args))
+
+    def _require_compiled(self) -> None:
+        """The step has the optimizer and loss that the model had when it was placed."""
+        parts = zip(_compiled_parts(self.model), self._compiled, strict=True)
+        if self.step.step.trains and any(now is not then for now, then in parts):
+            raise InputError(
+                f"model {self.model.name!r} was compiled again after it was placed; its placed step has the"
+                " optimizer and loss of before; place the model again: lm.place(model, ...)"
+            )
