@@ -340,9 +340,15 @@ class Checkpointed(Net):
         return value
 
 
-def test_checkpointing_that_is_on_already_is_not_done_twice() -> None:
+def test_checkpointing_that_is_on_already_is_not_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = check(trial_of(Checkpointed), again="all")
-    assert not kept.chain.model.gradient_checkpointing
+    assert kept.chain.model.gradient_checkpointing  # off only while it trains
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the model checkpoints by itself")
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", never)
+    by_call(trial_of(Checkpointed, verify=False), again="all")
 
 
 def test_modules_without_parameters_are_no_shards() -> None:

@@ -28,8 +28,8 @@ def check_shared_memory(trial: str, chain: Chain) -> None:
     sparse = next((row for row in tensors if row[1].layout != torch.strided), None)
     if sparse is not None:
         raise InputError(
-            f"trial {trial!r}: {sparse[0]!r} of its model is a tensor in {sparse[1].layout}, which training by"
-            " shards cannot carry; make it dense"
+            f"trial {trial!r}: {sparse[0]!r} of its model is a tensor in {sparse[1].layout}, which training"
+            " by shards cannot carry; make it dense"
         )
     for row in tensors:
         if row[1].numel():
