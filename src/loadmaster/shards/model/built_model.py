@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import InputError, LoadmasterError
 from loadmaster.modules import randomness
 from loadmaster.modules.meta_build import build_on_meta, free_weights
 from loadmaster.shards.model.blocks import Chain, build_call_chain, build_chain
@@ -32,6 +32,7 @@ from loadmaster.shards.model.refusals import (
     ValueReadError,
     check_dense_grads,
     check_extra_state,
+    check_not_lazy,
     check_not_quantised,
     check_not_wrapped,
     refuse_value_reads,
@@ -99,8 +100,9 @@ def build_trial(trial: Trial, *, device: torch.device, known: BuildRecord | None
             empty = None  # frozen numbers are compared with those of other trials, so they must be there
         try:
             return _build_once(trial, device, known, empty)
-        except ValueReadError:
-            if empty is None or trial.blocks is not None:
+        except Exception as problem:
+            said = isinstance(problem, LoadmasterError) and not isinstance(problem, ValueReadError)
+            if empty is None or trial.blocks is not None or said:
                 raise
         return _build_once(trial, device, known, None)  # with values, it is looked at as it runs
 
@@ -114,6 +116,7 @@ def _build_once(
     model = trial.build() if empty is None else empty
     if not isinstance(model, nn.Module):
         raise InputError(f"trial {trial.name!r}: build gave {type(model).__name__}, not a torch.nn.Module")
+    check_not_lazy(trial, model)
     check_not_wrapped(trial, model)
     check_not_quantised(trial, model)
     check_dense_grads(trial, model)

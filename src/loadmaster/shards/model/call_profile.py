@@ -7,10 +7,9 @@ looked at again. A model whose forward looks at values (a router that sends toke
 host instead.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from loadmaster.modules import python_state, randomness
 from loadmaster.modules.live_storages import LiveBytes
-from loadmaster.modules.module_calls import standing_around
+from loadmaster.modules.module_calls import has_user_hooks, is_checkpointing, standing_around
 from loadmaster.modules.op_work import ATTENTION_FLOPS
 from loadmaster.modules.saved_tensors import drop_history, version_of
 from loadmaster.shards.model.blocks import Chain, build_call_chain
@@ -90,10 +88,22 @@ def _look_at(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> "_
     try:
         with refuse_value_reads(trial):
             return _look_fake(trial, chain, batch, device)
-    except Exception:
+    except Exception as problem:
+        if _bans_hooks(problem):
+            return _Look(chain, list(chain.parameters), None, inner_backward=True)
         if any(p.is_meta or _is_hollow(p) for p in chain.parameters):
             raise
-    return _look_real(trial, chain, batch)
+    try:
+        return _look_real(trial, chain, batch)
+    except Exception as problem:
+        if _bans_hooks(problem):
+            return _Look(chain, list(chain.parameters), None, inner_backward=True)
+        raise
+
+
+def _bans_hooks(problem: Exception) -> bool:
+    """Whether a layer takes gradients by torch.func, inside of which saved tensors have no hooks."""
+    return isinstance(problem, RuntimeError) and "saved tensor hooks" in str(problem)
 
 
 def _is_hollow(parameter: torch.Tensor) -> bool:
@@ -136,7 +146,7 @@ def _look_fake(trial: Trial, chain: Chain, batch: Any, device: torch.device) -> 
                 else p
                 for p, narrow in zip(parameters, castable, strict=True)
             ]
-        look = _Look(chain, parameters, dtype)
+        look = _Look(chain, parameters, dtype, buffers=buffers)
         with bind_everywhere(chain, parameters, buffers):
             look.run(trial, given, wanted, device)
         look.narrow = castable
@@ -147,8 +157,8 @@ def _look_real(trial: Trial, chain: Chain, batch: Any) -> "_Look":
     """A forward and backward on the host, which leaves no trace."""
     where = torch.device("cpu")
     dtype = COMPUTE_DTYPE[trial.precision]
-    look = _Look(chain, list(chain.parameters), dtype)
     buffers = [buffer.clone() for buffer in chain.buffers]
+    look = _Look(chain, list(chain.parameters), dtype, buffers=buffers)
     with (
         randomness.preserve_generators(where),
         python_state.preserve_state(list(chain.model.modules())),
@@ -192,6 +202,7 @@ class _Look:
     refuses: set[int] = field(default_factory=set)  # shards that must not run twice
     inner_backward: bool = False  # forward or loss go backward through calls themselves
     narrow: tuple[bool, ...] = ()
+    buffers: list[torch.Tensor] = field(default_factory=list)
     draws: bool = False
     tail_bytes: int = 0  # the most between the last call and the backward of a shard, beside what was kept
     before_bytes: int = 0
@@ -276,17 +287,18 @@ class _Look:
         if not self._stack or not self._graphs[-1]:
             return False
         if torch.is_grad_enabled():
-            return torch._C._autograd._top_saved_tensors_default_hooks(True)[1] is not self._graphs[-1]
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-            frame = frame.f_back
-        return frame is not None
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            return top is not None and top[1] is not self._graphs[-1]
+        return is_checkpointing()
 
     def _around(self, shard: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if any(call.shard == shard for call in self._stack):
             return original(*args, **kwargs)
         live = self.live
         self.counts[shard] += 1
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # saved tensors have no hooks there
+            self.outside |= {slot.tensor for slot in self.chain.parameter_slots[shard]}
+            return original(*args, **kwargs)
         call = _Call(shard, live.now_bytes)
         outer, live.peak_bytes = live.peak_bytes, live.now_bytes
         flops = self.flops.get_total_flops() if hasattr(self, "flops") else 0
@@ -295,6 +307,7 @@ class _Look:
         self._inputs += [(shard, leaf, version_of(leaf)) for leaf in given]
         objects = [leaf for leaf in tree_leaves((args, kwargs)) if _is_object(leaf)]
         was_written = python_state.watch_objects(objects)
+        versions = [version_of(each) for each in self.buffers]
         self._stack.append(call)
         graph = torch.is_grad_enabled()
         if graph:
@@ -308,14 +321,22 @@ class _Look:
             return tensor
 
         self._graphs.append(unpack if graph else None)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with nullcontext() if len(self.chain.rest) == len(self.parameters) else hooks:
                 out = original(*args, **kwargs)
         finally:
             self._stack.pop()
             self._graphs.pop()
-        if was_written():
-            self.refuses.add(shard)  # it writes into an object that it was given, or into one behind it
+        own = {id(each) for each in self.chain.blocks[shard].buffers()}
+        foreign = any(
+            version_of(each) != version and id(each) not in own
+            for each, version in zip(self.buffers, versions, strict=True)
+        )
+        if foreign or was_written():
+            self.refuses.add(
+                shard
+            )  # it writes into an object that it was given or one behind it, or elsewhere
         self._note_views(shard, out)
         call.exit_bytes, call.peak_bytes = live.now_bytes, live.peak_bytes
         call.output_bytes = tree_bytes([leaf for leaf in tree_leaves(out) if not _is_among(leaf, given)])
@@ -398,8 +419,9 @@ def _to_profile(trial: Trial, chain: Chain, batch: Any, look: _Look) -> Profile:
     again = tuple(
         shard not in look.refuses
         and not look.inner_backward
+        and len(chain.rest) < len(chain.parameters)
         and gains[shard] > _CHEAP * whole / num
-        and not _has_user_hooks(chain.blocks[shard])
+        and not has_user_hooks(chain.blocks[shard])
         for shard in range(num)
     )
     calls = CallFacts(
@@ -433,17 +455,6 @@ def _kept_back(chain: Chain) -> set[int]:
     """Parameters of a shard's module that are in the rest."""
     inside = {id(parameter) for block in chain.blocks for parameter in block.parameters()}
     return {number for number in chain.rest if id(chain.parameters[number]) in inside}
-
-
-def _has_user_hooks(block: nn.Module) -> bool:
-    """Hooks that would run twice; those that only compute a weight may."""
-    for module in block.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks):
-            return True
-        if module._backward_hooks or module._backward_pre_hooks:
-            return True
-    return False
 
 
 class _NoModules:

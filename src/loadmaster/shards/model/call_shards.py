@@ -20,7 +20,7 @@ from torch import nn
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 1 / 6  # of all weights: opened where it can be
 _SMALL = 1 / 256  # of all weights: not worth a shard
-_ABSENT = object()
+_OF_CLASS = object()  # an attribute that the instance does not have itself
 _CONFIGS = ("text_config", "encoder", "decoder")  # configurations within one
 
 
@@ -55,7 +55,7 @@ class TrainingSwitches:
         self._rows: list[tuple[dict[str, Any], str, Any]] = []  # attributes, name, value while it trains
         for module in model.modules():
             table = module.__dict__
-            if getattr(module, "gradient_checkpointing", None) is True:  # of the instance or of its class
+            if getattr(module, "gradient_checkpointing", None) is True:
                 self._rows.append((table, "gradient_checkpointing", False))
             config = table.get("config")
             if config is not None and not isinstance(config, dict) and id(config) not in copies:
@@ -70,17 +70,16 @@ class TrainingSwitches:
     @contextmanager
     def off(self) -> Iterator[None]:
         """All of them off; afterwards as they were."""
-        before = [(table, name, table.get(name, _ABSENT)) for table, name, _ in self._rows]
+        before = [(table, name, table.get(name, _OF_CLASS)) for table, name, _ in self._rows]
         try:
             for table, name, value in self._rows:
                 table[name] = value
             yield
         finally:
             for table, name, value in before:
-                if value is _ABSENT:
-                    table.pop(name, None)
-                else:
-                    table[name] = value
+                table[name] = value
+                if value is _OF_CLASS:
+                    del table[name]
 
 
 def _copy_without_cache(config: Any, copies: dict[int, Any]) -> Any:

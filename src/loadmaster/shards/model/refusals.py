@@ -31,6 +31,16 @@ _QUANTISED = (
 _PLAIN = (int, float, bool, str, type(None))
 
 
+def check_not_lazy(trial: Trial, model: nn.Module) -> None:
+    """A parameter without a shape can be neither planned nor laid out."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError(
+                f"trial {trial.name!r}: parameter {name!r} has no shape yet (a lazy module); let build run"
+                " the model once on a batch before it returns it"
+            )
+
+
 def check_not_wrapped(trial: Trial, model: nn.Module) -> None:
     """A wrapper decides itself how its module runs; shards are run one by one."""
     for name, module in model.named_modules():

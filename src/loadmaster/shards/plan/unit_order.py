@@ -68,8 +68,10 @@ class UnitOrder:
         return len(self.units)
 
     def next_use(self, piece: int, position: int) -> int:
-        """The first use at or after a position, counted over the end of a step."""
-        uses = self.uses[piece]
+        """The first use at or after a position, counted over the end of a step; far off if there is none."""
+        uses = self.uses.get(piece)
+        if uses is None:  # its calls were left out
+            return position + 2 * len(self.units)
         index = bisect_left(uses, position)
         return uses[index] if index < len(uses) else uses[0] + len(self.units)
 

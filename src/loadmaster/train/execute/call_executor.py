@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import RunError
-from loadmaster.modules.module_calls import stand_around
+from loadmaster.modules.module_calls import is_checkpointing, stand_around
 from loadmaster.shards.device.streams import Device
 from loadmaster.shards.device.update_thread import HostUpdater
 from loadmaster.shards.model.blocks import call_block
 from loadmaster.shards.model.profile import tree_bytes
-from loadmaster.shards.model.refusals import refuse_writes
 from loadmaster.shards.plan.shard_plan import call_activation_bytes
 from loadmaster.shards.plan.unit_order import UnitOrder, order_calls
 from loadmaster.shards.spec.trial import COMPUTE_DTYPE, compute_loss
@@ -32,17 +31,23 @@ from loadmaster.train.execute.call_records import (
     CallWatch,
     WeightHandle,
     WeightRanges,
+    Witness,
     keep_saved,
     note_call,
+    raise_unequal,
+    refuse_unpacking,
 )
 from loadmaster.train.execute.device_slots import DeviceSlot
-from loadmaster.train.execute.device_weights import find_streamed
+from loadmaster.train.execute.device_weights import NoSlotError, find_streamed
 from loadmaster.train.execute.execution_config import ExecutionConfig
+from loadmaster.train.execute.lent_parameters import LentParameters
 from loadmaster.train.execute.micro_batches import move_to_device
 from loadmaster.train.execute.shard_executor import ShardExecutor
 from loadmaster.train.execute.step_executor import Grads
 from loadmaster.train.execute.trial_state import TrialState
 from loadmaster.train.execute.units import MicroBatch
+
+_BESIDE = "weights beside the slots"
 
 
 class CallExecutor(ShardExecutor):
@@ -68,9 +73,10 @@ class CallExecutor(ShardExecutor):
         self._dtype = COMPUTE_DTYPE[state.trial.precision]
         again = replace(layout, recompute=tuple(self._again))
         self._activation_bytes = call_activation_bytes(_facts(state), again, state.sizes, config.placement)
+        self._stands = [bool(p) or r for p, r in zip(layout.pieces_of, self._again, strict=True)]
         self._watches = [CallWatch(block) for block in state.chain.blocks]
-        self._standins = self._make_standins()
-        self._masters: list[torch.Tensor] = []  # while the device's tensors are in their place
+        self._lent = LentParameters(state.trial, state.chain, self._make_standins(), self._bring_one)
+        self._lent_bytes = 0  # of weights that were brought for who read them outside of their calls
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
         self._running: list[int] = []  # shards whose call runs
@@ -80,6 +86,12 @@ class CallExecutor(ShardExecutor):
         self._records: list[CallRecord] = []  # of those with a graph
         self._open: list[int] = []  # [shard] calls whose backward is still to come
         self._done: set[int] = set()  # pieces whose gradients have been taken
+        self._late: set[int] = set()  # pieces whose gradients are whole only when backward is over
+        self._hidden: list[int] = []  # [shard] calls whose graph is made in backward (checkpoints)
+        self._doubts: list[tuple[str, torch.Tensor]] = []  # on a GPU: whether a call gave other numbers
+        self._doubts_before: list[tuple[str, torch.Tensor]] = []  # of the step before
+        self._is_remaking = False  # a call runs again
+        self._goes_back = False  # calls within calls, or in other threads: backward may go to and fro
         self._entered: CallRecord | None = None  # whose backward runs
         self._views: dict[int, torch.Tensor] = {}  # its weights
         self._used: list[DeviceSlot] = []
@@ -113,6 +125,19 @@ class CallExecutor(ShardExecutor):
                 self._backward_all(scaled, moment)
         self.units.sync_buffers(0)
 
+    def end(self) -> float:
+        """As for any trial; then see what calls of the step before gave, which a GPU has told by now."""
+        loss = super().end()
+        earlier, self._doubts_before = self._doubts_before, self._doubts
+        self._doubts = []
+        self._require_equal(earlier)
+        return loss
+
+    @staticmethod
+    def _require_equal(doubts: list[tuple[str, torch.Tensor]]) -> None:
+        if doubts and bool(torch.stack([doubt for _, doubt in doubts]).any()):
+            raise_unequal(next(name for name, doubt in doubts if bool(doubt)))
+
     def _begin_pass(self) -> None:
         """Each micro-batch goes forward and backward by itself."""
 
@@ -121,7 +146,7 @@ class CallExecutor(ShardExecutor):
         trial, number = self.state.trial, moment.micro_batch
         inputs, targets = self._inputs[number], self._targets[number]
         self._inputs[number] = self._targets[number] = None
-        self._log, self._records = [], []
+        self._forget_calls()
         self.weights.position = 0
         with (
             self.device.span("compute", f"{trial.name} forward"),
@@ -139,7 +164,7 @@ class CallExecutor(ShardExecutor):
     def _backward_all(self, loss: torch.Tensor, moment: MicroBatch) -> None:
         trial = self.state.trial
         self._moment = moment
-        self._open = [0] * self.state.layout.num_shards
+        self._open = list(self._hidden)
         for record in self._records:
             self._open[record.shard] += 1
         self._set_order(self._log, [record.shard for record in self._records])
@@ -154,21 +179,29 @@ class CallExecutor(ShardExecutor):
             loss.backward()
             self._leave_call()
             self._open = [0] * self.state.layout.num_shards
+            self._late = set()
             for piece in self.state.layout.pieces:
                 self._finish_piece(piece.index)
-        self._reset_backward()
-
-    def _reset_backward(self) -> None:
-        self._log, self._records, self._open = [], [], []
+        for record in self._records:
+            record.let_go()
+        self._forget_calls()
         self._done = set()
         self._entered, self._moment = None, None
         self._views, self._used = {}, []
+
+    def _forget_calls(self) -> None:
+        """Before a micro-batch, and after it."""
+        self._log, self._records, self._open = [], [], []
+        self._hidden = [0] * self.state.layout.num_shards
+        self._late, self._goes_back = set(), False
+        self._lent.drop_brought()
+        self._release_brought()
 
     def predict(self, inputs: Any) -> Any:
         """The model's own output, without gradients; nothing is kept."""
         self.device_slots.set_turn(self.weights, None)
         self.weights.position = 0
-        self._log, self._records = [], []
+        self._forget_calls()
         value = move_to_device(inputs, self.device.torch_device)
         where = self.device.torch_device.type
         with (
@@ -185,12 +218,15 @@ class CallExecutor(ShardExecutor):
         try:
             return super().rehearse(batches, then)
         finally:
-            self._put_back()
+            self._lent.put_back()
 
     def settle(self) -> None:
         """Everything home; the model then holds the host's tensors."""
-        self._put_back()
+        self._lent.put_back()
         super().settle()
+        doubts = self._doubts_before + self._doubts
+        self._doubts_before, self._doubts = [], []
+        self._require_equal(doubts)
 
     def clear(self) -> None:
         """Let go of what a step holds, also of one that failed."""
@@ -203,7 +239,7 @@ class CallExecutor(ShardExecutor):
         for undo in self._undo:
             undo()
         self._undo = []
-        self._put_back()
+        self._lent.put_back()
         super().close()
 
     # Weights
@@ -224,70 +260,75 @@ class CallExecutor(ShardExecutor):
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """The model's parameters hold the device's tensors: the rest its weights, shards nothing yet."""
-        parameters = self.state.chain.parameters
-        if not self._masters:
-            self._masters = [parameter.data for parameter in parameters]
-            for parameter, standin in zip(parameters, self._standins, strict=True):
-                parameter.data = standin
-            if self._stays:
-                for piece in self.weights.pinned:
-                    for number, view in self.weights.get_views([piece])[0].items():
-                        parameters[number].data = view
+        if self._lent.take_place() and self._stays:
+            for piece in self.weights.pinned:
+                self._lent.bind_whole(self.weights.get_views([piece])[0])
         rest = self.state.layout.rest
+        views: dict[int, torch.Tensor] = {}
         used: list[DeviceSlot] = []
         if rest is not None and not self._stays:
             views, used = self.weights.get_views([rest])
-            for number, view in views.items():
-                parameters[number].data = view
         self._active = True
-        versions = [parameter._version for parameter in parameters]
         try:
-            with self.state.chain.switched():  # also while backward runs calls again
+            with self._lent.open_pass(views), self.state.chain.switched():  # backward runs calls again
                 yield
-            self._require_unwritten(versions)
         finally:
             self._active = False
+            self._release_brought()
             self.weights.free(used)
-            if not self._stays:
-                for number in self.state.chain.rest:
-                    parameters[number].data = self._standins[number]
 
-    def _require_unwritten(self, versions: list[int]) -> None:
-        for number, (parameter, version) in enumerate(
-            zip(self.state.chain.parameters, versions, strict=True)
-        ):
-            if parameter._version != version:
-                refuse_writes(self.state.trial, [self.state.chain.parameter_name[number]])
+    def _bring_one(self, number: int) -> torch.Tensor:
+        """A weight for who reads it outside of its calls; its gradients are then whole at the end."""
+        index, name = self._piece_of[number], self.state.chain.parameter_name[number]
+        changed = index in self._done and self.updates.wants(index) and not self.state.trial.deferred
+        if changed and self._moment is not None and self._rehearsing is None and _is_last(self._moment):
+            raise RunError(
+                f"parameter {name!r} of trial {self.state.trial.name!r} was read in the backward pass after"
+                " it had been stepped; give Trial(clip_norm=...), with which all are stepped at the end"
+            )
+        self._late.add(index)
+        return self._copy_beside(number)
 
-    def _put_back(self) -> None:
-        for parameter, master in zip(self.state.chain.parameters, self._masters, strict=False):
-            parameter.data = master
-        self._masters = []
+    def _copy_shard(self, shard: int) -> dict[int, torch.Tensor]:
+        layout = self.state.layout
+        numbers = [number for index in layout.pieces_of[shard] for number in layout.pieces[index].parameters]
+        return {number: self._copy_beside(number) for number in numbers}
+
+    def _copy_beside(self, number: int) -> torch.Tensor:
+        """A weight in memory of its own, until the micro-batch is over."""
+        index = self._piece_of[number]
+        position = self.state.layout.pieces[index].parameters.index(number)
+        size = self.state.pieces[index].up_places[position].num_bytes
+        self.device.arena.book(f"{self.state.trial.name} {_BESIDE}", size)
+        self._lent_bytes += size
+        with self._lock:
+            return self.weights.copy_weight(index, position)
+
+    def _release_brought(self) -> None:
+        size, self._lent_bytes = self._lent_bytes, 0
+        if size:
+            self.device.arena.release(f"{self.state.trial.name} {_BESIDE}", size)
 
     @contextmanager
     def _bring(self, shard: int) -> Iterator[dict[int, torch.Tensor]]:
         """The weights of a shard in the place of its parameters, for one run."""
         views, used = self._fetch(shard)
-        self._bind(views)
+        self._lent.bind(views)
         try:
             yield views
         finally:
-            self._unbind(views)
+            self._lent.unbind(views)
             self.weights.free(used)
 
     def _fetch(self, shard: int) -> tuple[dict[int, torch.Tensor], list[DeviceSlot]]:
         self.device_slots.release_landed()
-        views, used = self.weights.get_views(self.state.layout.pieces_of[shard])
+        with torch.inference_mode(False):  # views are kept: they serve ordinary code, too
+            try:
+                views, used = self.weights.get_views(self.state.layout.pieces_of[shard])
+            except NoSlotError:  # calls within calls have them all
+                views, used = self._copy_shard(shard), []
         self.weights.prefetch()
         return views, used
-
-    def _bind(self, views: dict[int, torch.Tensor]) -> None:
-        for number, view in views.items():
-            self.state.chain.parameters[number].data = view
-
-    def _unbind(self, views: dict[int, torch.Tensor]) -> None:
-        for number in views:
-            self.state.chain.parameters[number].data = self._standins[number]
 
     def _set_order(self, forward: list[int], backward: list[int]) -> None:
         """What comes next, as far as is known."""
@@ -310,37 +351,61 @@ class CallExecutor(ShardExecutor):
 
     def _run_call(self, shard: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of a shard's module."""
-        if not self._active or shard in self._running:
+        if not self._active or shard in self._running or not self._stands[shard]:
             return original(*args, **kwargs)
-        elsewhere = threading.get_ident() != self._thread
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # saved tensors have no hooks there
+            for index in self.state.layout.pieces_of[shard]:
+                for number in self.state.layout.pieces[index].parameters:
+                    self._lent.keep(number)
+            return original(*args, **kwargs)
+        if self._is_remaking:  # within a call that runs again: what this one saved is kept by its own record
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep_saved, refuse_unpacking)
+            with self._bring(shard), hooks:
+                return original(*args, **kwargs)
+        if self._moment is not None:
+            self._leave_call()
+        elsewhere = threading.get_ident() != self._thread and self._moment is None
         with self._lock, self.device.computing() if elsewhere else nullcontext():
-            if self._moment is not None:
-                raise RunError(f"{self._name(shard)!r} was called while the backward pass ran")
-            self._find_position(shard)
+            self._goes_back |= elsewhere or bool(self._running)
+            if self._moment is None:
+                self._find_position(shard)
             self._running.append(shard)
             try:
                 with self._bring(shard) as views:
                     if torch.is_grad_enabled():
                         out = self._call_with_graph(shard, views, original, args, kwargs)
                     else:
+                        self._hidden[shard] += self._moment is None and is_checkpointing()
                         out = original(*args, **kwargs)
             finally:
                 self._running.remove(shard)
-            self._log.append(shard)
-            self.weights.position += 1
+            if self._moment is None:
+                self._log.append(shard)
+                self.weights.position += 1
             return out
 
     def _call_with_graph(
         self, shard: int, views: dict[int, torch.Tensor], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        record = CallRecord(shard, self._name(shard), -1, self._again[shard])
+        in_backward = self._moment is not None  # a checkpoint of the model's own makes its graph now
+        again = self._again[shard] and not in_backward and not self._goes_back
+        again = again and not self._watches[shard].has_hooks()
+        record = CallRecord(shard, self._name(shard), self.weights.position if in_backward else -1, again)
         self._records.append(record)
+        if in_backward and self._hidden[shard]:
+            self._hidden[shard] -= 1  # its place in the count of open calls is this one's
+        elif in_backward:
+            self._open[shard] += 1
+            self._late.update(self.state.layout.pieces_of[shard])
         if record.is_again:
             note_call(record, original, args, kwargs, self.device.torch_device)
             after = self._watches[shard].before(record)
-            with torch.autograd.graph.saved_tensors_hooks(*self._make_again_hooks(record)):
+            hooks = self._make_again_hooks(record, WeightRanges(views))
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 out = original(*args, **kwargs)
             after()
+            if record.witness is not None:
+                record.witness.settle()
             return out
         with torch.autograd.graph.saved_tensors_hooks(*self._make_keep_hooks(record, WeightRanges(views))):
             return original(*args, **kwargs)
@@ -360,10 +425,12 @@ class CallExecutor(ShardExecutor):
 
         return pack, unpack
 
-    def _make_again_hooks(self, record: CallRecord) -> tuple[Any, Any]:
-        saved = record.saved
+    def _make_again_hooks(self, record: CallRecord, ranges: WeightRanges) -> tuple[Any, Any]:
+        saved, witness = record.saved, Witness()
+        record.witness = witness
 
         def pack(tensor: torch.Tensor) -> int:
+            witness.look(len(saved), tensor, ranges)
             saved.append((tensor.shape, tensor.dtype))
             return len(saved) - 1
 
@@ -397,24 +464,30 @@ class CallExecutor(ShardExecutor):
         self.weights.position = max(self.weights.position, record.position)
         self._entered = record
         self._views, self._used = self._fetch(record.shard)
-        if record.is_again:
+        if record.is_again and record.made is None:
             with self._lock:
-                self._bind(self._views)
+                self._lent.bind(self._views)
                 self._running.append(record.shard)
+                self._is_remaking = True
                 try:
-                    record.make_again(WeightRanges(self._views), self.device.torch_device)
+                    doubt = record.make_again(WeightRanges(self._views), self.device.torch_device)
+                    if doubt is not None:
+                        self._doubts.append((record.name, doubt))
                 finally:
+                    self._is_remaking = False
                     self._running.remove(record.shard)
-                    self._unbind(self._views)
+                    self._lent.unbind(self._views)
 
     def _leave_call(self) -> None:
         """The backward of a call is over; so may be that of its shard."""
         record, self._entered = self._entered, None
         if record is None:
             return
-        record.let_go()
         self.weights.free(self._used)
         self._views, self._used = {}, []
+        if self._goes_back:  # it may be come back to
+            return
+        record.let_go()
         self._open[record.shard] -= 1
         pieces = self.state.layout.pieces
         for index in self.state.layout.pieces_of[record.shard]:
@@ -440,7 +513,7 @@ class CallExecutor(ShardExecutor):
 
     def _finish_piece(self, index: int) -> None:
         """The gradients of a piece are whole for this micro-batch; after the last one, for the step."""
-        if index in self._done:
+        if index in self._done or index in self._late:
             return
         self._done.add(index)
         if not self.updates.wants(index) or self._moment is None:
@@ -448,7 +521,7 @@ class CallExecutor(ShardExecutor):
         grads = self.grads.collect(index)
         if self.state.trial.accumulate > 1:
             grads = self._sum_up(index, grads)
-        if not grads or self._moment.micro_batch < self._moment.num_micro_batches - 1:
+        if not grads or not _is_last(self._moment):
             return
         if self._rehearsing is not None:
             self._rehearsing(index, grads)
@@ -469,10 +542,14 @@ class CallExecutor(ShardExecutor):
             for position, earlier in self.updates.recall(index, waiting).items():
                 now = grads.get(position)
                 grads[position] = earlier if now is None else earlier.add_(now)
-        if self._moment.micro_batch < self._moment.num_micro_batches - 1 and grads:
+        if not _is_last(self._moment) and grads:
             self.updates.keep(index, grads)
             self._summed[index] = tuple(sorted(grads))
         return grads
+
+
+def _is_last(moment: MicroBatch) -> bool:
+    return moment.micro_batch == moment.num_micro_batches - 1
 
 
 def _facts(state: TrialState) -> Any:

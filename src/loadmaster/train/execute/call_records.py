@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,9 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from loadmaster.core.errors import RunError
 from loadmaster.modules import python_state, randomness
+from loadmaster.modules.module_calls import has_user_hooks
+from loadmaster.modules.rounding import fingerprint
 from loadmaster.modules.saved_tensors import drop_history, version_of
 from loadmaster.modules.torch_state import list_kernel_settings, use_kernel_settings
 
+_TABLES = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_UNSURE = 1e-3  # of a norm on a GPU: what an order of additions may change, and no change of state does
 _SMALL_BYTES = 1 << 16  # of a buffer, copied before every call that is to run again
 
 
@@ -88,11 +92,17 @@ class CallRecord:
     tensors: "list[HeldTensor]" = field(default_factory=list)  # buffers and such, of all its modules
     attributes: list[python_state.Table] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # of lists and tables of its modules
+    drawn_from: list[tuple[Any, Any]] = field(default_factory=list)  # generators of its modules' own
     saved: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    witness: "Witness | None" = None  # an activation it saved, to know it again
     made: list[Any] | None = None  # handles of weights, and tensors, once it has run again
 
-    def make_again(self, ranges: WeightRanges, device: torch.device) -> None:
-        """Run the call once more and keep what it saves."""
+    def make_again(self, ranges: WeightRanges, device: torch.device) -> torch.Tensor | None:
+        """Run the call once more and keep what it saves; gives whether that is other than it was.
+
+        On a CPU it is said at once instead; a GPU is not waited for.
+        """
+        doubt: torch.Tensor | None = None
         assert self.run is not None, "its forward has noted it"
         if [version_of(leaf) for leaf in _list_tensors((self.args, self.kwargs))] != self.versions:
             raise RunError(
@@ -110,6 +120,9 @@ class CallRecord:
                     " twice; raise memory_cap so that its activations stay"
                 )
             made.append(ranges.find(tensor) or tensor.detach())
+            if self.witness is not None and self.witness.at == at:
+                nonlocal doubt
+                doubt = self.witness.differs_from(tensor)
             if len(made) == len(self.saved):
                 raise _EnoughError
 
@@ -119,7 +132,7 @@ class CallRecord:
             stack.enter_context(use_kernel_settings(self.kernels))
             for kind, enabled, dtype, cache in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _refuse_unpacking))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, refuse_unpacking))
             with suppress(_EnoughError):
                 self.run(*self.args, **self.kwargs)
         if len(made) < len(self.saved):
@@ -129,12 +142,17 @@ class CallRecord:
                 " activations stay"
             )
         self.made = made
+        if doubt is None or doubt.device.type != "cpu":
+            return doubt
+        if bool(doubt):
+            raise_unequal(self.name)
+        return None
 
     def let_go(self) -> None:
         """Nothing of it is wanted any more."""
         self.over, self.made, self.run = True, None, None
         self.args, self.kwargs, self.generators = (), None, None
-        self.tensors, self.attributes, self.contents = [], [], []
+        self.tensors, self.attributes, self.contents, self.drawn_from = [], [], [], []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +179,60 @@ class HeldTensor:
         return self.copy
 
 
+def raise_unequal(name: str) -> NoReturn:
+    """A call gave other numbers the second time."""
+    raise RunError(
+        f"{name!r} was to run again and gave other numbers the second time: it reads or writes something"
+        " outside of itself (a global, a closure, an object, an input written in place); raise memory_cap so"
+        " that its activations stay, or make that a buffer or an attribute of its module"
+    )
+
+
+class Witness:
+    """What a weight of a call was multiplied with last: it depends on nearly all that the call has read."""
+
+    def __init__(self) -> None:
+        self.at = -1
+        self._kept: tuple[int, torch.Tensor | None, int] | None = None
+        self._tensor: torch.Tensor | None = None
+        self._version = 0
+        self._number: torch.Tensor | None = None
+
+    def look(self, at: int, tensor: torch.Tensor, ranges: WeightRanges) -> None:
+        """A tensor is saved; without weights the last activation serves."""
+        if ranges.find(tensor) is not None:
+            if 0 <= self.at == at - 1:
+                self._kept = (self.at, self._tensor, self._version)
+        elif tensor.is_floating_point() and tensor.numel():
+            self.at, self._tensor, self._version = at, drop_history(tensor), version_of(tensor)
+
+    def settle(self) -> None:
+        """The call is over: remember a number of it, not the tensor."""
+        if self._kept is not None:
+            self.at, self._tensor, self._version = self._kept
+        tensor, self._tensor, self._kept = self._tensor, None, None
+        if tensor is None or version_of(tensor) != self._version:
+            self.at = -1
+            return
+        self._number = _describe(tensor)
+
+    def differs_from(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Whether a tensor is another one, as a number on its device."""
+        assert self._number is not None, "the call is over"
+        now, before = _describe(tensor), self._number
+        if not now.is_floating_point():
+            return now != before
+        return (now - before).abs() > _UNSURE * before.abs()  # not a number: not told here
+
+
+def _describe(tensor: torch.Tensor) -> torch.Tensor:
+    """All bits on a CPU; on a GPU, where kernels may add in any order, the size."""
+    with torch.no_grad():
+        if tensor.device.type == "cpu":
+            return fingerprint(tensor)
+        return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+
+
 class CallWatch:
     """Notes what a second run of a shard must find: buffers, attributes, and lists and tables they hold.
 
@@ -168,8 +240,14 @@ class CallWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+        self._module, self._modules = module, list(module.modules())
+        self._held = python_state.list_held(self._modules)
+        self._generators = python_state.list_generators(self._modules)
         self._writers: set[int] | None = None  # modules that write buffers; None: no call has been seen
+
+    def has_hooks(self) -> bool:
+        """Whether hooks of the user's would be called twice."""
+        return has_user_hooks(self._module)
 
     def before(self, record: CallRecord) -> Callable[[], None]:
         """Note what the call may write; the result is to be called after it."""
@@ -184,8 +262,12 @@ class CallWatch:
                         held = HeldTensor(table, name, tensor, version_of(tensor), copy, writes)
                         rows.append((at, held))
         record.tensors = [held for _, held in rows]
-        record.attributes = [(vars(each), dict(vars(each))) for each in self._modules]
-        record.contents = python_state.copy_contents(was for _, was in record.attributes)
+        attributes = [vars(each) for each in self._modules]
+        record.contents = python_state.copy_contents(self._held)
+        # other tensors may stand in for the parameters for a while (functional_call)
+        tables = [vars(each)[name] for each in self._modules for name in _TABLES]
+        record.attributes = [(table, dict(table)) for table in (*attributes, *tables)]
+        record.drawn_from = python_state.capture_generators(self._generators)
 
         def after() -> None:
             found = {at for at, held in rows if _is_written(held, look=self._writers is None)}
@@ -233,7 +315,9 @@ def _as_it_was(record: CallRecord, device: torch.device) -> Iterator[None]:
         randomness.preserve_generators(device),
         python_state.swap_attributes(changed),
         python_state.preserve_contents(container for container, _ in record.contents),
+        ExitStack() as stack,
     ):
+        stack.enter_context(python_state.use_generators(record.drawn_from))
         python_state.refill(refilled)
         randomness.restore_generators(record.generators, device)
         before = [(vars_, dict(vars_)) for vars_, _ in record.attributes]
@@ -257,7 +341,8 @@ def keep_saved(tensor: torch.Tensor) -> torch.Tensor:
     return drop_history(tensor)
 
 
-def _refuse_unpacking(_: Any) -> Any:
+def refuse_unpacking(_: Any) -> Any:
+    """Nobody goes backward there."""
     raise RunError("a graph that was made only for what it saves was run backward")
 
 

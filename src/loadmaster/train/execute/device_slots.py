@@ -39,6 +39,7 @@ class DeviceSlot:
     piece: int | None = None  # the piece in it, None = nothing of use
     ready: Event | None = None  # its bytes have arrived
     free: Event | None = None  # its last reader is done
+    num_readers: int = 0  # that have it now: nothing else may come in
     views: dict[Any, list[torch.Tensor]] = field(default_factory=dict)  # [layout of a piece]
 
     @property
@@ -55,6 +56,7 @@ class DeviceSlot:
     def clear(self) -> None:
         """What stands here is of no more use."""
         self.owner = self.piece = None
+        self.num_readers = 0
 
 
 @dataclass(eq=False)
@@ -126,15 +128,18 @@ class DeviceSlots:
         """The slot a piece stands in."""
         return next((slot for slot in self.slots if slot.piece == piece and slot.owner is owner), None)
 
-    def choose_slot(self, owner: Owner, piece: int) -> DeviceSlot | None:
-        """An empty slot, else that of the piece used last of all, if later than this one."""
+    def choose_slot(self, owner: Owner, piece: int, *, now: bool = False) -> DeviceSlot | None:
+        """An empty slot, else that of the piece used last of all, if later than this one or it is due `now`.
+
+        What is being read stays.
+        """
         rank = owner.rank.get(piece)
-        fitting = [slot for slot in self.slots if slot.rank == rank]
+        fitting = [slot for slot in self.slots if slot.rank == rank and not slot.num_readers]
         empty = next((slot for slot in fitting if slot.piece is None), None)
         if empty is not None or not fitting:
             return empty
         latest = max(fitting, key=lambda slot: self.distance(slot.owner, slot.piece))
-        later = self.distance(latest.owner, latest.piece) > self.distance(owner, piece)
+        later = now or self.distance(latest.owner, latest.piece) > self.distance(owner, piece)
         return latest if later else None
 
     def list_wanted(self, depth: int) -> list[tuple[Owner, int]]:

@@ -22,6 +22,10 @@ from loadmaster.train.execute.execution_config import (
 from loadmaster.train.execute.trial_state import TrialState
 
 
+class NoSlotError(RunError):
+    """Every place is being read."""
+
+
 class DeviceWeights:
     """The pieces of one trial, as units of one device read them."""
 
@@ -81,6 +85,7 @@ class DeviceWeights:
         done = self._device.mark()
         for slot in used:
             slot.free = done
+            slot.num_readers = max(0, slot.num_readers - 1)
 
     def _get_leaves(self, shard: int) -> tuple[dict[int, torch.Tensor], list[DeviceSlot]]:
         """The parameters of a shard as leaves on the device, and the slots they stand in."""
@@ -102,8 +107,13 @@ class DeviceWeights:
             if piece in self.pinned:
                 views = self.pinned[piece].compute_views()
             else:
-                slot = self._await_slot(piece)
+                try:
+                    slot = self._await_slot(piece)
+                except NoSlotError:
+                    self.free(used)
+                    raise
                 used.append(slot)
+                slot.num_readers += 1
                 views = slot.get_views(self._layouts[piece], host.up_places)
             found.update(zip(host.piece.parameters, views, strict=True))
         return found, used
@@ -130,9 +140,25 @@ class DeviceWeights:
         pending = self.ready.get(piece)
         return pending is not None and is_host_event(pending) and not pending.done()
 
-    def load(self, piece: int) -> DeviceSlot | None:
-        """Bring a piece to a place, if one is to be had."""
-        slot = self._device_slots.choose_slot(self, piece)
+    def copy_weight(self, piece: int, position: int) -> torch.Tensor:
+        """One weight of a piece as units read it, in memory of its own beside the slots."""
+        host = self._state.pieces[piece]
+        if piece in self.pinned:
+            return self.pinned[piece].compute_views()[position].clone()
+        self._await_update(piece)
+        source = host.up_places[position].view(host.up)
+        made = torch.empty_like(source, device=self._device.torch_device)
+        name = self._state.chain.parameter_name[host.piece.parameters[position]]
+        label = f"{self._state.trial.name} load {name}"
+        after = [self._device.mark(), self.ready.get(piece)]
+        self._device.hold(self._device.up([Copy(made, source)], after=after, label=label))
+        self._ledger.up_bytes += source.nbytes
+        self._ledger.loads += 1
+        return made
+
+    def load(self, piece: int, *, now: bool = False) -> DeviceSlot | None:
+        """Bring a piece to a place, if one is to be had; one that is wanted `now` need not wait its turn."""
+        slot = self._device_slots.choose_slot(self, piece, now=now)
         if slot is None:
             return None
         host = self._state.pieces[piece]
@@ -154,9 +180,13 @@ class DeviceWeights:
         slot = self.find_slot(piece)
         if slot is None:
             self._await_update(piece)
-            slot = self.find_slot(piece) or self.load(piece)
+            slot = self.find_slot(piece) or self.load(piece, now=True)
             if slot is None:
-                raise RunError(f"{self._device.name}: no slot for piece {piece}; num_slots is too small")
+                name = self._state.pieces[piece].piece.name
+                raise NoSlotError(
+                    f"{self._device.name}: no slot for piece {piece} ({name}): all are being read; num_slots"
+                    " is too small"
+                )
         self._device.hold(slot.ready)
         return slot
 

@@ -48,9 +48,14 @@ class Gradients:
                 self._add(number, grad, moment.num_micro_batches)
 
     def put(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients of the only micro-batch, by parameter; none of them is tied."""
+        """Gradients of a micro-batch by itself, by parameter.
+
+        A second one is added as autograd adds it: checkpoints go backward one by one.
+        """
         self._seen.update(grads)
-        self._sum.update(grads)
+        for number, grad in grads.items():
+            known = self._sum.get(number)
+            self._sum[number] = grad if known is None else known.add_(grad)
 
     def is_tied(self, number: int) -> bool:
         """Whether shards share a parameter."""
