@@ -108,7 +108,8 @@ def capture_graphs(
 @contextmanager
 def _make_workers(workers: int, ray: bool) -> Iterator[Workers | None]:
     if ray:
-        yield _over_ray()
+        with _run_over_ray() as mapped:
+            yield mapped
     elif workers == 1:
         yield None
     else:
@@ -119,12 +120,15 @@ def _make_workers(workers: int, ray: bool) -> Iterator[Workers | None]:
             yield pool.map
 
 
-def _over_ray() -> Workers:
+@contextmanager
+def _run_over_ray() -> Iterator[Workers]:
+    """Ray's workers; a cluster that is started here ends here."""
     try:
         import ray
     except ImportError:
         raise InputError("--ray needs Ray, which is not installed: pip install 'loadmaster[ray]'") from None
-    if not ray.is_initialized():
+    begins = not ray.is_initialized()
+    if begins:
         ray.init(include_dashboard=False, log_to_driver=False)
 
     def mapped(play: Callable[[int], Any], numbers: Sequence[int]) -> Iterable[Any]:
@@ -132,4 +136,8 @@ def _over_ray() -> Workers:
         shared = [ray.put(value) for value in play.args]  # type: ignore[attr-defined]
         return [ray.get(one) for one in [task.remote(*shared, number) for number in numbers]]
 
-    return mapped
+    try:
+        yield mapped
+    finally:
+        if begins:
+            ray.shutdown()

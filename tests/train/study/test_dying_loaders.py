@@ -143,3 +143,17 @@ def test_a_study_of_which_no_data_can_be_read_is_refused_at_once(tmp_path: Path)
     bad = trial("bad", data=lambda: DataLoader(Raising(flag), batch_size=None), evaluate=None)
     with pytest.raises(InputError, match="the disk is gone"):
         lt.Study([bad], dir=tmp_path / "run", devices="cpu").fit()
+
+
+def test_a_worker_that_dies_before_it_hands_over_its_batch_is_a_dead_worker() -> None:
+    loader = DataLoader(torch.ones(8, 4), num_workers=1, batch_size=1, prefetch_factor=2)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = batches._workers  # type: ignore[attr-defined]
+    time.sleep(0.5)  # the next batches are in the queue, their memory is still the worker's
+    worker.kill()
+    worker.join()
+    with pytest.raises((RuntimeError, EOFError, OSError)) as found:
+        next(batches)
+    assert is_worker_death(found.value)
+    assert not is_worker_death(FileNotFoundError("data/0017.jpg"))

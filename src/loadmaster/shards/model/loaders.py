@@ -14,8 +14,10 @@ import queue
 import re
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +40,16 @@ _WORKER_DEATH = re.compile(r"DataLoader worker \(pid|DataLoader timed out|Pin me
 
 
 def is_worker_death(problem: BaseException) -> bool:
-    """Whether an exception is what a DataLoader raises when one of its processes is gone."""
-    return isinstance(problem, RuntimeError) and _WORKER_DEATH.search(str(problem)) is not None
+    """Whether an exception is what a DataLoader raises when one of its processes is gone.
+
+    A process may die between sending a batch and handing over the batch's memory: then the connection fails.
+    """
+    if isinstance(problem, RuntimeError):
+        return _WORKER_DEATH.search(str(problem)) is not None
+    if not isinstance(problem, EOFError | ConnectionError | FileNotFoundError):
+        return False
+    files = [Path(frame.filename).parts[-2:] for frame in traceback.extract_tb(problem.__traceback__)]
+    return ("multiprocessing", "resource_sharer.py") in files
 
 
 @contextmanager

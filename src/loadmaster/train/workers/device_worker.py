@@ -115,7 +115,7 @@ class Worker:
         if wanted and not halted and self._trials[task.trial].evaluate is not None:
             try:
                 metrics = {str(name): float(value) for name, value in runner.evaluate(self._device).items()}
-            except RuntimeError as problem:
+            except Exception as problem:
                 if not (self._halted() and is_worker_death(problem)):
                     raise
                 finished = False  # it is at its end, but for these numbers: the next call asks for them
@@ -140,7 +140,7 @@ class Worker:
         """
         try:
             return next(steps, None)
-        except RuntimeError as problem:
+        except Exception as problem:
             if not (self._halted() and is_worker_death(problem)):
                 raise
             return None

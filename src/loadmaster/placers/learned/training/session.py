@@ -93,10 +93,15 @@ def _iterate_over_ray(seeds: Sequence[int]) -> Any:
         import ray
     except ImportError:
         raise InputError("--ray needs Ray, which is not installed: pip install 'loadmaster[ray]'") from None
-    if not ray.is_initialized():
+    begins = not ray.is_initialized()  # a cluster that is started here ends here
+    if begins:
         ray.init(include_dashboard=False, log_to_driver=False)
-    task = ray.remote(example_of)
-    yield from (ray.get(one) for one in [task.remote(seed) for seed in seeds])
+    try:
+        task = ray.remote(example_of)
+        yield from (ray.get(one) for one in [task.remote(seed) for seed in seeds])
+    finally:
+        if begins:
+            ray.shutdown()
 
 
 def train_weights(
