@@ -14,6 +14,7 @@ from loadmaster.advisor.advise import advise, unknown_curve
 from loadmaster.advisor.jobs.curve import ScalingCurve, measured_curve
 from loadmaster.advisor.jobs.job import Job
 from loadmaster.advisor.jobs.state import Block, ClusterState, Layout, host_layout, idle
+from loadmaster.advisor.replay_traces import TRACE_RULES
 from loadmaster.core.errors import InputError
 from tests.advisor.shared import GAVEL, GRAPHS, needs_graphs, needs_traces
 
@@ -236,7 +237,7 @@ def test_replay_whatif_and_pages(say, tmp_path: Path) -> None:  # type: ignore[n
     )
     rows = json.loads(out)["rows"]
     assert code == 0
-    assert len(rows) == 7
+    assert [row["policy"] for row in rows] == list(TRACE_RULES)
     assert all(row["mean"] <= row["bound"] + 1e-6 for row in rows)
     assert "<script" not in page.read_text()
     code, out, _ = say(
