@@ -63,6 +63,21 @@ def test_a_process_that_was_stopped_is_named_and_killed(
     watch.stop()
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says that a process runs")
+def test_a_process_of_this_host_that_is_only_slow_is_not_lost(
+    store: dist.TCPStore, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    ends: list[str] = []
+    store.set("loadmaster/alive/1", f"7|{sign_of(sleeper.pid)}|")
+    watch = _watch(0, store, ends, lost_s=0.1)
+    time.sleep(0.4)
+    assert not ends
+    sleeper.kill()
+    sleeper.wait()
+    assert _wait_for_end(ends).startswith("rank 1 has given no sign of life for 0.1 s")
+    watch.stop()
+
+
 def test_a_process_of_another_host_that_gives_no_sign_is_lost(store: dist.TCPStore) -> None:
     ends: list[str] = []
     store.set("loadmaster/alive/1", "7|1 2 another machine|")

@@ -5,8 +5,9 @@
 
 One that sees no sign of a peer for some time, or that a peer has failed, says so and ends; torchrun then ends
 the others, or starts all again (`--max-restarts`). So a process that was stopped, or a host that went away,
-is noticed within seconds, even while this one stands in a wait of its own. Torchrun asks a process to end
-and waits 30 s for it, which one that was stopped cannot do: those of this host are killed.
+is noticed within seconds, even while this one stands in a wait of its own. A peer of this host that runs,
+however slowly, is not lost. Torchrun asks a process to end and waits 30 s for it, which one that was stopped
+cannot do: those of this host are killed.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environme
 from loadmaster.runtime.distributed.transports import Waits
 
 EXIT_CODE = 71
+_STOPPED = ("T", "t")
+_GONE = ("", "-", "Z", "X")  # of another host, or dead
 _AWAY = 4  # turns that this process has missed: it was stopped itself, all of them perhaps
 _MEETING_S = 5.0  # for the one who has failed
 
@@ -118,10 +121,13 @@ class PeerWatch:
             return ""
         if words == "ended":
             return ""
-        if _is_stopped_here(words):
+        state = _state_here(words)
+        if state in _STOPPED:
             seen.stopped_s = now if seen.stopped_s is None else seen.stopped_s
             if now - seen.stopped_s > self.stopped_s:
                 return "was stopped by a signal"
+        elif state not in _GONE:  # of this host, and only slow: many processes share its cores
+            seen.at_s, seen.stopped_s = now, None
         if now - seen.at_s > self.lost_s:
             return f"has given no sign of life for {self.lost_s:g} s; it was stopped, or its host is gone"
         return ""
@@ -191,18 +197,18 @@ def sign_of(pid: int) -> str:
 
 def _kill_stopped(said: Iterable[str]) -> None:
     for words in said:
-        if _is_stopped_here(words):
+        if _state_here(words) in _STOPPED:
             with contextlib.suppress(OSError):
                 os.kill(int(words.split("|")[1].split()[0]), signal.SIGKILL)
 
 
-def _is_stopped_here(words: str) -> bool:
-    """Whether a sign of life is of a process of this machine that a signal has stopped."""
+def _state_here(words: str) -> str:
+    """The state of a process of this machine that has given a sign of life; '' of another's."""
     parts = words.split("|")
     given = parts[1].split() if len(parts) > 1 else []
     if len(given) != 4 or "-" in given or given != sign_of(int(given[0])).split():
-        return False
-    return _state_of(int(given[0]))[0] in ("T", "t")
+        return ""
+    return _state_of(int(given[0]))[0]
 
 
 def _state_of(pid: int) -> tuple[str, str]:
