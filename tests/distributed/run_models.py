@@ -121,6 +121,41 @@ class Counting(Tangled):
         return super().forward(x * (1.0 if self.count.item() < 5 else 0.5))
 
 
+class HalfFrozen(nn.Module):
+    """Its first layers are not trained, and one batch norm keeps what it knows."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.known = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(width).requires_grad_(False).eval()
+        self.learns = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.learns(self.norm(self.known(x)))))
+
+
+class Averaging(nn.Module):
+    """Reads a moving average that its forward writes, in the middle and at the end."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        self.second = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+        self.register_buffer("middle", torch.ones(width))
+        self.register_buffer("end", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.second(self.first(x)))
+        with torch.no_grad():
+            self.middle.mul_(0.5).add_(x.mean(0))
+        x = self.head(x * self.middle)
+        with torch.no_grad():
+            self.end.mul_(0.5).add_(x.mean(0))
+        return x * self.end
+
+
 class Rows(nn.Module):
     """Every row by itself: linear layers, a norm of layers, weights without rows, one weight read twice."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import loadmaster as lm
-from loadmaster.core.errors import InputError, PlanError
+from loadmaster.core.errors import InputError, LoadmasterError, PlanError
 from loadmaster.modules.checkpoint import Checkpoint
 from loadmaster.runtime.distributed.processes import WorkerError
 from loadmaster.zoo.example import Example
@@ -25,7 +25,17 @@ from tests.distributed.pipelines import (
     train_plainly,
     whole_batch,
 )
-from tests.distributed.run_models import Net, Slow, adamw, compare, fail_at_seven, halve, sgd, square
+from tests.distributed.run_models import (
+    HalfFrozen,
+    Net,
+    Slow,
+    adamw,
+    compare,
+    fail_at_seven,
+    halve,
+    sgd,
+    square,
+)
 from tests.torch_models import example
 
 LIMIT_S = 10.0  # from a worker's end to the end of the run
@@ -190,6 +200,33 @@ def test_a_worker_that_raises_shows_its_own_traceback_in_the_parent() -> None:
     text = str(raised.value)
     assert text.startswith("rank 1 raised ValueError: the target has a seven")
     assert "run_models.py" in text
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_schedule_where_the_first_stage_trains_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    built = Example(HalfFrozen(), (torch.randn(4, 16),), loss=square)
+    placement = pipeline_placement(built, 2, 2)
+    batch = as_batch(whole_batch(built, 2))
+    given: dict[str, Any] = {"loss": square, "optimizer": sgd, "scheduler": halve}
+    with lm.launch(placement, copy.deepcopy(built.model), **given) as run:
+        with pytest.raises(InputError, match="batch of 1 cannot be split into 2 micro-batches"):
+            run.step(torch.randn(1, 16))
+        for _ in range(2):  # the run goes on
+            run.step(batch)
+        path = run.save(tmp_path)
+        assert run.save(tmp_path) == path  # nothing has changed
+        for _ in range(2):
+            run.step(batch)
+        state = run.state_dict()
+    with lm.launch(placement, copy.deepcopy(built.model), **given) as run:
+        run.load(tmp_path)
+        for _ in range(2):
+            run.step(batch)
+        assert largest_difference(run.state_dict(), state) < 1e-7
+        run.load(tmp_path)
+        with pytest.raises(LoadmasterError, match="exists already"):  # another run wrote it
+            run.save(tmp_path)
 
 
 def test_what_cannot_be_run_is_said_before_a_process_is_started() -> None:

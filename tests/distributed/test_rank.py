@@ -14,7 +14,7 @@ from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOpti
 from loadmaster.runtime.distributed.transports import HostTransport, Waits
 from loadmaster.zoo.example import Example
 from tests.distributed.pipelines import pipeline_placement, train_plainly, whole_batch
-from tests.distributed.run_models import Net, sgd, square
+from tests.distributed.run_models import Averaging, HalfFrozen, Net, sgd, square
 from tests.torch_models import Branching, example
 
 CPU = torch.device("cpu")
@@ -52,6 +52,39 @@ def test_every_schedule_gives_the_weights_of_plain_training(schedule: str, *, re
     expected = train_plainly(plain, given, [4, 4, 3], sgd, steps=3, seed=3)
     assert losses == pytest.approx(expected.losses, rel=1e-5)
     assert _difference(built, expected.state) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_forward_that_reads_averages_which_it_writes_trains_as_one_process_does(*, recompute: bool) -> None:
+    torch.manual_seed(1)
+    built = Example(Averaging(), (torch.randn(4, 16),), loss=square)
+    plain = Example(copy.deepcopy(built.model), built.args, loss=square)
+    given = whole_batch(built, 3)
+    rank = _rank(built, "interleaved", 3, loss=square, recompute=recompute)
+    losses = [rank.step(*given) for _ in range(2)]
+    expected = train_plainly(plain, given, [4, 4, 4], sgd, steps=2)
+    assert losses == pytest.approx(expected.losses, rel=1e-6)
+    assert _difference(built, expected.state) < 1e-6
+
+
+def test_modules_that_were_given_in_eval_mode_stay_so_while_the_others_train() -> None:
+    torch.manual_seed(1)
+    built = Example(HalfFrozen(), (torch.randn(4, 16),), loss=square)
+    plain = copy.deepcopy(built.model)
+    given = whole_batch(built, 2)
+    rank = _rank(built, "gpipe", 2, loss=square)
+    rank.step(*given)
+    rank.evaluate(*given)
+    rank.step(*given)
+    optimizer = sgd([one for one in plain.parameters() if one.requires_grad])
+    for _ in range(2):
+        optimizer.zero_grad()
+        for args, _ in split_batch(given, [4, 4]):
+            (square(plain(*args)) / 2).backward()
+        optimizer.step()
+    assert _difference(built, plain.state_dict()) < 1e-6
+    assert not built.model.norm.training
+    assert built.model.head.training
 
 
 def test_autocast_is_that_of_plain_training() -> None:

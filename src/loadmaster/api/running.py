@@ -207,15 +207,17 @@ def launch(
     from loadmaster.runtime.distributed.launch import LaunchOptions, load_launchable, strategy_options
     from loadmaster.runtime.distributed.launch import launch as start
     from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
+    from loadmaster.runtime.distributed.watch import failure_told
     from loadmaster.runtime.place_request import require_model
 
-    if model is not None:
-        require_model(model)
-    answer = load_launchable(plan)
-    train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
-    extras = strategy_options(answer, strategy)
-    options = LaunchOptions(train, float(timeout), threads, source, strategy=extras, emulate=emulate)
-    return start(answer, model, options)
+    with failure_told():
+        if model is not None:
+            require_model(model)
+        answer = load_launchable(plan)
+        train = TrainOptions(loss, optimizer, scheduler, clip, autocast, seed)
+        extras = strategy_options(answer, strategy)
+        options = LaunchOptions(train, float(timeout), threads, source, strategy=extras, emulate=emulate)
+        return start(answer, model, options)
 
 
 def run_processes(

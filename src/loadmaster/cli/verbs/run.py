@@ -1,7 +1,8 @@
 """loadmaster run: train a saved plan for some steps, and compare with the prediction."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,7 +101,8 @@ def command(
     if steps < 1:
         raise InputError(f"--steps is {steps}; give a whole number >= 1")
     check_outputs({"--out": out, "--trace": trace}, inputs=[plan, database])
-    placement = _read_runnable(plan)
+    with _told_to_other_ranks():
+        placement = _read_runnable(plan)
     over_processes = (
         isinstance(placement, StrategyAnswer)
         or getattr(getattr(placement, "plan", None), "pipeline", None) is not None
@@ -158,6 +160,15 @@ def command(
             escape_control_characters(f"error: the {ended} at step {outcome.ran.steps_done}"), soft_wrap=True
         )
         raise typer.Exit(1)
+
+
+def _told_to_other_ranks() -> AbstractContextManager[None]:
+    """Under torchrun the others, whose files may be good, would wait for this process."""
+    if "RANK" not in os.environ:
+        return nullcontext()
+    from loadmaster.runtime.distributed.watch import failure_told
+
+    return failure_told()
 
 
 def _read_runnable(path: str) -> Any:

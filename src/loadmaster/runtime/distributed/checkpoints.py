@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from loadmaster.core.errors import FileError, FormatError, InputError
@@ -82,15 +81,13 @@ def own_state(holder: Holder) -> dict[str, torch.Tensor]:
 
 def save(holder: Holder, folder: Path, waits: Waits) -> str:
     """Write a checkpoint with all ranks; gives its path."""
-    many = dist.is_initialized() and dist.get_world_size() > 1
     target = folder / f"step-{holder.steps_done:08d}"
     scratch = folder / f".partial-{_run_name()}-{target.name}"
     model, (optimizer, groups, scalars) = own_state(holder), _optimizer_state(holder)
     model_parts, optimizer_parts = _in_files(model), _in_files(optimizer)
     if holder.rank == 0:
         _begin(scratch, target)
-    counts = _gather((len(model_parts), len(optimizer_parts)), many)
-    waits.now = "all ranks to begin a checkpoint"
+    counts = waits.gather((len(model_parts), len(optimizer_parts)), "all ranks to begin a checkpoint")
     if not scratch.is_dir():
         raise FileError(
             f"rank {holder.rank} does not see {folder} as rank 0 does; all hosts must write"
@@ -108,11 +105,14 @@ def save(holder: Holder, folder: Path, waits: Waits) -> str:
                 raise FileError(f"cannot write {scratch / name}: {problem.strerror or problem}") from None
             if kind == "model":
                 weight_map |= dict.fromkeys(part, name)
-    told = _gather((weight_map, groups, scalars, sum(t.nbytes for t in model.values())), many)
+    scheduler = _plain(holder.scheduler.state_dict()) if holder.scheduler is not None else None
+    size = sum(tensor.nbytes for tensor in model.values())
+    told = waits.gather(
+        (weight_map, groups, scalars, size, scheduler), "all ranks to write their part of a checkpoint"
+    )
     if holder.rank == 0:
         _finish(holder, scratch, target, told)
-    _gather(None, many)
-    waits.now = ""
+    waits.gather(None, "rank 0 to finish a checkpoint")
     return str(target)
 
 
@@ -186,8 +186,7 @@ def _begin(scratch: Path, target: Path) -> None:
         if target.exists():
             raise FileError(f"{target} exists already; name another folder, or resume from it")
         scratch.parent.mkdir(parents=True, exist_ok=True)
-        if scratch.exists():
-            shutil.rmtree(scratch)  # of this very run, which began it and was restarted
+        remove_partial(scratch.parent, _run_name())  # it began them and was restarted
         scratch.mkdir()
     except OSError as problem:
         raise FileError(f"cannot write {scratch}: {problem.strerror or problem}") from None
@@ -197,7 +196,7 @@ def _finish(holder: Holder, scratch: Path, target: Path, told: Sequence[Any]) ->
     weight_map: dict[str, str] = {}
     groups: list[tuple[list[str], dict[str, Any]]] = []
     scalars: dict[str, dict[str, Any]] = {}
-    for own_map, own_groups, own_scalars, _ in told:
+    for own_map, own_groups, own_scalars, _, _ in told:
         weight_map |= own_map
         groups += own_groups
         scalars |= own_scalars
@@ -206,7 +205,7 @@ def _finish(holder: Holder, scratch: Path, target: Path, told: Sequence[Any]) ->
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_bytes(msgspec.json.encode(index), scratch / INDEX)
-    scheduler = _plain(holder.scheduler.state_dict()) if holder.scheduler is not None else None
+    scheduler = next((one[4] for one in told if one[4] is not None), None)  # some ranks train nothing
     facts = _Facts(holder.steps_done, version("loadmaster"), holder.plan_digest(), groups, scheduler, scalars)
     write_bytes(msgspec.json.encode(facts), scratch / FACTS)
     _sync(scratch)
@@ -224,14 +223,6 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _gather(value: Any, many: bool) -> list[Any]:
-    if not many:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _in_files(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

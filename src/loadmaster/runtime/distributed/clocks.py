@@ -18,8 +18,7 @@ _ROUNDS = 10
 
 def clock_offset_s(waits: Waits) -> float:
     """Seconds to add to this process's clock to have that of rank 0; all ranks ask together."""
-    hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, _host_clock())
+    hosts = waits.gather(_host_clock(), "all ranks to make their models and compare clocks")
     rank, best = dist.get_rank(), (float("inf"), 0.0)
     if all(host == hosts[0] for host in hosts):
         return 0.0

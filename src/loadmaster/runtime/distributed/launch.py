@@ -30,7 +30,13 @@ from loadmaster.core.units import format_bytes
 from loadmaster.runtime.distributed import checkpoints
 from loadmaster.runtime.distributed.hosts import HostNetwork
 from loadmaster.runtime.distributed.member import MemberSpec, RankMember, enter
-from loadmaster.runtime.distributed.peers import Meeting, meeting_from_environment, open_store
+from loadmaster.runtime.distributed.peers import (
+    Meeting,
+    leave,
+    meeting_from_environment,
+    open_meeting,
+    open_store,
+)
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout, layout_of
 from loadmaster.runtime.distributed.pipeline.rank import TrainOptions
 from loadmaster.runtime.distributed.pipeline_run import PipelineRun
@@ -39,7 +45,8 @@ from loadmaster.runtime.distributed.strategy.as_pipeline import is_pipeline, pla
 from loadmaster.runtime.distributed.strategy.layout import StrategyLayout, layout_of_strategy
 from loadmaster.runtime.distributed.strategy.rank import StrategyOptions
 from loadmaster.runtime.distributed.strategy_run import StrategyRun
-from loadmaster.runtime.distributed.watch import PeerWatch
+from loadmaster.runtime.distributed.transports import Waits
+from loadmaster.runtime.distributed.watch import PeerWatch, end_process
 from loadmaster.runtime.placed import require_weights
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -172,9 +179,15 @@ def _join(
             f" with torchrun --nproc-per-node {layout.world}, or plan for {meeting.world}"
         )
     spec = MemberSpec(b"", meeting, options.train, model, options.source, options.threads, options.strategy)
-    member = RankMember(spec, answer)
-    watch = PeerWatch(meeting.rank, meeting.world, member.waits)
+    store, waits = open_meeting(meeting), Waits(meeting.rank, meeting.timeout_s)
+    watch = PeerWatch(meeting.rank, meeting.world, waits, store, end_process)
     watch.start()
+    try:
+        member = RankMember(spec, answer, waits=waits, store=store)
+    except BaseException as problem:
+        watch.stop(problem)
+        leave()
+        raise
     return {"_member": member, "_watch": watch, "_model": member.rank.model}
 
 

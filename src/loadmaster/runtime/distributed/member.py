@@ -58,7 +58,14 @@ class MemberSpec:
 class RankMember:
     """A process that takes part in a run."""
 
-    def __init__(self, spec: MemberSpec, answer: Placement | StrategyAnswer | None = None) -> None:
+    def __init__(
+        self,
+        spec: MemberSpec,
+        answer: Placement | StrategyAnswer | None = None,
+        *,
+        waits: Waits | None = None,
+        store: Any = None,
+    ) -> None:
         """Join the others and agree with them; nothing has been computed yet."""
         self.spec = spec
         found = decode(spec.answer) if answer is None else answer
@@ -67,7 +74,7 @@ class RankMember:
         cluster = found.problem.cluster
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        self.waits = Waits(spec.meeting.rank, spec.meeting.timeout_s)
+        self.waits = Waits(spec.meeting.rank, spec.meeting.timeout_s) if waits is None else waits
         layout = layout_of(found) if isinstance(found, Placement) else layout_of_strategy(found)
         rank = spec.meeting.rank
         self.where, problem = torch.device("cpu"), ""
@@ -78,12 +85,13 @@ class RankMember:
                 problem = str(failure)
         if self.where.type == "cuda" and not problem:
             _cap_memory(cluster, layout.device_of(rank), self.where)
-        meet(spec.meeting)
+        meet(spec.meeting, store)
         versions = {"loadmaster": version("loadmaster"), "plan": found.digest}
         facts = describe_process(rank, str(self.where), versions, problem)
-        everyone = require_agreement(facts, layout.world, ("loadmaster", "plan", "torch"))
+        everyone = require_agreement(facts, layout.world, ("loadmaster", "plan", "torch"), self.waits)
         model, options = spec.model, spec.options
         self.batches: SyntheticBatches | None = None
+        self._saved: tuple[tuple[Path, int], str] | None = None
         if model is None:
             parts = _build_parts(found.problem.graph, spec.source, options.seed)
             model = parts["model"]
@@ -120,8 +128,9 @@ class RankMember:
                 rank.prepare(*given)
                 return None
             case "save":
-                return checkpoints.save(rank, Path(given), self.waits)
+                return self._save(Path(given))
             case "load":
+                self._saved = None
                 step = checkpoints.read_step(Path(given))
                 if self.batches is not None:
                     self.batches.skip(step)
@@ -135,6 +144,16 @@ class RankMember:
             case "report":
                 return self._report()
         raise InputError(f"unknown command {command!r}")
+
+    def _save(self, folder: Path) -> str:
+        """A checkpoint of this step; the one that this run has written, where it has."""
+        key = folder, self.rank.steps_done
+        if self._saved is not None and self._saved[0] == key:
+            path = Path(self._saved[1])
+            if all(self.waits.gather(path.is_dir(), "all ranks to look at the last checkpoint")):
+                return str(path)
+        self._saved = key, checkpoints.save(self.rank, folder, self.waits)
+        return self._saved[1]
 
     def _report(self) -> Mapping[str, Any]:
         """What the last step took, on the common clock, and what this process holds."""

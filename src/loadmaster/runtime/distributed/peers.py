@@ -85,12 +85,8 @@ def store_of_attempt(store: Any, host: str, restarts: int) -> Any:
     return dist.PrefixStore(f"loadmaster/attempt {restarts - first}", store)
 
 
-def meet(meeting: Meeting) -> None:
-    """Join the process group; every wait in it has the time-out."""
-    if dist.is_initialized():
-        return
-    if meeting.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+def open_meeting(meeting: Meeting) -> dist.Store:
+    """Where the processes of a run leave word for one another; each run of a script has a part of its own."""
     limit = datetime.timedelta(seconds=meeting.timeout_s)
     try:
         store: dist.Store = dist.TCPStore(
@@ -103,8 +99,23 @@ def meet(meeting: Meeting) -> None:
         )
         if meeting.restarts is not None:
             store = store_of_attempt(store, meeting.host, meeting.restarts)
-        dist.init_process_group(GLOO, store=store, rank=meeting.rank, world_size=meeting.world, timeout=limit)
+        number = store.add(f"loadmaster/runs of rank {meeting.rank}", 1)
+        return dist.PrefixStore(f"loadmaster/run {number}", store)
     except (RuntimeError, ValueError) as problem:  # torch's DistError is a RuntimeError
+        raise RunError(_describe_meeting(meeting, str(problem))) from problem
+
+
+def meet(meeting: Meeting, store: dist.Store | None = None) -> None:
+    """Join the process group; every wait in it has the time-out."""
+    if dist.is_initialized():
+        return
+    if meeting.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+    limit = datetime.timedelta(seconds=meeting.timeout_s)
+    store = open_meeting(meeting) if store is None else store
+    try:
+        dist.init_process_group(GLOO, store=store, rank=meeting.rank, world_size=meeting.world, timeout=limit)
+    except (RuntimeError, ValueError) as problem:
         raise RunError(_describe_meeting(meeting, str(problem))) from problem
 
 
@@ -140,7 +151,7 @@ def _describe_meeting(meeting: Meeting, problem: str) -> str:
     )
 
 
-def require_agreement(facts: Facts, world_needed: int, names: Sequence[str]) -> list[Facts]:
+def require_agreement(facts: Facts, world_needed: int, names: Sequence[str], waits: Waits) -> list[Facts]:
     """What all processes say; refuses runs whose processes would do different things."""
     world = dist.get_world_size()
     if world != world_needed:
@@ -148,9 +159,7 @@ def require_agreement(facts: Facts, world_needed: int, names: Sequence[str]) -> 
             f"the plan needs {world_needed} processes, {world} were started; start {world_needed}, e.g. with"
             f" torchrun --nproc-per-node {world_needed}, or plan for {world}"
         )
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, facts)
-    everyone: list[Facts] = found
+    everyone: list[Facts] = waits.gather(facts, "all ranks to say what they are about to run")
     for name in names:
         said = {one.rank: one.versions.get(name, "") for one in everyone}
         other = next((rank for rank, value in said.items() if value != said[0]), None)

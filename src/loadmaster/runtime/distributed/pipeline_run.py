@@ -12,6 +12,7 @@ from loadmaster.core.pipelines.order import Action, Work, partner_of
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import Timeline
 from loadmaster.cost.transfer import route_bytes_per_s, route_latency_s
+from loadmaster.runtime.distributed.pipeline.batches import count_rows
 from loadmaster.runtime.distributed.pipeline.layout import PipelineLayout
 from loadmaster.runtime.distributed.running import LaunchedRun
 from loadmaster.runtime.distributed.timelines import StageTimes, merge_spans, stage_times
@@ -36,6 +37,9 @@ class PipelineRun(LaunchedRun):
 
     placement: Placement
     layout: PipelineLayout
+
+    def _require_rows(self, inputs: Any) -> None:
+        self.layout.split_rows(count_rows(inputs))
 
     def timeline(self) -> Timeline:
         """The last step as all ranks measured it, on one clock."""

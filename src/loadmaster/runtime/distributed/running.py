@@ -58,7 +58,7 @@ class LaunchedRun:
         self, kind: type[BaseException] | None, problem: BaseException | None, _: TracebackType | None
     ) -> None:
         """End all processes; after an error at once."""
-        self.close(at_once=problem is not None)
+        self.close(problem)
 
     @property
     def rank(self) -> int:
@@ -76,7 +76,7 @@ class LaunchedRun:
 
     def prepare(self, batch: Any) -> None:
         """Cut the model for a batch like this one; the first step does it otherwise."""
-        self._all("prepare", parse_batch(batch))
+        self._all("prepare", self._parse(batch))
 
     def step(self, batch: Any, target: Any = None, *, update: bool = True) -> float:
         """One training step; gives the mean loss over the rows of the batch.
@@ -84,8 +84,7 @@ class LaunchedRun:
         `batch` is a tensor, a tuple of arguments or a dict of named ones; `loss(output, target)` compares.
         With `update=False` gradients are only added up.
         """
-        args, kwargs = parse_batch(batch)
-        answers = self._all("step", (args, kwargs, target, update))
+        answers = self._all("step", (*self._parse(batch), target, update))
         return self._stepped(answers)
 
     def synthetic_step(self) -> float:
@@ -99,15 +98,13 @@ class LaunchedRun:
 
     def evaluate(self, batch: Any, target: Any = None) -> float:
         """The loss of a batch in eval mode, without gradients."""
-        return float(self._all("evaluate", (*parse_batch(batch), target))[0])
+        return float(self._all("evaluate", (*self._parse(batch), target))[0])
 
     def predict(self, batch: Any) -> Any:
         """What the model gives for a batch in eval mode, on the CPU."""
-        answers = self._all("predict", parse_batch(batch))
-        if self._member is not None and self.layout.world > 1:
-            found: list[Any] = [None] * self.layout.world
-            dist.all_gather_object(found, answers[0])
-            answers = found
+        answers = self._all("predict", self._parse(batch))
+        if self._member is not None:
+            answers = self._member.waits.gather(answers[0], "all ranks to give what they predict")
         parts = sorted((part for each in answers if each for part in each), key=lambda part: part[0])
         return _join_outputs([part for _, part in parts])
 
@@ -128,7 +125,8 @@ class LaunchedRun:
         answers = self._all("state", None)
         if self._member is not None and self.layout.world > 1:
             found: list[Any] | None = [None] * self.layout.world if self.rank == 0 else None
-            dist.gather_object(answers[0], found)
+            with self._member.waits.told("all ranks to give their weights"):
+                dist.gather_object(answers[0], found)
             answers = found or []
         merged = {name: tensor for part in answers for name, tensor in part.items()}
         names = list(self._model.state_dict()) if self._model is not None else sorted(merged)
@@ -141,16 +139,15 @@ class LaunchedRun:
     def reports(self) -> list[Mapping[str, Any]]:
         """What each rank measured in the last step."""
         answers = self._all("report", None)
-        if self._member is not None and self.layout.world > 1:
-            found: list[Any] = [None] * self.layout.world
-            dist.all_gather_object(found, answers[0])
-            return found
+        if self._member is not None:
+            return self._member.waits.gather(answers[0], "all ranks to say what they measured")
         return answers
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End all processes and take down what was set up for them."""
+    def close(self, problem: BaseException | None = None) -> None:
+        """End all processes and take down what was set up for them; after a problem at once."""
+        at_once = problem is not None
         if self._watch is not None:
-            self._watch.stop()
+            self._watch.stop(problem)
         if self._member is not None:
             self._member.close()
         if self._group is not None:
@@ -161,6 +158,15 @@ class LaunchedRun:
             self._network.close()
         self._watch = self._group = self._member = self._network = self._store = None
 
+    def _parse(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a batch; one that cannot be run is refused here, and the run goes on."""
+        args, kwargs = parse_batch(batch)
+        self._require_rows((args, kwargs))
+        return args, kwargs
+
+    def _require_rows(self, inputs: Any) -> None:
+        """Refuse a batch that has too few rows."""
+
     def _all(self, command: str, given: Any) -> list[Any]:
         if self._member is not None:
             return [self._member(command, given)]
@@ -168,8 +174,8 @@ class LaunchedRun:
             raise InputError("this run has ended; start another with lm.launch")
         try:
             return self._group.ask(command, given)
-        except BaseException:
-            self.close(at_once=True)
+        except BaseException as problem:
+            self.close(problem)
             raise
 
     def _require_member(self, what: str) -> RankMember:

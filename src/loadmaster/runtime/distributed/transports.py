@@ -8,7 +8,8 @@ shared goes over the host. Every wait has a time-out, and says who waits for who
 """
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +42,25 @@ class Waits:
             raise WaitError(self._describe(what, str(problem))) from problem
         if done is False:
             raise WaitError(self._describe(what, "timed out"))
+        self.now = ""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What all processes give, in the order of their ranks."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        with self.told(what):
+            dist.all_gather_object(found, value)
+        return found
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """What torch itself waits for in here is said where it does not come."""
+        self.now = what
+        try:
+            yield
+        except RuntimeError as problem:
+            raise WaitError(self._describe(what, str(problem))) from problem
         self.now = ""
 
     def _describe(self, what: str, problem: str) -> str:

@@ -23,6 +23,7 @@ import torch
 from loadmaster.core.errors import RunError
 from loadmaster.core.pipelines.order import RECEIVES, Action, Work, rank_of
 from loadmaster.modules.randomness import derive_seed
+from loadmaster.runtime.distributed.pipeline.buffers import copy_buffers, own_buffers
 from loadmaster.runtime.distributed.pipeline.deferred_weights import DeferredWeights
 from loadmaster.runtime.distributed.pipeline.module_stages import ModuleStage
 from loadmaster.runtime.distributed.pipeline.parcels import Layout, make_layout, pack, unpack
@@ -70,6 +71,7 @@ class _Kept:
     given: list[Any]
     wants: list[bool]
     generators: tuple[torch.Tensor, ...] | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # as the pass began
     deferred: DeferredWeights | None = None
 
 
@@ -174,7 +176,9 @@ class Executor:
         again = stage in self.recompute and self._grad
         before = _generator_states(self.where) if again else None
         deferred = DeferredWeights()
-        with torch.set_grad_enabled(self._grad and not again), deferred.watching(), self._entered():
+        buffers = copy_buffers(module.holder, module.written) if self._grad else {}
+        own = own_buffers(module.holder, buffers, keep=True)
+        with torch.set_grad_enabled(self._grad and not again), deferred.watching(), self._entered(), own:
             given = list(module(*received, leaves=batch.leaves))
             if stage == self.num_stages - 1:
                 result = None if again else batch.finish(tuple(given))  # again: in the backward pass
@@ -185,7 +189,7 @@ class Executor:
             trained = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in given]
         asks = trained if trained else [isinstance(t, torch.Tensor) and t.requires_grad for t in given]
         if self._grad:
-            kept = _Kept(received, [] if again else given, asks, before, deferred)
+            kept = _Kept(received, [] if again else given, asks, before, buffers if again else {}, deferred)
             self._kept[stage, number] = kept
         if stage < self.num_stages - 1:
             tensors = [_require_tensor(one, stage) for one in given]
@@ -217,7 +221,7 @@ class Executor:
         if stage:
             grads = [one.grad for one in kept.received if one.requires_grad]
             self._ready[Work.SEND_BACKWARD, stage, number] = grads, [False] * len(grads)
-        kept.given, kept.received, kept.generators = [], [], None
+        kept.given, kept.received, kept.generators, kept.buffers = [], [], None, {}
         if not defer:
             del self._kept[stage, number]
 
@@ -228,7 +232,9 @@ class Executor:
         now = _generator_states(self.where)
         buffers = [(one, one.clone()) for one in module.buffers()]
         _restore(kept.generators, self.where)
-        with torch.enable_grad(), (kept.deferred or DeferredWeights()).watching(), self._entered():
+        deferred = kept.deferred or DeferredWeights()
+        own = own_buffers(module.holder, kept.buffers, keep=False)
+        with torch.enable_grad(), deferred.watching(), self._entered(), own:
             given = list(module(*kept.received, leaves=batch.leaves))
             if stage == self.num_stages - 1:
                 batch.result = batch.finish(tuple(given))

@@ -37,6 +37,7 @@ class ModuleCut:
     written: frozenset[str]  # units whose outputs the glue writes into
     readers: Mapping[str, frozenset[int]]  # of every weight and buffer by its first name
     counted: tuple[str, ...]  # buffers that glue changes
+    changed: frozenset[str] = frozenset()  # all that the forward changes, and may read
 
     @property
     def draws_later(self) -> tuple[bool, ...]:
@@ -76,7 +77,19 @@ def cut_modules(
         frozenset(watch.written),
         watch.find_readers(),
         tuple(name for name in changed if id(tensors[name]) not in of_units),
+        frozenset(changed) - _averages_of_batch_norms(model),
     )
+
+
+def _averages_of_batch_norms(model: nn.Module) -> set[str]:
+    """Buffers that are written in training, and not read."""
+    norms = nn.modules.batchnorm._BatchNorm
+    return {
+        f"{path}.{name}" if path else name
+        for path, one in model.named_modules()
+        if isinstance(one, norms)
+        for name in one._buffers
+    }
 
 
 def plan_units(model: nn.Module, graph: Graph, plan: Plan) -> dict[str, int]:

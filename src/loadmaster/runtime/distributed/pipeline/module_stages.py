@@ -64,6 +64,17 @@ class ModuleStage(nn.Module):
         """Those that this stage reads."""
         yield from (one for one in self.__dict__["model"].named_buffers() if self._reads(one[0]))
 
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of buffers that its forward changes, and may read."""
+        return frozenset(name for name in self.cut.changed if self._reads(name))
+
+    @property
+    def holder(self) -> nn.Module:
+        """What has the buffers that the forward reads."""
+        model: nn.Module = self.__dict__["model"]
+        return model
+
     def _reads(self, name: str) -> bool:
         return self.index in self.cut.readers.get(name, ())
 

@@ -88,10 +88,13 @@ class PipelineRank:
     _leftovers: dict[str, torch.Tensor] = field(default_factory=dict)
     _waiting: list[Callable[[], object]] = field(default_factory=list)
     _module_cut: ModuleCut | None = None  # of a model that cannot be exported
+    _frozen: list[nn.Module] = field(default_factory=list)  # modules that stay in eval mode while it trains
 
     def __post_init__(self) -> None:
         """Everything that needs no batch."""
         self.layout = layout_of(self.placement)
+        if self.model.training:
+            self._frozen = [one for one in self.model.modules() if not one.training]
         cast = self.options.autocast
         self.executor = Executor(
             self.transport,
@@ -126,7 +129,7 @@ class PipelineRank:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None, *, update: bool = True
     ) -> float:
         """One training step; gives the loss, the mean over the rows of the whole batch."""
-        self.model.train()
+        self._enter_training()
         batches = self._make_batches(args, kwargs, target, training=True)
         if self.optimizer is not None and update:
             self.optimizer.zero_grad(set_to_none=True)
@@ -149,7 +152,7 @@ class PipelineRank:
                 order = self._order(train=False)[self.place]
                 self.executor.run(order, batches, self.steps_done, grad=False)
         finally:
-            self.model.train()
+            self._enter_training()
         return self._sum_losses(batches)
 
     def predict(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Any]] | None:
@@ -161,7 +164,7 @@ class PipelineRank:
                 order = self._order(train=False)[self.place]
                 self.executor.run(order, batches, self.steps_done, grad=False)
         finally:
-            self.model.train()
+            self._enter_training()
         if self.layout.num_stages - 1 not in self.own_stages:
             return None
         to_host = tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), [one.result for one in batches])
@@ -169,8 +172,14 @@ class PipelineRank:
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Cut the model for inputs like these, so that its weights are known."""
-        self.model.train()
+        self._enter_training()
         self._make_batches(args, kwargs, None, training=True)
+
+    def _enter_training(self) -> None:
+        """As the model was given: a batch norm that its user has frozen stays so."""
+        self.model.train()
+        for module in self._frozen:
+            module.training = False
 
     def _order(self, *, train: bool) -> Order:
         if train not in self._orders:

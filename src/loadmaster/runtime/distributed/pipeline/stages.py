@@ -29,9 +29,15 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.num_received = num_received
+        self.written: frozenset[str] = frozenset()  # buffers that its forward reads and changes
         self.reads = reads  # which leaves of the arguments
         self.__dict__["graph_module"] = module  # its constants are no part of a state_dict
         self.__dict__["fills"] = ()
+
+    @property
+    def holder(self) -> nn.Module:
+        """What has the buffers that the forward reads."""
+        return self
 
     def forward(self, *received: torch.Tensor, leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
         """What the next stage needs; of the last stage what the model gives."""
@@ -67,6 +73,7 @@ def build_stage(
     for node in used:
         if node.meta["slot"].kind == "weight":
             _share_tensor(stage, model, node.meta["slot"].name)
+    stage.written = _find_written_buffers(stage, facts, cut, used)
     part = _PartOfProgram(used)
     stage.__dict__["fills"] = make_fills(stage, part, dict.fromkeys(used, 0), [where])  # type: ignore[arg-type]
     return stage
@@ -80,6 +87,27 @@ def find_deferrable(node: fx.Node) -> Any:
         if one is not None and (not isinstance(one, fx.Node) or one.op != "placeholder"):
             return None
     return instead
+
+
+def _find_written_buffers(
+    stage: Stage, facts: Facts, cut: StageCut, used: Sequence[fx.Node]
+) -> frozenset[str]:
+    """Names of buffers that a stage writes, and reads for more than that."""
+    own = dict(stage.named_buffers())
+    written = {
+        storage for one, found in facts.written.items() if cut.stage[one] == stage.index for storage in found
+    }
+    found = set()
+    for node in used:
+        name, users = node.meta["slot"].name, [one for one in node.users if cut.stage.get(one) == stage.index]
+        if name in own and written.intersection(facts.storages[node]):
+            found |= set() if all(_only_counts(one) for one in users) else {name}
+    return frozenset(found)
+
+
+def _only_counts(node: fx.Node) -> bool:
+    """Whether an op makes nothing of a buffer but its next value: batch norm in training, or a counter."""
+    return "batch_norm" in str(node.target) or not node.users
 
 
 class _PartOfProgram:
