@@ -69,7 +69,7 @@ def test_keys_of_throughputs_are_read_and_never_evaluated(tmp_path: Path) -> Non
 
 def test_a_file_that_is_not_there_is_not_told_to_be_malformed(tmp_path: Path) -> None:
     for read in (read_throughputs, read_trace):
-        with pytest.raises(FileError, match="^cannot read"):
+        with pytest.raises(FileError, match=r"^cannot read"):
             read(tmp_path / "none")
 
 
