@@ -107,6 +107,7 @@ def _blocking(report: Report, world: World, label: str) -> None:
         report.add(
             SUITE, f"{name}: bound at every moment", float(np.mean([b.every_moment for b in bounds])), "share"
         )
+        report.add(SUITE, f"{name}: bound by geometry", float(np.mean([b.geometry for b in bounds])), "share")
         if label == "compat":
             known = [best_found(world, s, [rules[best]], tries=400_000).blocking for s in test[:5]]
             report.add(SUITE, f"{name}: found in hindsight", float(np.mean(known)), "share")

@@ -38,7 +38,7 @@ _LARGE = "0e4a51.trace"  # takes a minute a stream
 def _seeds(name: str) -> tuple[range, range]:
     """Of streams to choose on, and of those that figures are told of."""
     return (
-        (range(1000, 1003), range(5000, 5008)) if name == _LARGE else (range(1000, 1012), range(5000, 5030))
+        (range(1000, 1003), range(5000, 5008)) if name == _LARGE else (range(1000, 1060), range(6000, 6030))
     )
 
 

@@ -81,9 +81,30 @@ def test_no_policy_blocks_less_than_the_bounds(name: str) -> None:
     for d, poisson in zip(DISTRIBUTIONS, (False, True, False, True), strict=True):
         stream = draw_stream(d, 31, poisson=poisson)
         bound = least_blocking(world(name), stream)
-        assert bound.shared_time <= bound.every_moment + 1e-6
+        assert bound.shared_time <= bound.every_moment <= bound.geometry
         rules = [*table_rules(world(name)).values(), Rule(Kind.MEETS, 4, rollout=(10, 5))]
-        assert bound.every_moment <= min(replay(world(name), stream, rule).blocking for rule in rules) + 1e-9
+        assert bound.geometry <= min(replay(world(name), stream, rule).blocking for rule in rules) + 1e-9
+
+
+@pytest.mark.slow
+def test_no_packing_of_blocks_holds_more_quarters_than_the_bound_allows() -> None:
+    from ortools.sat.python import cp_model
+
+    from loadmaster.advisor.bounds.ramp import _MOST_QUARTERS, _QUARTERS
+
+    model, taken, worth = cp_model.CpModel(), [], []
+    members: list[set[int]] = []
+    for k, degree in enumerate(BLOCKS):
+        for _, block in BLOCKS[degree]:
+            taken.append(model.new_bool_var(""))
+            worth.append(_QUARTERS[k])
+            members.append({ALL.index(m) for m in block})
+    for server in range(len(ALL)):
+        model.add_at_most_one(x for x, block in zip(taken, members, strict=True) if server in block)
+    model.maximize(sum(w * x for w, x in zip(worth, taken, strict=True)))
+    solver = cp_model.CpSolver()
+    assert solver.solve(model) == cp_model.OPTIMAL
+    assert solver.objective_value == _MOST_QUARTERS
 
 
 @needs_graphs
@@ -98,7 +119,7 @@ def test_answers_found_in_hindsight_lie_between_the_bound_and_every_rule(name: s
     found, again = (best_found(w, stream, rules, tries=2000, seed=5) for _ in range(2))
     least = min(replay(w, stream, rule, seed=5).num_blocked for rule in rules)
     assert found.num_blocked <= least - 5 * (name == "compat")
-    assert found.blocking >= least_blocking(w, stream).every_moment
+    assert found.blocking >= least_blocking(w, stream).geometry
     assert (found.cause == again.cause).all()
 
 

@@ -175,7 +175,7 @@ def bench_ramp(
             found[name] = decide(streams)
         share = {name: np.array([o.blocking for o in outcomes]) for name, outcomes in found.items()}
         best = min(CONSTANTS, key=lambda name: share[name].mean())
-        bound = float(np.mean([least_blocking(world, s).every_moment for s in streams])) if bounds else 0.0
+        bound = float(np.mean([least_blocking(world, s).geometry for s in streams])) if bounds else 0.0
         for name in (*chosen, *(deciders or ())):
             details = {
                 c.name.lower(): np.array([o.count(c) / len(o.cause) for o in found[name]])

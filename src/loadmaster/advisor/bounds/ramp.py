@@ -2,9 +2,8 @@
 number 5).
 
 R1: all accepted jobs share the server time there is. R2: at every moment, the running jobs fit the
-servers. R3 would add
-the geometry of blocks. R1 and R2 are linear programmes over the whole stream (HiGHS); each allows what the
-next forbids.
+servers. R3: their blocks fit as well, in so far as no more blocks of 4 fit beside a 6 than beside an 8. R2
+and R3 are linear programmes over the whole stream (HiGHS); each bound allows what the next forbids.
 A job occupies at least `degree` servers from its arrival for its completion time, since no job waits.
 """
 
@@ -20,6 +19,10 @@ from loadmaster.advisor.environments.blocks import DEGREES, NUM_SERVERS
 from loadmaster.advisor.environments.streams import Stream
 from loadmaster.advisor.environments.world import World
 
+# no packing of blocks has more of these than _MOST_QUARTERS; of servers alone it could have 10
+_QUARTERS = (0, 0, 1, 2, 2, 4)  # by degree
+_MOST_QUARTERS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class BlockingBounds:
@@ -27,19 +30,19 @@ class BlockingBounds:
 
     shared_time: float  # R1
     every_moment: float  # R2
+    geometry: float  # R3
 
 
 def least_blocking(world: World, stream: Stream) -> BlockingBounds:
-    """Both bounds of a stream; denominators as in the replay."""
+    """The bounds of a stream; denominators as in the replay."""
     job, degree, time = _choices(world, stream)
     decided = stream.num_decided
     total = len(stream.model)
     if not len(job):
-        return BlockingBounds(decided / total, decided / total)
-    return BlockingBounds(
-        shared_time=max(0.0, decided - _most_by_shared_time(stream, job, degree, time)) / total,
-        every_moment=max(0.0, decided - _most_at_every_moment(stream, job, degree, time)) / total,
-    )
+        return BlockingBounds(decided / total, decided / total, decided / total)
+    by_servers, by_blocks = _most_at_every_moment(stream, job, degree, time)
+    most = (_most_by_shared_time(stream, job, degree, time), by_servers, by_blocks)
+    return BlockingBounds(*(max(0.0, decided - float(m)) / total for m in np.minimum.accumulate(most)))
 
 
 def _choices(
@@ -87,8 +90,8 @@ def _most_by_shared_time(
 
 def _most_at_every_moment(
     stream: Stream, job: NDArray[np.int64], degree: NDArray[np.int64], time: NDArray[np.float64]
-) -> float:
-    """Servers at every arrival: a job covers its own arrival and all until its end."""
+) -> tuple[float, float]:
+    """Servers at every arrival, and blocks: a job covers its own arrival and all until its end."""
     until = np.searchsorted(
         stream.arrival[: stream.num_decided], stream.arrival[job] + time - 1e-7, side="left"
     )
@@ -96,10 +99,23 @@ def _most_at_every_moment(
     column = np.repeat(np.arange(len(job)), lengths)
     offset = np.arange(len(column)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     row = job[column] + offset
-    servers = csr_matrix((degree[column].astype(float), (row, column)), shape=(stream.num_decided, len(job)))
-    once = csr_matrix((np.ones(len(job)), (job, np.arange(len(job)))), shape=(stream.num_decided, len(job)))
-    limits = np.concatenate([np.full(stream.num_decided, float(NUM_SERVERS)), np.ones(stream.num_decided)])
-    answer = linprog(
-        -np.ones(len(job)), A_ub=vstack([servers, once]).tocsr(), b_ub=limits, bounds=(0, 1), method="highs"
+    n = stream.num_decided
+    servers, quarters = (
+        csr_matrix((held[column].astype(float), (row, column)), shape=(n, len(job)))
+        for held in (degree, np.array(_QUARTERS)[np.searchsorted(DEGREES, degree)])
     )
-    return float(-answer.fun) + 1e-6 if answer.status == 0 else float(stream.num_decided)
+    once = csr_matrix((np.ones(len(job)), (job, np.arange(len(job)))), shape=(n, len(job)))
+    found = []
+    for rows, limits in (
+        ([servers, once], [NUM_SERVERS, 1]),
+        ([servers, once, quarters], [NUM_SERVERS, 1, _MOST_QUARTERS]),
+    ):
+        answer = linprog(
+            -np.ones(len(job)),
+            A_ub=vstack(rows).tocsr(),
+            b_ub=np.repeat(np.array(limits, dtype=np.float64), n),
+            bounds=(0, 1),
+            method="highs",
+        )
+        found.append(float(-answer.fun) + 1e-6 if answer.status == 0 else float(n))
+    return found[0], found[1]
