@@ -89,7 +89,7 @@ def test_features_have_no_units(scale: float) -> None:
 def test_one_network_serves_any_devices(devices: str) -> None:
     evaluator = seeded(devices)
     guide = NetworkGuide(network())
-    guesses = guide.guess(guide.prepare(evaluator), [(), (0,), (0, 1)], next(iter(evaluator.seen)))
+    guesses = guide.guess(guide.prepare(evaluator), [(), (0,), (0, 1)], next(iter(evaluator.seen.values())))
     for guess in guesses:
         assert guess.prior is not None
         assert guess.prior.shape == (len(evaluator.actions),)
