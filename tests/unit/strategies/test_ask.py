@@ -99,3 +99,9 @@ def test_a_graph_whose_rows_are_unknown_is_placed_or_duplicated() -> None:
 def test_an_unknown_search_is_answered_with_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="greedy"):
         find_strategy(wide_problem(), StrategyRequest(BATCH, "gredy", SHORT))
+
+
+def test_of_equally_quick_strategies_the_one_that_computes_least_is_the_answer() -> None:
+    problem = wide_problem(width=64, devices="cpu#0-4GB, cpu#1-4GB")  # too small to share
+    found = find_strategy(problem, StrategyRequest(BATCH, budget=Budget(count=40)))
+    assert len(found.strategy.devices) == 1  # not the same twice
