@@ -24,6 +24,7 @@ from loadmaster.core.arrays import (
 from loadmaster.core.errors import ClusterError
 from loadmaster.core.graph import Dtype
 
+CHANNEL = "channel"  # the kind of what is no device: `is_channel`
 NO_LINK = -1
 UNLIMITED_BYTES = 2**62
 SOCKET_LATENCY_S, SOCKET_BYTES_PER_S = 150e-6, 2e9  # between processes of a host, as gloo sends on CPUs
@@ -115,6 +116,23 @@ class Cluster:
     def num_links(self) -> int:
         """L."""
         return len(self.link_name)
+
+    @property
+    def is_channel(self) -> Bools:
+        """[D] what stands for a communicator: it carries sums of gradients beside the devices."""
+        kinds = [at for at, name in enumerate(self.kind_name) if name == CHANNEL]
+        found: Bools = np.isin(self.kind, kinds)
+        return found
+
+    def find_ends(self, source: int, target: int) -> tuple[int, int]:
+        """The devices between which a transfer goes, which an edge of a channel has in its name."""
+        channels = self.is_channel
+        if not channels[target]:
+            return source, target
+        ends = self.device_name[target].rpartition(": ")[2]
+        real = np.flatnonzero(~channels).tolist()
+        pairs = {f"{self.device_name[i]} to {self.device_name[j]}": (i, j) for i in real for j in real}
+        return pairs.get(ends, (source, target))
 
     @property
     def usable_bytes(self) -> Longs:

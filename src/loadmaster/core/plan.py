@@ -126,13 +126,6 @@ class Pipeline:
         first[self.stage] = device
         return first[None, :]
 
-    def count_ops(self, device: Ints, num_devices: int) -> Longs:
-        """[D] ops that each device runs, of a plan that puts op n on `device[n]`: replicas count, too."""
-        in_stage = np.bincount(self.stage, minlength=self.num_stages)
-        of_stages = np.tile(in_stage, self.num_replicas)
-        counts = np.bincount(self.devices_of(device).ravel(), of_stages, minlength=num_devices)
-        return counts.astype(np.int64)
-
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
@@ -171,6 +164,18 @@ class Plan:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
         return content_digest(self)
+
+    @property
+    def copies(self) -> Ints:
+        """[R, N] the devices that run op n: more than one where its stage has replicas."""
+        if self.pipeline is None or self.pipeline.num_replicas == 1:
+            return self.device[None, :]
+        found: Ints = self.pipeline.devices_of(self.device)[:, self.pipeline.stage]
+        return found
+
+    def count_ops(self, num_devices: int) -> Longs:
+        """[D] ops that each device runs; every replica of a stage counts."""
+        return np.bincount(self.copies.ravel(), minlength=num_devices)
 
     def plot(self, problem: "Problem") -> "Picture":
         """The Gantt of the plan on its problem, as a picture."""

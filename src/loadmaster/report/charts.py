@@ -109,26 +109,29 @@ def cluster_picture(
     `period_s` is what shares of time are of, where it is not the step.
     """
     num = cluster.num_devices
-    small = num > 10
-    width, height = _WIDTH, 420 if num > 2 else 220
+    channels = cluster.is_channel
+    shown = np.flatnonzero(~channels).tolist()
+    small = len(shown) > 10
+    width, height = _WIDTH, 420 if len(shown) > 2 else 220
     box_w, box_h = (70, 34) if small else (150, 74)
-    spot = _spots(num, width, height, box_w, box_h)
+    spot = dict(zip(shown, _spots(len(shown), width, height, box_w, box_h), strict=True))
     timeline = review.timeline
     step = period_s or timeline.step_s or 1.0
     of = "the step" if period_s in (None, timeline.step_s) else "the time"
     moved = np.flatnonzero(timeline.kind == SpanKind.TRANSFER)
     busy: dict[int, list[float]] = {}
     for pair, span in zip(timeline.resource[moved].tolist(), moved.tolist(), strict=True):
-        row = busy.setdefault(pair, [0.0, 0])
+        source, target = cluster.find_ends(*divmod(pair, num)) if channels.any() else divmod(pair, num)
+        row = busy.setdefault(source * num + target, [0.0, 0])
         row[0] += float(timeline.end_s[span] - timeline.start_s[span])
         row[1] += 1
     arrows, labels = [], []
-    taken = [(x - box_w / 2, y - box_h / 2, x + box_w / 2, y + box_h / 2) for x, y in spot]
+    taken = [(x - box_w / 2, y - box_h / 2, x + box_w / 2, y + box_h / 2) for x, y in spot.values()]
     most = max((seconds for seconds, _ in busy.values()), default=0.0)
     labelled = set() if small else set(sorted(busy, key=lambda pair: -busy[pair][0])[:_MOST_LABELS])
     for pair, (seconds, count) in sorted(busy.items(), key=lambda each: each[1][0]):
         source, target = divmod(pair, num)
-        if source == target or not seconds:
+        if source == target or not seconds or channels[source] or channels[target]:
             continue
         wide = 1 + 7 * (seconds / most if most else 0)
         text = (
@@ -142,7 +145,7 @@ def cluster_picture(
             labels.append(label)
             taken.append(box)
     boxes = []
-    for device, (cx, cy) in enumerate(spot):
+    for device, (cx, cy) in spot.items():
         share = float(timeline.busy_s[device]) / step
         usable = int(cluster.usable_bytes[device])
         full = min(1.0, peaks[device] / usable)

@@ -200,9 +200,10 @@ def line_chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, ti
             f'<path class="grid" d="M{left} {y(value):.1f}H{width - 20}"/><text class="t" x="{left - 6}"'
             f' y="{y(value) + 4:.1f}" text-anchor="end">{value:.6g}</text>'
         )
-    for at in axis_ticks(last - first, 8):
+    step = axis_ticks(last - first, 8)[1] if last > first else 1.0
+    for at in range(math.ceil(first / step), math.floor(last / step) + 1):
         parts.append(
-            f'<text class="t" x="{x(first + at):.0f}" y="{height - 22}" text-anchor="middle">{first + at:g}</text>'
+            f'<text class="t" x="{x(step * at):.0f}" y="{height - 22}" text-anchor="middle">{step * at:g}</text>'
         )
     for number, (name, line) in enumerate(lines):
         known = [f"{x(px):.1f} {y(py):.1f}" for px, py in line if math.isfinite(py)]

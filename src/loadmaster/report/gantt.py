@@ -5,7 +5,7 @@ them to the page, whose canvas draws the same rows at any zoom. What a pixel can
 """
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +72,32 @@ class Gantt:
 
 
 def draw_gantt(
-    graph: Graph, timelines: Mapping[str, Timeline], critical: Mapping[str, Sequence[int]] | None = None
+    graph: Graph,
+    timelines: Mapping[str, Timeline],
+    critical: Mapping[str, Sequence[int]] | None = None,
+    *,
+    channels: Container[int] = (),
 ) -> Gantt:
-    """The rows of one or more timelines of the same devices; under each device one lane a timeline."""
+    """The rows of one or more timelines of the same devices; under each device one lane a timeline.
+
+    `channels` are devices that only carry: they stand among the links.
+    """
     lanes: list[Lane] = []
     rows: list[tuple[int, Longs, Timeline, str]] = []
     first = next(iter(timelines.values()))
-    idle = idle_devices(timelines.values())
+    idle = idle_devices(timelines.values(), channels)
     for device, name in enumerate(first.device_name):
-        if device in idle:
+        if device in idle or device in channels:
             continue
         for series, timeline in timelines.items():
             spans = np.flatnonzero((timeline.kind == SpanKind.COMPUTE) & (timeline.resource == device))
             _add_lane(lanes, rows, timeline, spans, series=series, title=name, is_link=False)
+    for device, name in enumerate(first.device_name):
+        for series, timeline in timelines.items() if device in channels else ():
+            mine = (timeline.kind == SpanKind.COMPUTE) & (timeline.resource == device)
+            spans = np.flatnonzero(mine & (timeline.end_s > timeline.start_s))
+            if len(spans):
+                _add_lane(lanes, rows, timeline, spans, series=series, title=name, is_link=True)
     for title, pairs in _choose_pairs(timelines):
         for series, timeline in timelines.items():
             moved = (timeline.kind != SpanKind.COMPUTE) & np.isin(timeline.resource, pairs)
@@ -92,14 +105,14 @@ def draw_gantt(
     return _collect(graph, timelines, lanes, rows, critical or {})
 
 
-def idle_devices(timelines: Iterable[Timeline]) -> set[int]:
+def idle_devices(timelines: Iterable[Timeline], channels: Container[int] = ()) -> set[int]:
     """Devices on which nothing runs, where there are so many that they would hide the others."""
     timelines = list(timelines)
-    num = len(timelines[0].device_name)
-    if num <= _MANY_DEVICES:
+    every = {device for device in range(len(timelines[0].device_name)) if device not in channels}
+    if len(every) <= _MANY_DEVICES:
         return set()
     busy = {int(d) for t in timelines for d in np.unique(t.resource[t.kind == SpanKind.COMPUTE])}
-    return set(range(num)) - busy if busy else set()
+    return every - busy if busy else set()
 
 
 def _choose_pairs(timelines: Mapping[str, Timeline]) -> list[tuple[str, list[int]]]:
@@ -118,6 +131,8 @@ def _choose_pairs(timelines: Mapping[str, Timeline]) -> list[tuple[str, list[int
 
     def title(pair: int) -> str:
         source, target = divmod(pair, num)
+        if names[target].startswith(f"{names[source]}: "):  # an edge of a channel has both ends in its name
+            return names[target]
         return f"{names[source]} → {names[target] if source != target else 'host memory'}"
 
     found = [(title(pair), [pair]) for pair in chosen]
@@ -393,8 +408,8 @@ def _name_lane(lane: Lane, many: bool) -> str:
         return lane.title + end
     room = most - len(end)
     source, arrow, target = lane.title.partition(" → ")
-    if not arrow:
-        return _shorten(lane.title, room) + end
+    if not arrow:  # the end tells names of channels apart
+        return f"{lane.title[: room // 3]}…{lane.title[room // 3 + 1 - room :]}{end}"
     half = (room - len(arrow)) // 2
     source = _shorten(source, max(half, 2 * half - len(target)))
     return f"{source}{arrow}{_shorten(target, 2 * half - len(source))}{end}"

@@ -1,6 +1,6 @@
 """Plan page: the sections that are shown of a placement and its review."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from loadmaster.core.answers.outcomes import Outcomes
 from loadmaster.core.answers.review import MEMORY_KINDS, ModuleUse, Review, Wait
+from loadmaster.core.cluster import Cluster
 from loadmaster.core.placement import Placement, Status
 from loadmaster.core.problem import Objective
 from loadmaster.core.reasons import why_none_fits
@@ -67,7 +68,7 @@ def render_plan_page(parts: PlanPage) -> bytes:
     found = tables.findings(graph)
     page = Page(
         title=f"{graph.name} on {cluster.name}",
-        subtitle=f"{graph.num_ops:,} ops, {cluster.num_devices} device{'s' * (cluster.num_devices > 1)};"
+        subtitle=f"{graph.num_ops:,} ops, {_count_devices(cluster)};"
         f" planned by {tables.winner_text(placement)}",
         cards=_cards(parts),
         limits=[review.limit] if review.limit and placement.fits else [],
@@ -79,6 +80,17 @@ def render_plan_page(parts: PlanPage) -> bytes:
 
 
 # ---- the verdict
+
+
+def _count_devices(cluster: Cluster) -> str:
+    channels = int(cluster.is_channel.sum())
+    num = cluster.num_devices - channels
+    more = " and what carries sums of gradients between them" if channels else ""
+    return f"{num} device{'s' * (num > 1)}{more}"
+
+
+def _list_channels(cluster: Cluster) -> set[int]:
+    return set(np.flatnonzero(cluster.is_channel).tolist())
 
 
 def _cards(parts: PlanPage) -> list[Card]:
@@ -174,8 +186,10 @@ def _timeline_section(parts: PlanPage) -> Section:
         timelines["measured"] = parts.measured.timeline
         critical["measured"] = parts.measured.critical_ops
         lead = f"{lead} Predicted above measured, on one axis; timing each op makes a measured {what} longer."
-    gantt = draw_gantt(parts.review.graph or parts.placement.problem.graph, timelines, critical)
-    idle = idle_devices(timelines.values())
+    channels = _list_channels(parts.placement.problem.cluster)
+    graph = parts.review.graph or parts.placement.problem.graph
+    gantt = draw_gantt(graph, timelines, critical, channels=channels)
+    idle = idle_devices(timelines.values(), channels)
     names = [parts.review.timeline.device_name[device] for device in sorted(idle)]
     after = f"Nothing runs on {_list_few(names)}." if idle else ""
     return Section("timeline", "Timeline", lead, how=how, gantt=gantt, after=after)
@@ -194,18 +208,19 @@ def _memory_section(placement: Placement, review: Review) -> list[Section]:
     cluster, end_s = placement.problem.cluster, review.timeline.step_s
     usable = cluster.usable_bytes
     most = [curve.peak_bytes / int(usable[device]) for device, curve in enumerate(review.memory)]
-    used = [device for device, share in enumerate(most) if share > 0 and share >= _LEAST_HELD * max(most)]
+    used = [at for at, share in enumerate(most) if share > 0 and share >= _LEAST_HELD * max(most)]
     charts_ = [
         charts.memory_chart(
             cluster.device_name[device], review.memory[device], int(cluster.usable_bytes[device]), end_s
         )
         for device in used
     ]
-    idle = [cluster.device_name[device] for device, share in enumerate(most) if not share]
+    channels = _list_channels(cluster)
+    idle = [cluster.device_name[d] for d, share in enumerate(most) if not share and d not in channels]
     little = [
         f"{cluster.device_name[device]} (at most {format_bytes(review.memory[device].peak_bytes)})"
         for device, share in enumerate(most)
-        if share and device not in used
+        if share and device not in used and device not in channels
     ]
     shown = {int(at) for curve in review.memory for at in np.flatnonzero(curve.held_bytes.any(axis=0))}
     key = [(f"k{at}", name) for at, name in enumerate(MEMORY_KINDS) if at in shown]
@@ -235,11 +250,12 @@ def _device_section(parts: PlanPage) -> Section:
     plan = placement.plan or placement.least_overflow_plan
     assert plan is not None
     bars = []
-    idle = idle_devices([timeline])
+    channels = _list_channels(cluster)
+    idle = idle_devices([timeline], channels)
     period = tables.period_s(placement, timeline)
-    counts = tables.count_ops(plan, cluster.num_devices)
+    counts = plan.count_ops(cluster.num_devices)
     for device, name in enumerate(cluster.device_name):
-        if device in idle and not placement.peak_bytes[device]:
+        if device in channels or (device in idle and not placement.peak_bytes[device]):
             continue
         usable, peak = int(cluster.usable_bytes[device]), int(placement.peak_bytes[device])
         busy = float(timeline.busy_s[device]) / period if period else 0.0
@@ -272,6 +288,7 @@ def _device_section(parts: PlanPage) -> Section:
                         format_bytes(float(seen.peak_bytes[d])) if seen.peak_bytes[d] else "-",
                     )
                     for d, name in enumerate(cluster.device_name)
+                    if d not in channels
                 ],
                 right=("busy predicted", "busy measured", "peak predicted", "peak measured"),
                 title="Predicted and measured",
@@ -299,9 +316,10 @@ def _wait_table(placement: Placement, review: Review, title: str) -> Rows:
     step = review.timeline.step_s or 1.0
     names = placement.problem.cluster.device_name
     of, rows = f"of the {_pass_word(placement)}", list[tuple[str, ...]]()
-    idle = idle_devices([review.timeline])
+    channels = _list_channels(placement.problem.cluster)
+    idle = idle_devices([review.timeline], channels)
     for device, name in enumerate(names):
-        if device in idle:
+        if device in idle or device in channels:
             continue
         reasons = _add_up([wait for wait in review.waits if wait.device == device])
         shown = [each for each in reasons[:_MOST_WAITS] if _sum_up(each) >= _LEAST_SHARE * step]
@@ -434,14 +452,15 @@ def _cluster_section(placement: Placement, review: Review) -> Section:
 def _module_section(placement: Placement, review: Review) -> list[Section]:
     if len(review.modules) < 2:
         return []
-    names = placement.problem.cluster.device_name
+    cluster = placement.problem.cluster
+    names = cluster.device_name
     rows = list(review.modules)
     depth = 99
     while len(rows) > _MOST_MODULES:
         depth = max(module.depth for module in rows) - 1
         rows = [module for module in rows if module.depth <= depth]
-    tree = _nest(rows, names, review.timeline.step_s, _depth_to_open(rows))
-    used = _devices_of(rows[0])
+    tree = _nest(rows, cluster, review.timeline.step_s, _depth_to_open(rows))
+    used = _devices_of(rows[0], _list_channels(cluster))
     hidden = len(review.modules) - len(rows)
     return [
         Section(
@@ -464,12 +483,12 @@ def _depth_to_open(rows: Sequence[ModuleUse]) -> int:
     return max(depth, 1)
 
 
-def _nest(rows: Sequence[ModuleUse], names: Sequence[str], step_s: float, depth: int) -> Mapping[str, Any]:
+def _nest(rows: Sequence[ModuleUse], cluster: Cluster, step_s: float, depth: int) -> Mapping[str, Any]:
     """The tree of rows that stand in the order of a walk."""
     stack: list[dict[str, Any]] = []
     root: dict[str, Any] = {}
     for module in rows:
-        node = _module_line(module, names, step_s)
+        node = _module_line(module, cluster, step_s)
         node["open"] = module.depth < depth
         node["below"] = []
         del stack[module.depth :]
@@ -481,11 +500,11 @@ def _nest(rows: Sequence[ModuleUse], names: Sequence[str], step_s: float, depth:
     return root
 
 
-def _module_line(module: ModuleUse, names: Sequence[str], step_s: float) -> dict[str, Any]:
+def _module_line(module: ModuleUse, cluster: Cluster, step_s: float) -> dict[str, Any]:
     total = sum(module.seconds)
     weights = module.seconds if total > 0 else module.ops_on
     whole = sum(weights) or 1
-    at = _devices_of(module)
+    names, at = cluster.device_name, _devices_of(module, _list_channels(cluster))
     shares = [f"{names[device]} {format_percent(weights[device] / whole)}" for device in at]
     last = module.path.rpartition(".")[2] or "the whole model"
     return {
@@ -504,9 +523,10 @@ def _module_line(module: ModuleUse, names: Sequence[str], step_s: float) -> dict
     }
 
 
-def _devices_of(module: ModuleUse) -> list[int]:
+def _devices_of(module: ModuleUse, channels: Container[int]) -> list[int]:
     """Where a module has ops, or copies of them that run."""
-    return [at for at, num in enumerate(module.ops_on) if num or module.seconds[at]]
+    there = [at for at, num in enumerate(module.ops_on) if num or module.seconds[at]]
+    return [at for at in there if at not in channels]
 
 
 def _comparison_section(parts: PlanPage) -> list[Section]:

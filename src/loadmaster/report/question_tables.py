@@ -29,7 +29,7 @@ def elsewhere(found: Explanation) -> Table:
             "" if row.is_here else change_text(row.time_s, found.time_s),
             format_bytes(row.moved_bytes),
             "-" if row.replanned_s is None else format_seconds(row.replanned_s),
-            one_line(over),
+            one_line(f"{over}; {row.note}" if row.note else over),
             *((one_line(row.binds),) if binding else ()),
             style="bold" if row.is_here else "red" if row.over_bytes else "",
         )

@@ -68,7 +68,7 @@ def _loss_section(log: StudyLog) -> list[Section]:
     if not lines:
         return []
     chart = curves.line_chart(lines, title="Loss of every trial", across="step")
-    key = [(f"d{at % 8}", name) for at, (name, _) in enumerate(lines[:40])]
+    key = [(f"d{at % 8}{' dashed' * (at >= 8)}", name) for at, (name, _) in enumerate(lines[:40])]
     return [Section("losses", "Losses", "The loss at the end of every turn.", figures=[chart], key=key)]
 
 

@@ -10,12 +10,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from loadmaster.core.arrays import Longs
 from loadmaster.core.cluster import UNLIMITED_BYTES
 from loadmaster.core.findings import FOR_THIS_BRANCH, describe_findings
 from loadmaster.core.graph import Graph
 from loadmaster.core.placement import Member, Placement, Status
-from loadmaster.core.plan import Pipeline, Plan
+from loadmaster.core.plan import Pipeline
 from loadmaster.core.problem import Objective, Problem
 from loadmaster.core.reasons import kind_of_plan, why_none_fits
 from loadmaster.core.timeline import Timeline
@@ -141,7 +140,7 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
     titles = ["device", "kind", "ops", *(["busy"] if busy else []), "peak", "memory", ""]
     table = columns(*titles, right=("ops", "busy", "peak", "memory"), whole=("ops", "busy", "peak", "memory"))
     num = cluster.num_devices
-    counts = count_ops(plan, num) if plan else np.zeros(num, dtype=np.int64)
+    counts = plan.count_ops(num) if plan else np.zeros(num, dtype=np.int64)
     for d, name in enumerate(cluster.device_name):
         usable, peak = int(cluster.usable_bytes[d]), int(placement.peak_bytes[d])
         table.add_row(
@@ -154,13 +153,6 @@ def devices(placement: Placement, timeline: Timeline | None) -> Table:
             Bar(peak / usable),
         )
     return table
-
-
-def count_ops(plan: Plan, num_devices: int) -> Longs:
-    """[D] ops that each device runs; of a pipeline with replicas each of them."""
-    if plan.pipeline is not None and plan.pipeline.num_replicas > 1:
-        return plan.pipeline.count_ops(plan.device, num_devices)
-    return np.bincount(plan.device, minlength=num_devices)
 
 
 def _busy_texts(placement: Placement, timeline: Timeline | None) -> list[str]:

@@ -72,6 +72,11 @@ def _previous_on_resource(problem: Problem, timeline: Timeline) -> list[list[int
     return previous
 
 
+def _name_way(source: str, target: str) -> str:
+    """From where to where; an edge of a channel has both ends in its own name."""
+    return target if target.startswith(f"{source}: ") else f"{source} to {target}"
+
+
 def describe_path(
     problem: Problem, timeline: Timeline, path: list[int], *, depth: int = 2
 ) -> tuple[CriticalPart, ...]:
@@ -85,7 +90,7 @@ def describe_path(
         item, at = int(timeline.item[span]), int(timeline.resource[span])
         compute = timeline.kind[span] == SpanKind.COMPUTE
         op = item if compute else int(graph.tensor_op[item])
-        where = names[at] if compute else f"{names[at // num]} to {names[at % num]}"
+        where = names[at] if compute else _name_way(names[at // num], names[at % num])
         module = ".".join(graph.module[op].split(".")[:depth])
         if begin > now + eps:
             parts.append(CriticalPart("wait", where, module, graph.op_name[op], "", 1, now, begin))

@@ -30,8 +30,7 @@ def compare_plans(one: Placement, other: Placement, names: tuple[str, str] = ("a
     before, after = _run(one), _run(other)
     partner, how = match_ops(one.problem.graph, other.problem.graph)
     known = np.flatnonzero(partner != NO_PARTNER)
-    first = [one.problem.cluster.device_name[d] for d in shown_plan(one).device]
-    second = [other.problem.cluster.device_name[d] for d in shown_plan(other).device]
+    first, second = _name_devices(one), _name_devices(other)
     moved = [op for op in known.tolist() if first[op] != second[partner[op]]]
     sizes = (one.problem.graph.num_ops, other.problem.graph.num_ops)
     notes = []
@@ -63,6 +62,12 @@ class _Run:
     timeline: Timeline
     sent_bytes: int
     op_s: Floats  # [N]
+
+
+def _name_devices(placement: Placement) -> list[str]:
+    """Where each op runs; all devices of it where its stage has replicas."""
+    names = placement.problem.cluster.device_name
+    return [" + ".join(names[d] for d in row) for row in shown_plan(placement).copies.T.tolist()]
 
 
 def _run(placement: Placement) -> _Run:
@@ -203,7 +208,7 @@ def _compare_devices(
 
 
 def _describe_devices(placement: Placement, timeline: Timeline) -> dict[str, tuple[float, int, int]]:
-    counts = np.bincount(shown_plan(placement).device, minlength=len(timeline.device_name))
+    counts = shown_plan(placement).count_ops(len(timeline.device_name))
     columns = (timeline.device_name, timeline.busy_s.tolist(), placement.peak_bytes.tolist(), counts.tolist())
     return {name: (busy, peak, ops) for name, busy, peak, ops in zip(*columns, strict=True)}
 

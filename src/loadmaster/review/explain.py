@@ -16,11 +16,12 @@ import numpy as np
 from loadmaster.core.answers.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.answers.review import Review
 from loadmaster.core.arrays import Bools
+from loadmaster.core.check import check_plan
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.plan import Plan
-from loadmaster.core.problem import FREE, Objective, Problem
+from loadmaster.core.problem import FREE, Objective, Problem, Split
 from loadmaster.core.timeline import SpanKind, Timeline
 from loadmaster.core.units import format_bytes, format_percent, format_seconds
 from loadmaster.graph.origin import origin_of
@@ -32,7 +33,6 @@ from loadmaster.review.stages import close_over, try_stages
 from loadmaster.review.steps import has_steps, microbatches_of, op_seconds, samples_of
 from loadmaster.review.whatif import try_change
 from loadmaster.simulator.events.engine import Simulator, prepare
-from loadmaster.strategies.lowering.channels import CHANNEL
 
 _MOST_DEVICES, _MOST_LINKS = 4, 3
 _WORTH = 1e-3  # a change of less is none
@@ -50,9 +50,9 @@ def explain_plan(
     if has_steps(problem, plan):
         own_s, critical_s = _times_in_step(placement, plan, review, chosen)
     names = problem.cluster.device_name
-    where = tuple(names[d] for d in np.unique(plan.device[chosen]))
+    where = tuple(names[d] for d in np.unique(plan.copies[:, chosen]))
     # What is planned again for the lowered graph of a strategy would be no strategy.
-    is_lowered = CHANNEL in problem.cluster.kind_name
+    is_lowered = bool(problem.cluster.is_channel.any())
     elsewhere: tuple[Elsewhere, ...] = ()
     if target and has_steps(problem, plan):
         elsewhere = tuple(try_stages(placement, plan, chosen))
@@ -173,7 +173,7 @@ def _try_elsewhere(
     before_s = simulator.score(plan).time_s
     runs = np.asarray(np.isfinite(problem.device_compute_s[moved]).all(axis=0))  # [D]
     for device, name in enumerate(cluster.device_name):
-        if cluster.kind_name[cluster.kind[device]] == CHANNEL:
+        if cluster.is_channel[device]:
             continue
         is_here = here == {device}
         pins = np.unique(problem.pinned[moved & (problem.pinned != FREE)]).tolist()
@@ -201,9 +201,15 @@ def _try_elsewhere(
             over_bytes=int(over[worst]),
             over_device=cluster.device_name[worst] if over[worst] else "",
             replanned_s=best,
-            note="",
+            note="" if is_here else _broken_split(problem, other),
             binds=binds or find_binding(problem, other, timeline, moved, before_s, plan),
         )
+
+
+def _broken_split(problem: Problem, plan: Plan) -> str:
+    """What a plan for throughput is no longer that the question asks for, '' = nothing."""
+    rules = {found.rule for found in check_plan(problem, plan)} & {Split.CHAIN.value, Split.CONVEX.value}
+    return f"no longer {min(rules)}, as --split asks" if rules else ""
 
 
 # ---- changes of the whole
@@ -290,12 +296,24 @@ def _try_changes(placement: Placement, review: Review, replanner: Replanner) -> 
 def _list_reasons(placement: Placement, review: Review, found: Explanation) -> list[str]:
     if not found.target:
         return _explain_whole(placement, review, found)
+    through = placement.problem.objective == Objective.THROUGHPUT
+    what, would = ("the time per pass", "be") if through else ("the step", "take")
+    num = len(found.ops)
+    its = (
+        "it takes"
+        if num == 1 and found.ops[0] == found.target
+        else f"its {num} op{'s' * (num > 1)} take{'s' * (num == 1)}"
+    )
+    path = (
+        f"{format_seconds(review.timeline.step_s)} of one pass" if through else format_seconds(found.time_s)
+    )
     said = [
-        f"{found.target} runs on {', '.join(found.where)}: its {len(found.ops)} ops take"
+        f"{found.target} runs on {', '.join(found.where)}: {its}"
         f" {format_seconds(found.own_s)}, of which {format_seconds(found.critical_s)} lie on the"
-        " critical path"
-        f" of {format_seconds(found.time_s)}."
+        f" critical path of {path}."
     ]
+    if through:
+        said.append(f"While the pipeline runs, {what} is {format_seconds(found.time_s)}.")
     pinned = placement.problem.pinned[find_ops(placement.problem.graph, found.target)]
     if (pinned != FREE).all():
         said.append("It is pinned there by the question.")
@@ -308,7 +326,12 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
     for row in others:
         row = replace(row, device=f"{row.device} ({row.note})") if row.note else row
         assert row.time_s is not None
-        if row.over_bytes:
+        if row.over_bytes and row.over_device != row.device.split(" (")[0] and not found.fits:
+            said.append(
+                f"With it on {row.device} the plan would still not fit: {row.over_device} has"
+                f" {format_bytes(row.over_bytes)} too little{_after_replanning(row, found.time_s)}."
+            )
+        elif row.over_bytes:
             said.append(
                 f"On {row.device} the memory of {row.over_device} would be too small:"
                 f" {format_bytes(row.over_bytes)}"
@@ -317,7 +340,7 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
         elif row.time_s > found.time_s * (1 + _WORTH):
             slower = row.time_s - found.time_s
             said.append(
-                f"On {row.device} the step would take {format_seconds(row.time_s)},"
+                f"On {row.device} {what} would {would} {format_seconds(row.time_s)},"
                 f" {format_seconds(slower)} longer"
                 f" (+{format_percent(slower / found.time_s)}), with {format_bytes(row.moved_bytes)}"
                 " sent instead of"
@@ -326,12 +349,13 @@ def _list_reasons(placement: Placement, review: Review, found: Explanation) -> l
             )
         elif row.time_s < found.time_s * (1 - _WORTH):
             said.append(
-                f"On {row.device} the step would take {format_seconds(row.time_s)}: faster than this"
+                f"On {row.device} {what} would {would} {format_seconds(row.time_s)}: faster than this"
                 " plan, which"
                 " is not the best."
             )
         else:
-            said.append(f"On {row.device} the step would take the same time.")
+            same = "the same" if through else "the same time"
+            said.append(f"On {row.device} {what} would {would} {same}.")
     return said
 
 

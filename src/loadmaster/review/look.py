@@ -148,7 +148,7 @@ def link_loads(problem: Problem, timeline: Timeline) -> tuple[LinkLoad, ...]:
     rows = [
         LinkLoad(cluster.link_name[at], int(total[at]), int(count[at]), float(busy[at]), float(rate))
         for at, rate in enumerate(cluster.link_bytes_per_s.tolist())
-        if count[at]
+        if count[at] and (total[at] or busy[at])
     ]
     return tuple(sorted(rows, key=lambda row: -row.busy_s))
 

@@ -10,6 +10,7 @@ import pytest
 
 from loadmaster import api
 from loadmaster.core.answers.review import MEMORY_KINDS, MemoryCurve
+from loadmaster.core.answers.study_log import StudyLog, TrialLog
 from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Placement
 from loadmaster.core.timeline import Timeline
@@ -17,6 +18,7 @@ from loadmaster.report.charts import cluster_picture, memory_chart
 from loadmaster.report.curves import comparison_chart, line_chart
 from loadmaster.report.documents import save_trace
 from loadmaster.report.gantt import draw_gantt, render_svg, shown_classes, time_ticks
+from loadmaster.report.study_page import render_study_page
 from loadmaster.review.look import review_plan
 from tests.builders import chain, graph_of, plan_on, problem_of, star_cluster
 
@@ -192,6 +194,20 @@ def test_the_axis_of_losses_has_round_numbers_that_hold_every_loss() -> None:
     root = ElementTree.fromstring(line_chart([("a", [(1, 7.626), (9, 4.517)])], title="", across="step"))
     shown = [float(text.text or "") for text in root.iter("text") if text.get("text-anchor") == "end"]
     assert shown == [4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+def test_steps_of_a_study_are_round_numbers_and_its_ninth_trial_is_told_apart() -> None:
+    lines = [(f"t{at}", tuple((50 + 50 * step, 5.0 - step) for step in range(4))) for at in range(9)]
+    root = ElementTree.fromstring(line_chart(lines, title="", across="step"))
+    shown = [text.text for text in root.iter("text") if text.get("text-anchor") == "middle"]
+    assert shown == ["60", "80", "100", "120", "140", "160", "180", "200", "step"]
+    trials = tuple(TrialLog(name, "done", 200, 200, 1.0, 0, losses, {}, 0, 0, "") for name, losses in lines)
+    page = render_study_page(StudyLog("study", trials, (), 1.0)).decode()
+    assert (
+        page.count('<span class="chip d0"></span>t0')
+        == page.count('<span class="chip d0 dashed"></span>t8')
+        == 1
+    )
 
 
 def test_the_page_of_a_plan_that_does_not_fit_says_memory_and_not_what_limits_its_time(

@@ -22,6 +22,7 @@ from loadmaster.core.placement import Placement
 from loadmaster.report.exports.registry import FORMATS
 from tests.browser.pages import HOSTILE, hostile, two_devices
 from tests.builders import graph_of, plan_on, problem_of, star_cluster
+from tests.pipeline_steps import Layer, layers_problem
 
 try:
     import torch
@@ -260,6 +261,16 @@ def test_a_spreadsheet_sees_no_formula_and_no_line_break_in_a_name() -> None:
     rows = [*csv.DictReader(io.StringIO(api.export(answer, "csv")[0].decode()))]
     assert len(rows) == len(HOSTILE)
     assert rows[0]["name"].startswith("'=cmd")
+
+
+def test_replicas_and_schedule_that_a_format_cannot_say_are_said() -> None:
+    problem = layers_problem([Layer(8.0, 16.0, sent=1)] * 2, [1.0, 1.0], "")
+    answer = api.plan(problem, pipeline="auto", budget="60x")
+    for to in ("torchtitan", "openvino", "graphml", "csv"):
+        _, lost = api.export(answer, to)
+        assert any(line.endswith("others of the plan run on ref1") for line in lost), to
+        assert any("micro-batches): torchtitan has options" in line for line in lost) == (to == "torchtitan")
+    assert not any("replica" in line for line in api.export(answer, "chrome")[1])
 
 
 def test_what_a_device_map_cannot_say_is_said(transformer: Placement) -> None:

@@ -8,12 +8,14 @@ import pytest
 from loadmaster import api
 from loadmaster.core.errors import InputError, ProblemError, UnknownNameError
 from loadmaster.core.placement import Placement
+from loadmaster.core.problem import Objective, Split
 from loadmaster.graph.build import GraphBuilder
 from loadmaster.review.diff import match_ops
 from loadmaster.review.explain import close_over, find_ops
 from loadmaster.review.settings import Settings, change_problem
 from loadmaster.review.whatif import parse_sweep
 from tests.builders import chain, graph_of, plan_on, problem_of, star_cluster
+from tests.pipeline_steps import Layer, layers_problem
 
 SOURCE, DEVICES = "gen:transformer:300", "RTX4090, RTX3090, cpu-64GB"
 
@@ -236,3 +238,33 @@ def test_the_end_of_a_path_finds_a_module_and_two_are_told_apart() -> None:
         find_ops(graph, "attn")
     with pytest.raises(UnknownNameError, match=r"known: net"):
         find_ops(graph, "zzz")
+
+
+def test_a_pipeline_is_explained_by_its_time_per_pass_and_by_what_its_split_allows() -> None:
+    problem = problem_of(
+        chain(3), star_cluster(2, memory=100), 1.0, objective=Objective.THROUGHPUT, split=Split.CHAIN
+    )
+    found = api.explain(api.plan(problem, algorithm=plan_on([0, 0, 1])), "op0", budget="5x", replan=False)
+    said = " ".join(found.reasons)
+    assert "it takes 1 s, of which 1 s lie on the critical path of 5 s of one pass." in said
+    assert "the time per pass is 2 s" in said
+    assert "the step" not in said
+    away = next(row for row in found.elsewhere if row.device == problem.cluster.device_name[1])
+    assert away.note == "no longer chain, as --split asks"
+    assert f"On {away.device} (no longer chain" in said
+
+
+def test_a_plan_that_does_not_fit_blames_no_module_for_another_device() -> None:
+    problem = problem_of(chain(4, num_bytes=10), star_cluster(2, memory=5), 1.0)
+    found = api.explain(api.plan(problem, algorithm=plan_on([0] * 4)), "op3", budget="5x", replan=False)
+    assert any("the plan would still not fit: " in said for said in found.reasons)
+
+
+def test_every_replica_is_where_a_stage_runs_and_moves() -> None:
+    problem = layers_problem([Layer(8.0, 16.0, sent=1)] * 2, [1.0, 1.0], "")
+    one = api.plan(problem, algorithm="single_device")
+    both = api.plan(problem, pipeline="auto", budget="60x")
+    found = api.diff(one, both)
+    assert [row.num_ops[1] for row in found.devices] == [problem.graph.num_ops] * 2
+    assert {row.after for row in found.modules} == {("ref0 + ref1",)}
+    assert api.explain(both, "h.0", budget="5x", replan=False).where == ("ref0", "ref1")

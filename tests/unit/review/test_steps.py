@@ -17,7 +17,7 @@ from loadmaster.core.run import Budget
 from loadmaster.core.timeline import SpanKind, TimelineOrigin
 from loadmaster.report.documents import samples_per_s
 from loadmaster.report.pipelines import why
-from loadmaster.report.tables import count_ops, time_word, winner_text
+from loadmaster.report.tables import time_word, winner_text
 from loadmaster.review.explain import explain_plan
 from loadmaster.review.look import review_measured, review_plan
 from loadmaster.review.replanning import Replanner
@@ -156,7 +156,7 @@ def test_every_replica_of_a_stage_is_counted(tmp_path: Path) -> None:
     assert placement.plan is not None
     assert placement.plan.pipeline is not None
     assert placement.plan.pipeline.num_replicas == 2
-    assert count_ops(placement.plan, 2).tolist() == [problem.graph.num_ops] * 2
+    assert placement.plan.count_ops(2).tolist() == [problem.graph.num_ops] * 2
     assert why(placement)[0].startswith("one stage on ref0 and again on ref1:")
     assert [m.score_s for m in placement.members if m.reason == "best"] == [placement.score_s]
     assert "one pass" not in winner_text(placement)

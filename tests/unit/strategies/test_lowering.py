@@ -1,12 +1,15 @@
 """Lowering: the flat graph of a strategy, replayed by a simulator written apart, and counted by hand."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+from loadmaster import api
 from loadmaster.core.check import check_plan
 from loadmaster.core.cluster import SOCKET_BYTES_PER_S, SOCKET_LATENCY_S
 from loadmaster.core.errors import PlanError
@@ -15,6 +18,7 @@ from loadmaster.core.plan import plan_of
 from loadmaster.core.problem import Links
 from loadmaster.core.strategy import Mode, Sync
 from loadmaster.core.timeline import SpanKind
+from loadmaster.report.gantt import draw_gantt
 from loadmaster.simulator.events.engine import prepare, simulate
 from loadmaster.strategies.ask import make_evaluator
 from loadmaster.strategies.lowering.lower import LoweredStrategy, lower
@@ -245,3 +249,23 @@ def test_a_gradient_without_an_op_of_its_own_cannot_be_made_from_factors() -> No
 def test_the_same_strategy_is_lowered_to_the_same_graph() -> None:
     first, second = lowered("more devices"), lowered("more devices")
     assert first.problem.digest == second.problem.digest
+
+
+def test_the_page_of_a_strategy_shows_devices_and_not_what_carries_sums(tmp_path: Path) -> None:
+    flat = lowered("even")
+    cluster = flat.problem.cluster
+    assert cluster.is_channel.tolist() == [at >= flat.num_devices for at in range(cluster.num_devices)]
+    answer = api.plan(flat.problem, algorithm=flat.plan)
+    api.write_report(answer, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    head = f"{flat.num_devices} devices and what carries sums of gradients between them"
+    assert head in page
+    assert page.count('class="box-under"') == flat.num_devices
+    assert 'class="wire"' in page  # sums go from device to device
+    assert not re.search(r'<td class="name">(<span[^>]*></span>)?(sums|server)', page)
+    assert "inside of devices" not in page
+    timeline = simulate(flat.problem, flat.plan)
+    channels = set(np.flatnonzero(cluster.is_channel).tolist())
+    lanes = draw_gantt(flat.problem.graph, {"predicted": timeline}, channels=channels).lanes
+    assert [lane.title for lane in lanes if not lane.is_link] == list(cluster.device_name[: flat.num_devices])
+    assert not any(" → sums" in lane.title or " → server" in lane.title for lane in lanes)

@@ -118,12 +118,20 @@
     while (lo < hi) { const mid = (lo + hi + 1) >> 1; if (ctx.measureText(text.slice(0, mid) + "…").width <= room) lo = mid; else hi = mid - 1; }
     return text.slice(0, lo) + "…";
   };
+  // The same with the middle left out: names of channels differ at their end.
+  const fitMiddle = (text, room) => {
+    if (ctx.measureText(text).width <= room) return text;
+    let keep = text.length - 1;
+    const cut = () => text.slice(0, Math.ceil(keep / 3)) + "…" + text.slice(text.length - Math.floor(2 * keep / 3));
+    while (keep > 3 && ctx.measureText(cut()).width > room) keep--;
+    return cut();
+  };
   // The name of a lane: both ends of a link and the word of its timeline stay readable, however long names are.
   const laneText = (title, series, room) => {
     const end = many ? " · " + (width < 560 ? series.slice(0, 4) + "." : series) : "";
     if (ctx.measureText(title + end).width <= room) return title + end;
     const left = room - ctx.measureText(end).width, [from, to] = title.split(" → ");
-    if (to === undefined) return fit(title, left) + end;
+    if (to === undefined) return fitMiddle(title, left) + end;
     const half = (left - ctx.measureText(" → ").width) / 2, shortFrom = fit(from, Math.max(half, 2 * half - ctx.measureText(to).width));
     return shortFrom + " → " + fit(to, 2 * half - ctx.measureText(shortFrom).width) + end;
   };

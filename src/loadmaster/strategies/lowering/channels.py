@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from loadmaster.core.arrays import Floats, Ints
-from loadmaster.core.cluster import NO_LINK, UNLIMITED_BYTES, Cluster
+from loadmaster.core.cluster import CHANNEL, NO_LINK, UNLIMITED_BYTES, Cluster
 from loadmaster.strategies.lowering.collectives import Wires
 
-CHANNEL = "channel"
 _INSIDE = "inside of devices"
 _INSTANT = 1e30  # bytes/s of signals
 
