@@ -4,6 +4,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError, RunError
 from loadmaster.shards.model.built_model import build_trial
-from tests.train.test_by_call import WIDTH, Layer, Net, by_call, check, trial_of
+from tests.train.test_by_call import WIDTH, Layer, Net, batches, by_call, check, trial_of
 from tests.train.test_by_call_odd import OfLayers
 
 
@@ -350,25 +351,15 @@ def test_weight_read_in_backward_after_its_step_is_refused() -> None:
     check(trial_of(Late, clip_norm=1e3))
 
 
-def test_weight_read_between_two_steps_is_said() -> None:
-    built = Net()
-    device_read: list[float] = []
+def test_weight_read_between_two_steps_is_said(tmp_path: Path) -> None:
+    net = Net()
 
     class Peek:
         def on_step(self, trial: str, done: Any) -> None:
-            device_read.append(float(built.head.weight.detach().sum()))
+            net.layers[1].up.weight.detach().sum()
 
     with pytest.raises(RunError, match="between two steps"):
-        _train(built, Peek())
-
-
-def _train(net: nn.Module, callback: Any) -> None:
-    import tempfile
-
-    from tests.train.test_by_call import batches
-
-    with tempfile.TemporaryDirectory() as folder:
-        lt.train(net, batches(), memory_cap="64KiB", dir=folder, device="cpu", callbacks=[callback])
+        lt.train(net, batches(), memory_cap="64KiB", dir=tmp_path, device="cpu", callbacks=[Peek()])
 
 
 def test_lazy_module_is_refused_by_the_name_of_its_parameter() -> None:
@@ -379,3 +370,40 @@ def test_lazy_module_is_refused_by_the_name_of_its_parameter() -> None:
 
     with pytest.raises(InputError, match=r"layers\.1\.up\.weight.*lazy"):
         build_trial(trial_of(Lazy), device=torch.device("cpu"))
+
+
+class _Noisy(torch.optim.SGD):
+    """Adds noise to what it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return found
+
+
+class _OfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in given]).norm()
+        for each in given:
+            each.grad.div_(norm)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(_Noisy, "draws random numbers"), (_OfAll, "beside others")])
+def test_optimizer_that_shards_would_step_otherwise_is_refused(kind: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        build_trial(trial_of(optim=lambda parameters: kind(parameters, lr=0.1)), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("verify", ["first-step", False])
+def test_parameters_that_the_optimizer_does_not_have_stay_as_they_are(verify: Any) -> None:
+    def some(parameters: Any) -> Any:
+        return torch.optim.AdamW(list(parameters)[:9], lr=1e-2, fused=True)
+
+    check(trial_of(optim=some, verify=verify), again="all")

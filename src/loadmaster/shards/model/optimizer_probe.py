@@ -14,6 +14,7 @@ from loadmaster.shards.model.blocks import Chain
 from loadmaster.shards.model.optimizer_state import (
     StateLayout,
     check_optimizer,
+    check_steps_apart,
     discover_state_layouts,
     starts_at_zero,
 )
@@ -36,6 +37,13 @@ def probe_optimizer(trial: Trial, chain: Chain) -> tuple[OptimizerProbe, torch.o
     optimizer = trial.optim([parameter for parameter in chain.parameters if parameter.requires_grad])
     check_optimizer(optimizer, name=trial.name)
     states, group_of = _find_state_layouts(optimizer, chain)
+    stepped = [
+        (parameter.ndim, group)
+        for parameter, group in zip(chain.parameters, group_of, strict=True)
+        if group >= 0
+    ]
+    if stepped:
+        check_steps_apart(optimizer, *max(stepped), name=trial.name)
     options = describe_options(trial, optimizer)
     return OptimizerProbe(tuple(states), tuple(group_of), starts_at_zero(optimizer), options), optimizer
 

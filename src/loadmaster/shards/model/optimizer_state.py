@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from loadmaster.core.errors import InputError, LoadmasterError
+from loadmaster.modules import randomness
 from loadmaster.modules.optimizer_copies import copy_optimizer
 
 _ODD_SIZES = (2, 3, 5, 7, 11, 13)
@@ -143,6 +144,39 @@ def check_optimizer(optimizer: Any, *, name: str) -> None:
         raise InputError(
             f"trial {name!r}: its {kind} has step hooks, which would run once for each shard, not once a"
             " step; give a callback to the study instead"
+        )
+
+
+def check_steps_apart(optimizer: torch.optim.Optimizer, rank: int, group: int, *, name: str) -> None:
+    """Refuse what steps a parameter otherwise beside another one than by itself, or draws random numbers.
+
+    Shards are stepped one after another, in an order and in threads of the trainer's.
+    """
+    size, kind, hyper = _ODD_SIZES[:rank], type(optimizer).__name__, copy_hyper(optimizer)
+
+    def step(*numbers: int) -> list[torch.Tensor]:
+        members = [
+            StepMember(group, torch.full(size, 0.5 * number), torch.full(size, 0.3 * number**2))
+            for number in numbers
+        ]
+        step_members(optimizer, members, hyper)
+        return [member.param for member in members]
+
+    before = randomness.fingerprint_generators(torch.device("cpu"))
+    with randomness.preserve_rng():
+        together = step(1, 2)
+        drew = randomness.fingerprint_generators(torch.device("cpu")) != before
+        apart = [*step(1), *step(2)]
+    if drew:
+        raise InputError(
+            f"trial {name!r}: {kind} draws random numbers in its step, which shards would draw in another"
+            " order; add the noise in the model, or in its data"
+        )
+    if not all(torch.allclose(one, other) for one, other in zip(together, apart, strict=True)):
+        raise InputError(
+            f"trial {name!r}: {kind} steps a parameter otherwise beside others than by itself, so it looks"
+            " at all of them at once and cannot go shard by shard; use clip_norm for a norm over all gradients,"
+            " or an optimizer that keeps to each parameter"
         )
 
 

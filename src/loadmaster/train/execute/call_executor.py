@@ -426,7 +426,7 @@ class CallExecutor(ShardExecutor):
         return pack, unpack
 
     def _make_again_hooks(self, record: CallRecord, ranges: WeightRanges) -> tuple[Any, Any]:
-        saved, witness = record.saved, Witness()
+        saved, witness = record.saved, Witness(self._watches[record.shard].find_buffers())
         record.witness = witness
 
         def pack(tensor: torch.Tensor) -> int:
@@ -496,9 +496,13 @@ class CallExecutor(ShardExecutor):
 
     def _make_grad_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         piece = self._piece_of[number]
+        is_stepped = self.state.group_of[number] >= 0
 
         def hook(parameter: torch.Tensor) -> None:
             if not self._active:
+                return
+            if not is_stepped:  # the optimizer does not have it
+                parameter.grad = None
                 return
             if piece in self._done:
                 raise RunError(

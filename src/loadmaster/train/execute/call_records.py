@@ -191,8 +191,9 @@ def raise_unequal(name: str) -> NoReturn:
 class Witness:
     """What a weight of a call was multiplied with last: it depends on nearly all that the call has read."""
 
-    def __init__(self) -> None:
-        self.at = -1
+    def __init__(self, buffers: frozenset[int]) -> None:
+        """`buffers`: where they lie; batch norm writes them without saying so."""
+        self.at, self._buffers = -1, buffers
         self._kept: tuple[int, torch.Tensor | None, int] | None = None
         self._tensor: torch.Tensor | None = None
         self._version = 0
@@ -203,7 +204,7 @@ class Witness:
         if ranges.find(tensor) is not None:
             if 0 <= self.at == at - 1:
                 self._kept = (self.at, self._tensor, self._version)
-        elif tensor.is_floating_point() and tensor.numel():
+        elif tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in self._buffers:
             self.at, self._tensor, self._version = at, drop_history(tensor), version_of(tensor)
 
     def settle(self) -> None:
@@ -244,6 +245,11 @@ class CallWatch:
         self._held = python_state.list_held(self._modules)
         self._generators = python_state.list_generators(self._modules)
         self._writers: set[int] | None = None  # modules that write buffers; None: no call has been seen
+
+    def find_buffers(self) -> frozenset[int]:
+        """Where the buffers of its modules lie."""
+        tables = (module._buffers.values() for module in self._modules)
+        return frozenset(each.data_ptr() for table in tables for each in table if each is not None)
 
     def has_hooks(self) -> bool:
         """Whether hooks of the user's would be called twice."""

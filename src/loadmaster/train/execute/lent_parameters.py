@@ -217,7 +217,7 @@ def _make_classes(read: Callable[[Any], None], note_data: Callable[[Any], None])
     class Lent(nn.Parameter):
         """A copy on the device."""
 
-        @property  # type: ignore[override]
+        @property
         def data(self) -> torch.Tensor:
             note_data(self)
             return _DATA.__get__(self)
