@@ -40,6 +40,7 @@ def command(
     """Predict the step of every way: its time, peaks, gap to a bound, exactness, and what runs it.
 
     The budget is for each way. A way that model or devices cannot take is in the table with the reason.
+    Exit code 1 means that none can be taken.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.capacity.ways import weigh_ways
@@ -55,5 +56,7 @@ def command(
         import msgspec
 
         print_json(msgspec.to_builtins(found.table))
-        return
-    print_answer(found.table, stdout())
+    else:
+        print_answer(found.table, stdout())
+    if all(way.step_s is None for way in found.table.ways):
+        raise typer.Exit(1)
