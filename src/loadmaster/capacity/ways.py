@@ -25,7 +25,7 @@ from loadmaster.capacity.fit_search import FitSearch
 from loadmaster.capacity.shard_training import forecast_shards
 from loadmaster.capacity.step_setting import is_training, setting_of
 from loadmaster.core.answers.ways_answer import BIT_EQUAL, ROUNDING, SCHEMA_VERSION, Way, Ways
-from loadmaster.core.errors import InputError, LoadmasterError, PlanError
+from loadmaster.core.errors import FileError, InputError, LoadmasterError, PlanError
 from loadmaster.core.graph import Phase
 from loadmaster.core.io import save
 from loadmaster.core.pipelines.order import ONE_F_ONE_B
@@ -117,6 +117,8 @@ def weigh_ways(
     question = replace(question, objective=Objective.STEP, pipeline=None)
     if is_model(question.source):
         question = _with_defaults(question)
+    if folder is not None:
+        _make_folder(folder)
     progress("reading", 0.0)
     problem = build_problem(question, progress=progress)
     asked = _Asked(
@@ -128,8 +130,6 @@ def weigh_ways(
         progress,
         Path(folder) if folder is not None else None,
     )
-    if asked.folder is not None:
-        asked.folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, (name, (text, way)) in enumerate(_WAYS.items()):
         progress(text, number / len(_WAYS))
@@ -163,6 +163,15 @@ def best_answer(found: WeighedWays) -> Answer:
     raise PlanError(f"no way that fits and can be written as a plan keeps the numbers ({reasons})")
 
 
+def _make_folder(folder: str) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as trouble:
+        raise FileError(
+            f"the plans cannot be saved in {folder!r}: {trouble.strerror or trouble}; name another folder"
+        ) from None
+
+
 def _with_defaults(question: Question) -> Question:
     setting = setting_of(question)
     return replace(question, batch=setting.batch, seq=setting.seq, optimizer=setting.optimizer)
@@ -180,7 +189,7 @@ def _row_of_placement(
 ) -> Way:
     assert found.score_s is not None, "it fits"
     command = _keep(asked, name, found)
-    note = "; ".join([note] * bool(note) + _describe_processes(found))
+    note = "; ".join([*([note] if note else []), *_describe_processes(found)])
     deviations = (_MICRO_BATCHES,) if found.problem.is_stepped and _has_norms(asked.problem) else ()
     names = found.problem.cluster.device_name
     whole = len(names) == asked.problem.cluster.num_devices  # what is proven of one host is not of all
@@ -195,7 +204,8 @@ def _row_of_placement(
 def _row_of_strategy(asked: _Asked, name: str, text: str, found: StrategyAnswer) -> Way:
     command = _keep(asked, name, found)
     strategy = found.strategy
-    note = "; ".join([_describe_rows(found)] * (name == "data_parallel") + _describe_processes(found))
+    words = [_describe_rows(found)] if name == "data_parallel" else []
+    note = "; ".join([*words, *_describe_processes(found)])
     bound = found.bound_s if found.bound_s > 0 else None
     peaks = tuple(found.peak_bytes.tolist())
     return Way(

@@ -1,5 +1,6 @@
 """Ways: one row for every way, with a reason where it cannot be taken, and commands that run."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ import loadmaster as lm
 from loadmaster.capacity.clusters import hosts_apart
 from loadmaster.capacity.ways import weigh_ways
 from loadmaster.core.answers.ways_answer import BIT_EQUAL, Ways
-from loadmaster.core.errors import InputError
+from loadmaster.core.errors import FileError, InputError
 from loadmaster.core.question import Question
 from loadmaster.core.run import Budget
 from tests.distributed.run_models import Rows, square
@@ -28,6 +29,24 @@ from torch import nn
 def build():
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     return layers, (torch.zeros(6, 8),)
+"""
+NAPS = """
+[kind.naps]  # so slow that rows alone count
+flops = "1T"
+memory = "2GB"
+memory_rate = "64KB/s"
+overhead = "0us"
+host = true
+
+[[device]]
+kind = "naps"
+name = "cpu#0"
+engine = "cpu"
+
+[[device]]
+kind = "naps"
+name = "cpu#1"
+engine = "cpu"
 """
 SOURCE = "tests/distributed/run_models.py:build_rows"
 
@@ -84,6 +103,7 @@ def test_a_plan_of_one_process_stays_on_one_host() -> None:
     used = [peak > 0 for peak in ways["placed"].peak_bytes]
     assert used in ([True, True, False, False], [True, False, False, False], [False, True, False, False])
     assert ways["placed"].gap is None  # what is proven of one host is not of all
+    assert ways["mixed"].reason == ""  # nor is it refused where nothing is replicated
     answer = found.answers["placed"]
     assert len(set(answer.problem.cluster.host.tolist())) == 1
     apart = hosts_apart(found.answers["one_device"].problem.cluster)
@@ -104,6 +124,12 @@ def test_data_parallelism_says_what_takes_no_part_in_it() -> None:
     found = weigh_ways(Question(graph, "2xV100-16GB"), budget=Budget(count=3))
     way = next(way for way in found.table.ways if way.name == "data_parallel")
     assert "multiplies rows of the batch with each other" in way.note + way.reason
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match=r"cannot be saved in '.*file': File exists; name another folder"):
+        weigh_ways(Question("hf:gpt2", "ref"), budget=Budget(count=5), folder=str(tmp_path / "file"))
 
 
 def test_any_is_the_only_choice_of_ways() -> None:
@@ -136,3 +162,25 @@ def test_every_way_that_names_a_command_runs(tmp_path: Path) -> None:
     best = lm.plan(SOURCE, "cpu#0-2GB, cpu#1-2GB", ways="any", budget="20x")
     assert best.score_s == pytest.approx(steps[0])
     assert next(way for way in table.ways if way.name == "one_device").exactness == BIT_EQUAL
+
+
+@pytest.mark.slow
+def test_ways_are_as_quick_as_their_order_says(tmp_path: Path) -> None:
+    (tmp_path / "naps.toml").write_text(NAPS)
+    words = [sys.executable, "-m", "loadmaster", "ways", "tests/distributed/nap_models.py:build"]
+    words += ["--devices", str(tmp_path / "naps.toml"), "--budget", "20x", "--out", str(tmp_path), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    ways = {way.name: way for way in msgspec.json.decode(done.stdout, type=Ways).ways if way.command}
+    predicted, measured = {}, {}
+    for name in ("data_parallel", "mixed", "pipeline", "one_device"):
+        rest = shlex.split(ways[name].command)[1:]
+        run = [sys.executable, "-m", "loadmaster", *rest, "--steps", "4", "--json"]
+        ran = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == 0, (name, ran.stderr)
+        predicted[name] = ways[name].step_s or 0.0
+        measured[name] = json.loads(ran.stdout)["step_s"]["measured"]
+    assert max(predicted[name] for name in ("data_parallel", "mixed", "pipeline")) < predicted["one_device"]
+    for one, other in itertools.permutations(predicted, 2):
+        if predicted[one] * 1.1 < predicted[other]:
+            assert measured[one] < measured[other], (predicted, measured)

@@ -38,6 +38,7 @@ def command(
     """Predict the step of every way to run it: time, peaks, gap to a bound, exactness, and the command.
 
     The budget is for each way. A way that is not possible is listed with the reason.
+    Exit code 1 means that none is possible.
     """
     options = locals()  # by name, for build_question; before any other name is bound
     from loadmaster.capacity.ways import weigh_ways
@@ -53,5 +54,7 @@ def command(
         import msgspec
 
         print_json(msgspec.to_builtins(found.table))
-        return
-    print_answer(found.table, stdout())
+    else:
+        print_answer(found.table, stdout())
+    if all(way.step_s is None for way in found.table.ways):
+        raise typer.Exit(1)

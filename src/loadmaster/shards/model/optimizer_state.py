@@ -174,8 +174,8 @@ def check_steps_apart(optimizer: torch.optim.Optimizer, rank: int, group: int, *
         )
     if not all(torch.allclose(one, other) for one, other in zip(together, apart, strict=True)):
         raise InputError(
-            f"trial {name!r}: {kind} updates a parameter differently when other parameters are beside it, so it"
-            " looks at all of them at once and cannot go shard by shard. Use clip_norm for a norm over all"
+            f"trial {name!r}: {kind} updates a parameter differently when other parameters are beside it, so"
+            " it looks at all of them at once and cannot go shard by shard. Use clip_norm for a norm over all"
             " gradients, or an optimizer that updates each parameter by itself"
         )
 
