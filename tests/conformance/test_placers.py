@@ -242,7 +242,7 @@ class TestInfeasible:
         torn = replace(problem, pinned=[1, -1, 0, -1, -1, 1])  # out of device 1 and back into it
         placement = api.plan(torn, algorithm="single_device", budget=BUDGET)
         assert placement.status == Status.NOT_FOUND
-        assert "feed each other in a circle" in placement.proof
+        assert "feed each other in a cycle" in placement.proof
         assert placement.shortfall_bytes.sum() == 0
 
 

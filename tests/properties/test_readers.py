@@ -77,7 +77,7 @@ def _tensor_file(folder: Path, header: object, data: bytes) -> Path:
     [
         ({"a": ("F32", [2], [0, 8]), "b": ("F32", [2], [4, 12])}, "overlaps another tensor"),
         ({"a": ("F32", [3], [0, 12]), "b": ("F32", [3], [0, 12])}, "overlaps another tensor"),
-        ({"a": ("F32", [1], [0, 4]), "b": ("F32", [1], [8, 12])}, "bytes that are of no tensor"),
+        ({"a": ("F32", [1], [0, 4]), "b": ("F32", [1], [8, 12])}, "bytes that belong to no tensor"),
         ({"a": ("F32", [2], [0, 8])}, "4 bytes after the last tensor"),
         ({"a": ("F32", [3], [0, 12]), "b": ("F32", [0, 2**70], [12, 12])}, "a shape that no tensor has"),
         ({"a": ("F32", [3, *[1] * 70], [0, 12])}, "a shape that no tensor has"),

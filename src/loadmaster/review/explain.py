@@ -17,6 +17,7 @@ from loadmaster.core.answers.outcomes import Changed, Elsewhere, Explanation
 from loadmaster.core.answers.review import Review
 from loadmaster.core.arrays import Bools
 from loadmaster.core.check import check_plan
+from loadmaster.core.cluster import CHANNEL
 from loadmaster.core.errors import InputError, UnknownNameError
 from loadmaster.core.graph import Graph, Phase
 from loadmaster.core.placement import Placement
@@ -52,7 +53,7 @@ def explain_plan(
     names = problem.cluster.device_name
     where = tuple(names[d] for d in np.unique(plan.copies[:, chosen]))
     # What is planned again for the lowered graph of a strategy would be no strategy.
-    is_lowered = bool(problem.cluster.is_channel.any())
+    is_lowered = CHANNEL in problem.cluster.kind_name
     elsewhere: tuple[Elsewhere, ...] = ()
     if target and has_steps(problem, plan):
         elsewhere = tuple(try_stages(placement, plan, chosen))

@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_the_old_generation_and_no_half_one(
     monkeypatch.setattr(os, "fsync", full)
     for allowed in range(6):
         left[0] = allowed
-        with pytest.raises(DiskFullError, match="free some room"):
+        with pytest.raises(DiskFullError, match="free some space"):
             save(tmp_path, snapshot(2), trial="a", generation=2, fence=0)
         assert [p.name for p in (tmp_path / "a").iterdir()] == ["00000001-0"]
     monkeypatch.undo()

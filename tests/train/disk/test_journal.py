@@ -100,7 +100,7 @@ def test_a_full_disk_is_said_and_leaves_whole_records_only(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(DiskFullError, match="free some room"):
+    with pytest.raises(DiskFullError, match="free some space"):
         journal.append("commit", at=1, more="x" * 100)
     monkeypatch.undo()
     assert read_journal(tmp_path / "j").num_cut_bytes == 0

@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_beside_the_training_is_said_and_the_next_call_goes_
         return write(path, tensors)
 
     monkeypatch.setattr(checkpoints, "write_tensors", full)
-    with pytest.raises(DiskFullError, match="free some room"):
+    with pytest.raises(DiskFullError, match="free some space"):
         study(tmp_path, trial("a"), trial("b")).fit()
     monkeypatch.undo()
     result = study(tmp_path, trial("a"), trial("b")).fit()

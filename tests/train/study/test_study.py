@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_and_the_next_call_goes_on(
         return write(path, tensors)
 
     monkeypatch.setattr(checkpoints, "write_tensors", full)
-    with pytest.raises(DiskFullError, match="free some room"):
+    with pytest.raises(DiskFullError, match="free some space"):
         study(tmp_path, [trial("a"), trial("b")]).fit()
     monkeypatch.undo()
     result = study(tmp_path, [trial("a"), trial("b")]).fit()

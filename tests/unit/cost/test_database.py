@@ -199,7 +199,7 @@ def test_the_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_message_without_a_listener_is_a_warning(path: Path) -> None:
     path.write_bytes(b"SQLite format 3\0 and then nothing")
-    with pytest.warns(UserWarning, match="moved aside"), open_database(path):
+    with pytest.warns(UserWarning, match="moved to"), open_database(path):
         pass
 
 

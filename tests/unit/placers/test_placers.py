@@ -260,7 +260,7 @@ class TestCargo:
             assert devices(problem, algorithm) == [0, 1, 0]
         torn = api.plan(pipelined(problem), algorithm="chain_balance", budget="20x")
         assert torn.status == Status.NOT_FOUND
-        assert "feed each other in a circle" in torn.proof
+        assert "feed each other in a cycle" in torn.proof
 
     def test_weights_that_cannot_be_on_one_device_do_not_ride(self) -> None:
         """The reader may run on d0 and d1, one weight on d0 only, the other on d1 only."""

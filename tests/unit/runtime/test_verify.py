@@ -131,7 +131,7 @@ def test_verify_of_a_plan_leaves_the_model_alone() -> None:
     assert before == [weight.data_ptr() for weight in built.model.parameters()]
     with pytest.raises(InputError, match="not a plan"):
         lm.verify(built.model, built.args, built.args)
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="not a batch"):
         lm.verify(built.model, placement, 3)
 
 

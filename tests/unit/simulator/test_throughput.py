@@ -151,7 +151,7 @@ class TestSplits:
         plan = plan_on([0, 1, 0, 1])  # a, c, b, d
         found = check_plan(crossed(Split.CHAIN), plan)
         assert [v.rule for v in found] == ["chain"]
-        assert "ref0, ref1 feed each other in a circle" in found[0].message
+        assert "ref0, ref1 feed each other in a cycle" in found[0].message
         assert check_plan(crossed(Split.CONVEX), plan) == []
         assert check_plan(crossed(Split.FREE), plan) == []
 
