@@ -175,8 +175,8 @@ def check_steps_apart(optimizer: torch.optim.Optimizer, rank: int, group: int, *
     if not all(torch.allclose(one, other) for one, other in zip(together, apart, strict=True)):
         raise InputError(
             f"trial {name!r}: {kind} steps a parameter otherwise beside others than by itself, so it looks"
-            " at all of them at once and cannot go shard by shard; use clip_norm for a norm over all gradients,"
-            " or an optimizer that keeps to each parameter"
+            " at all of them at once and cannot go shard by shard; use clip_norm for a norm over all"
+            " gradients, or an optimizer that keeps to each parameter"
         )
 
 
