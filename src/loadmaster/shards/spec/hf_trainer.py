@@ -163,12 +163,12 @@ def _refuse(trainer: Any, changes: Mapping[str, Any]) -> None:
     if trainer.compute_loss_func is not None:
         own = ["compute_loss_func", *own]
     for method in own:
-        field = "loss" if method == "compute_loss_func" else _OWN.get(method)
+        wanted = "loss" if method == "compute_loss_func" else _OWN.get(method)
         if method in _LOOPS:
             raise InputError(f"the trainer's own {method} cannot be carried over: a study has its own loop")
-        if field is not None and field not in changes:
+        if wanted is not None and wanted not in changes:
             raise InputError(
-                f"the trainer's own {method} cannot be carried over: give from_trainer(trainer, {field}=...)"
+                f"the trainer's own {method} cannot be carried over: give from_trainer(trainer, {wanted}=...)"
             )
     if trainer.lr_scheduler is not None and "lr_schedule" not in changes:
         raise InputError(
