@@ -177,6 +177,55 @@ def test_trainer_argument_that_cannot_come_along_is_named(tmp_path: Path, option
         lt.Trial.from_trainer(_trainer(tmp_path, **options))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [("get_train_dataloader", "data"), ("create_optimizer", "optim"), ("compute_loss", "loss")],
+)
+def test_method_of_a_trainers_own_is_named_with_what_to_give(tmp_path: Path, method: str, field: str) -> None:
+    trainer = _trainer(tmp_path)
+    trainer.__class__ = type("Own", (type(trainer),), {method: lambda self, *args, **kwargs: None})
+    with pytest.raises(InputError, match=rf"own {method} .*{field}=\.\.\."):
+        lt.Trial.from_trainer(trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizer_given_to_a_trainer_comes_along_with_its_groups(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    first, *others = trainer.model.parameters()
+    groups = [{"params": others, "lr": 3e-3, "momentum": 0.5}, {"params": [first], "lr": 1e-4}]
+    trainer.optimizer = torch.optim.SGD(groups, lr=1.0, nesterov=False)
+    made = lt.Trial.from_trainer(trainer).optim(list(trainer.model.parameters()))
+    assert [(len(each["params"]), each["lr"], each["momentum"]) for each in made.param_groups] == [
+        (len(others), 3e-3, 0.5),
+        (1, 1e-4, 0.0),
+    ]
+    assert made.param_groups[1]["params"][0] is first
+    first.grad = torch.zeros_like(first)
+    trainer.optimizer.state[first]["momentum_buffer"] = torch.ones_like(first)
+    with pytest.raises(InputError, match="has been stepped"):
+        lt.Trial.from_trainer(trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_schedule_given_to_a_trainer_is_named_and_may_be_given_anew(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
+    with pytest.raises(InputError, match="own lr_scheduler"):
+        lt.Trial.from_trainer(trainer)
+    given = lt.Trial.from_trainer(trainer, lr_schedule=torch.optim.lr_scheduler.ConstantLR)
+    assert given.lr_schedule is torch.optim.lr_scheduler.ConstantLR
+
+
+def test_arguments_that_stay_behind_are_named_and_shares_of_steps_are_counted(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="eval_on_start"):
+        trial = lt.Trial.from_trainer(
+            _trainer(tmp_path, eval_strategy="steps", eval_steps=0.25, eval_on_start=True)
+        )
+    assert trial.eval_every == 2  # of eight steps
+
+
 class _Losses:
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -19,21 +19,43 @@ _REFUSED = {  # argument: what to do
     "label_smoothing_factor": "give Trial(loss=...) with F.cross_entropy(..., label_smoothing=...)",
     "neftune_noise_alpha": "add the noise in the model",
     "torch_compile": "the model runs as it is written; leave it out",
+    "parallelism_config": "the study places weights itself; leave it out",
     "max_steps_per_epoch": "give max_steps",
 }
 _IGNORED = -100  # a label that does not count
-_OWN = ("compute_loss", "training_step")  # methods that a subclass may have changed
+_OWN = {  # methods that a subclass may have changed: what to give instead
+    "compute_loss": "loss",
+    "training_step": "loss",
+    "compute_loss_context_manager": "precision",
+    "autocast_smart_context_manager": "precision",
+    "get_train_dataloader": "data",
+    "get_batch_samples": "data",
+    "_prepare_inputs": "data",
+    "_prepare_input": "data",
+    "create_optimizer": "optim",
+    "create_optimizer_and_scheduler": "optim",
+    "create_scheduler": "lr_schedule",
+}
+_LOOPS = ("train", "_inner_training_loop")
+_ASKED = (  # of a subclass as of any trainer
+    *("get_decay_parameter_names", "get_optimizer_cls_and_kwargs", "_get_train_sampler"),
+    *("_remove_unused_columns", "_get_collator_with_removed_columns"),
+)
+_LEFT = (  # arguments that do something beside the numbers of training
+    *("load_best_model_at_end", "eval_delay", "eval_on_start", "bf16_full_eval", "fp16_full_eval"),
+    *("auto_find_batch_size", "full_determinism", "resume_from_checkpoint", "push_to_hub"),
+)
 
 
 def trial_from_trainer(trainer: Any, *, name: str | None, make: Callable[..., Any], **changes: Any) -> Any:
     """The trial; `changes` are fields of it that overrule what the trainer says."""
     args, model = trainer.args, trainer.model
-    _refuse(trainer)
+    _refuse(trainer, changes)
     per_step = args.gradient_accumulation_steps
     num_batches = _count_batches(trainer)
     num_steps, epochs, max_steps = _count_steps(args, num_batches, per_step)
     _warn(trainer, per_step)
-    evaluate, every = _make_evaluation(trainer, num_batches, per_step)
+    evaluate, every = _make_evaluation(trainer, num_batches, per_step, num_steps)
     fields = {
         "name": name or type(model).__name__,
         "build": lambda: trainer.model.to("cpu"),
@@ -65,7 +87,7 @@ def make_loader(trainer: Any, *, evaluation: bool = False) -> Any:
     else:
         collate = trainer._get_collator_with_removed_columns(collate, description=what)
     given: dict[str, Any] = {
-        "batch_size": args.per_device_eval_batch_size if evaluation else args.per_device_train_batch_size,
+        "batch_size": args.eval_batch_size if evaluation else args.train_batch_size,
         "collate_fn": collate,
         "num_workers": args.dataloader_num_workers,
     }
@@ -125,19 +147,52 @@ class _CountedSized(_Counted):
         return len(self._loader)
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse(trainer: Any, changes: Mapping[str, Any]) -> None:
+    """What would change the numbers; a field in `changes` is given otherwise."""
     args = trainer.args
     for field, instead in _REFUSED.items():
         value = getattr(args, field, None)
         if value not in (None, False, 0, 0.0, "", [], {}):
             raise InputError(f"the trainer's {field}={value!r} cannot be carried over: {instead}")
-    home = next(each for each in type(trainer).__mro__ if each.__module__ == "transformers.trainer")
-    changed = [each for each in _OWN if getattr(type(trainer), each) is not getattr(home, each)]
-    if changed or trainer.compute_loss_func is not None:
-        what = ", ".join(changed) or "compute_loss_func"
-        raise InputError(f"the trainer's own {what} cannot be carried over: give it as Trial(loss=...)")
-    if trainer.train_dataset is None:
+    if args.world_size > 1:
+        raise InputError(
+            f"the trainer is one of {args.world_size} processes, which cannot be carried over: start one, and"
+            " give the study its devices"
+        )
+    own = _list_own_methods(trainer)
+    if trainer.compute_loss_func is not None:
+        own = ["compute_loss_func", *own]
+    for method in own:
+        wanted = "loss" if method == "compute_loss_func" else _OWN.get(method)
+        if method in _LOOPS:
+            raise InputError(f"the trainer's own {method} cannot be carried over: a study has its own loop")
+        if wanted is not None and wanted not in changes:
+            raise InputError(
+                f"the trainer's own {method} cannot be carried over: give from_trainer(trainer, {wanted}=...)"
+            )
+    if trainer.lr_scheduler is not None and "lr_schedule" not in changes:
+        raise InputError(
+            f"the trainer's own lr_scheduler ({type(trainer.lr_scheduler).__name__}) is bound to its"
+            " optimizer and cannot be carried over: give from_trainer(trainer, lr_schedule=...), a function"
+            " from an optimizer to a scheduler"
+        )
+    if trainer.optimizer is not None and trainer.optimizer.state and "optim" not in changes:
+        raise InputError(
+            "the trainer's optimizer has been stepped, and its state cannot be carried over: make the trial"
+            " of a trainer that has not trained yet"
+        )
+    if trainer.train_dataset is None and "data" not in changes:
         raise InputError("the trainer has no train_dataset")
+
+
+def _list_own_methods(trainer: Any) -> list[str]:
+    """Methods of the Trainer that a class of the user's, or this very object, has changed."""
+    kinds = type(trainer).__mro__
+    home = next(each for each in kinds if each.__module__ == "transformers.trainer")
+    own = [each for each in kinds[: kinds.index(home)] if not each.__module__.startswith("transformers.")]
+    tables = [vars(trainer), *map(vars, own)]
+    names = {name for table in tables for name, value in table.items() if callable(value)}
+    return sorted(name for name in names if callable(getattr(home, name, None)) and name != "__init__")
 
 
 def _warn(trainer: Any, per_step: int) -> None:
@@ -148,11 +203,14 @@ def _warn(trainer: Any, per_step: int) -> None:
         for each in trainer.callback_handler.callbacks
         if type(each).__name__ not in usual
     ]
-    for field in ("compute_metrics", "preprocess_logits_for_metrics"):
-        if getattr(trainer, field, None) is not None:
-            left.append(field)
-    if getattr(trainer.args, "push_to_hub", False):
-        left.append("push_to_hub")
+    known = {*_OWN, *_ASKED, *_LOOPS}
+    left += [f"its own {each}" for each in _list_own_methods(trainer) if each not in known]
+    left += [
+        field
+        for field in ("compute_metrics", "preprocess_logits_for_metrics")
+        if getattr(trainer, field, None) is not None
+    ]
+    left += [field for field in _LEFT if getattr(trainer.args, field, None)]
     if per_step > 1 and not getattr(trainer, "model_accepts_loss_kwargs", False):
         left.append("averaging of the loss over the tokens of all micro-batches (each counts alike)")
     if left:
@@ -182,9 +240,11 @@ def _count_steps(args: Any, num_batches: int | None, per_step: int) -> tuple[int
 def _make_optim(trainer: Any) -> Callable[[Any], torch.optim.Optimizer]:
     """The trainer's kind of optimizer over any parameters, weight decay where it has it."""
     if trainer.optimizer is not None:
-        kind, options = type(trainer.optimizer), dict(trainer.optimizer.defaults)
-    else:
+        return _copy_optim(trainer.optimizer)
+    try:
         kind, options = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    except ImportError as problem:
+        raise InputError(f"the trainer's optimizer {trainer.args.optim}: {problem}") from problem
     for key in ("params", "model", "optimizer_dict"):
         if key in options:
             raise InputError(
@@ -200,14 +260,36 @@ def _make_optim(trainer: Any) -> Callable[[Any], torch.optim.Optimizer]:
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         with_decay = [each for each in given if names.get(id(each), "") in decays or id(each) not in names]
         rest = [each for each in given if not any(each is other for other in with_decay)]
-        if trainer.optimizer is not None or not (with_decay and rest):
-            only = {} if trainer.optimizer is not None else {"weight_decay": wanted if with_decay else 0.0}
-            return kind(given, **(options | only))
+        if not (with_decay and rest):
+            return kind(given, **(options | {"weight_decay": wanted if with_decay else 0.0}))
         groups = [
             {"params": with_decay, "weight_decay": wanted},
             {"params": rest, "weight_decay": 0.0},
         ]
         return kind(groups, **options)
+
+    return optim
+
+
+def _copy_optim(made: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """An optimizer that the trainer was given, with its groups and their options."""
+    rows = [
+        (
+            {id(parameter) for parameter in group["params"]},
+            {key: value for key, value in group.items() if key not in ("params", "initial_lr")},
+        )
+        for group in made.param_groups
+    ]
+    defaults = {k: v for k, v in made.defaults.items() if k in _list_parameters(type(made))}
+
+    def optim(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        groups = [
+            {"params": [each for each in given if id(each) in members], **options}
+            for members, options in rows
+        ]
+        found: torch.optim.Optimizer = type(made)([each for each in groups if each["params"]], **defaults)
+        return found
 
     return optim
 
@@ -234,7 +316,9 @@ def _make_schedule(trainer: Any, num_steps: int) -> Callable[[Any], Any]:
     )
 
 
-def _make_evaluation(trainer: Any, num_batches: int | None, per_step: int) -> tuple[Any, int | None]:
+def _make_evaluation(
+    trainer: Any, num_batches: int | None, per_step: int, num_steps: int
+) -> tuple[Any, int | None]:
     """The mean loss of the evaluation data, as often as the trainer takes it."""
     strategy = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))
     if trainer.eval_dataset is None or strategy == "no":
@@ -251,5 +335,6 @@ def _make_evaluation(trainer: Any, num_batches: int | None, per_step: int) -> tu
         return {"loss": total / max(1, count)}
 
     if strategy == "steps":
-        return evaluate, int(trainer.args.eval_steps or 500)
+        every = trainer.args.eval_steps or 500
+        return evaluate, int(every) if every >= 1 else max(1, math.ceil(every * num_steps))
     return evaluate, None if num_batches is None else max(1, math.ceil(num_batches / per_step))
