@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Net(nn.Module):
@@ -154,6 +155,21 @@ class Averaging(nn.Module):
         with torch.no_grad():
             self.end.mul_(0.5).add_(x.mean(0))
         return x * self.end
+
+
+class Checkpointed(nn.Module):
+    """Computes each of its blocks again by itself."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 class Rows(nn.Module):

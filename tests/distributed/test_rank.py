@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadmaster.core.errors import GraphError, InputError
+from loadmaster.core.errors import GraphError, InputError, RunError
 from loadmaster.modules.loss import compute_loss
 from loadmaster.runtime.distributed.pipeline.batches import split_batch
 from loadmaster.runtime.distributed.pipeline.executor import micro_batch_seed
@@ -14,7 +14,7 @@ from loadmaster.runtime.distributed.pipeline.rank import PipelineRank, TrainOpti
 from loadmaster.runtime.distributed.transports import HostTransport, Waits
 from loadmaster.zoo.example import Example
 from tests.distributed.pipelines import pipeline_placement, train_plainly, whole_batch
-from tests.distributed.run_models import Averaging, HalfFrozen, Net, sgd, square
+from tests.distributed.run_models import Averaging, Checkpointed, HalfFrozen, Net, sgd, square
 from tests.torch_models import Branching, example
 
 CPU = torch.device("cpu")
@@ -128,3 +128,10 @@ def test_evaluation_without_a_loss_is_refused() -> None:
     rank = _rank(built, "gpipe", 2)
     with pytest.raises(InputError, match="gives no loss of its own"):
         rank.evaluate(*whole_batch(built, 2))
+
+
+def test_a_cut_within_what_the_model_computes_again_is_said_with_what_to_do() -> None:
+    built = Example(Checkpointed(), (torch.randn(4, 16),), loss=square)
+    rank = _rank(built, "gpipe", 2, loss=square)
+    with pytest.raises(RunError, match="gradient_checkpointing_disable"):
+        rank.step(*whole_batch(built, 2))

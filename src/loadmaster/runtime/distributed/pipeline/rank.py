@@ -8,8 +8,8 @@ share of the rows. Batch norm sees micro-batches; each replica keeps running ave
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointError
 
 from loadmaster.core.errors import GraphError, InputError, PlanError, RunError
 from loadmaster.core.pipelines.order import Action, Order, Work
@@ -88,6 +89,7 @@ class PipelineRank:
     _leftovers: dict[str, torch.Tensor] = field(default_factory=dict)
     _waiting: list[Callable[[], object]] = field(default_factory=list)
     _module_cut: ModuleCut | None = None  # of a model that cannot be exported
+    _checkpoints: bool = False  # whether the model itself computes parts again
     _frozen: list[nn.Module] = field(default_factory=list)  # modules that stay in eval mode while it trains
 
     def __post_init__(self) -> None:
@@ -133,7 +135,7 @@ class PipelineRank:
         batches = self._make_batches(args, kwargs, target, training=True)
         if self.optimizer is not None and update:
             self.optimizer.zero_grad(set_to_none=True)
-        with _kept_generators(self.where):
+        with _kept_generators(self.where), self._own_recomputation_told():
             self.executor.run(
                 self._order(train=True)[self.place],
                 batches,
@@ -174,6 +176,20 @@ class PipelineRank:
         """Cut the model for inputs like these, so that its weights are known."""
         self._enter_training()
         self._make_batches(args, kwargs, None, training=True)
+
+    @contextmanager
+    def _own_recomputation_told(self) -> Iterator[None]:
+        """What torch.utils.checkpoint computes again must be of one stage: other stages' weights are gone."""
+        try:
+            yield
+        except (CheckpointError, NotImplementedError, RuntimeError) as problem:
+            if not self._checkpoints or not (isinstance(problem, CheckpointError) or "meta" in str(problem)):
+                raise
+            raise RunError(
+                "the plan cuts the model within a part that it computes again by itself"
+                " (torch.utils.checkpoint). Turn that off, for example by"
+                " model.gradient_checkpointing_disable(): the plan recomputes stages where memory is short"
+            ) from problem
 
     def _enter_training(self) -> None:
         """As the model was given: a batch norm that its user has frozen stays so."""
@@ -336,6 +352,7 @@ class PipelineRank:
                 raise GraphError(
                     f"the model cannot be exported ({why}), and its forward fails: {shorten_error(failure)}"
                 ) from failure
+            self._checkpoints = "torch.utils.checkpoint" in why
             self.notes.append(f"the model is cut at module boundaries, since it cannot be exported: {why}")
         cut = self._module_cut
         if cut.counted and self.layout.num_stages > self.layout.num_places:
