@@ -76,9 +76,7 @@ def measure_cell(report: Report, name: str, deadline: str, size: int, load: floa
         f"{cell}: {best} met {ours.mean():.1f} (late {late.mean():.1f}), ElasticFlow {theirs.mean():.1f}"
         f" (late {their_late.mean():.1f}), bound {bound.mean():.1f} of {len(trace.jobs)}"
     )
-    report.add(
-        SUITE, f"{told}; gain (95 % +-{half:.4f})", gain, "share", aim=">= 0", reached=bool(gain + half >= 0)
-    )
+    report.add(SUITE, f"{told}; gain (95 % +-{half:.4f})", gain, "share", aim=">= 0", reached=bool(gain >= 0))
     aim: dict[str, Any] = {"aim": ">= 0.25", "reached": bool(closed >= 0.25)} if load == _HIGH else {}
     report.add(SUITE, f"{cell}: of the distance to the bound", float(closed), "share", **aim)
 
@@ -86,7 +84,11 @@ def measure_cell(report: Report, name: str, deadline: str, size: int, load: floa
 def _candidates(stream: TraceStream, elastic: bool) -> dict[str, TraceRule]:
     """The largest set, with a limit on the work of a job; least work first; and reservations asked again."""
     areas = (stream.duration_s[:, 0, 0] * np.array(LEVELS)).min(axis=1)
-    rules = {"list": TraceRule(Order.LIST, True), "reserve": TraceRule(Order.RESERVE, True, retry=True)}
+    rules = {
+        "ElasticFlow's own": TraceRule(Order.RESERVE),  # first, so that it stays where nothing is better
+        "list": TraceRule(Order.LIST, True),
+        "reserve": TraceRule(Order.RESERVE, True, retry=True),
+    }
     for q in (1.0,) if elastic else (0.8, 0.85, 0.9, 0.95, 1.0):
         limit = float(np.quantile(areas, q)) if q < 1 else np.inf
         rules[f"set {q:g}"] = TraceRule(Order.SET, True, most_area_s=limit)
