@@ -171,7 +171,7 @@ def _least_end(
 
 
 @kernel
-def _least_bytes(fixed: ProblemArrays, unit: Any, only: Any, walk: Any) -> int:
+def _least_bytes(fixed: ProblemArrays, unit: Any, only: Any, walk: Any) -> Any:
     """What stands on the device of the op placed last while that op runs, at least.
 
     An op without a place runs later, and there if its unit is there or it may be nowhere else. Copies under
