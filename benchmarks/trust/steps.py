@@ -1,8 +1,8 @@
 """python -m benchmarks.trust.steps OUT [FIRST LAST]: bounds of odd training steps against plans that fit.
 
 Of each step (`tests/odd_steps.py`) three plans are drawn; memory is, to the byte, what the plan takes. Then
-the bound over layers, with wide and narrow diagrams, and the step programme may not be above the plan's time.
-Parts of 100 seeds that OUT has already are passed over.
+the bound over layers, with wide and narrow diagrams and with few options, and the step programme may not be
+above the plan's time. Parts of 100 seeds that OUT has already are passed over.
 """
 
 import sys
@@ -45,6 +45,9 @@ def _run_part(begin: int, end: int) -> dict[str, Any]:
             bounds = {
                 "layers, narrow": bound_by_layers(fitted, 1.5 * seconds, most_branches=8, width=4),
                 "layers": bound_by_layers(fitted, 1.02 * seconds, most_branches=8, width=32),
+                "layers, coarse": bound_by_layers(
+                    fitted, 1.1 * seconds, most_branches=8, width=16, most_options=1, coarse=True
+                ),
                 "step programme": solve_relaxed_step(fitted, most_solved=1).bound_s,
             }
             tight += max(bounds.values()) > 0.95 * seconds

@@ -10,6 +10,7 @@ from loadmaster.core.graph import Phase
 from loadmaster.core.placement import Status
 from loadmaster.core.problem import Problem
 from loadmaster.graph.build import GraphBuilder
+from loadmaster.simulator.bounds import window_options
 from loadmaster.simulator.bounds.layer_search import bound_by_layers
 from loadmaster.simulator.bounds.spine import find_spine
 from tests.builders import cluster_of, problem_of
@@ -34,6 +35,19 @@ def name_false_bound(seed: int) -> str:
 def test_no_plan_that_takes_all_memory_beats_the_bound(block: int) -> None:
     seeds = range(30 * block, 30 * block + (30 if block else 6))
     assert not [said for seed in seeds if (said := name_false_bound(seed))]
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))])
+def test_no_plan_beats_the_bound_where_units_are_at_an_end_or_elsewhere(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_options, "_MOST_KEPT", 3)  # so that amounts are rounded down, too
+    for seed in range(1000 + 30 * block, 1000 + 30 * block + (30 if block else 4)):
+        problem, rng = odd_step(seed), np.random.default_rng(seed)
+        tight, seconds = fit_memory(problem, draw_plan(problem, rng))
+        for upper in (1.5 * seconds, 1.02 * seconds) if seconds > 0 else ():
+            found = bound_by_layers(tight, upper, most_branches=8, width=16, most_options=1, coarse=True)
+            assert found <= seconds * SLACK, seed
 
 
 def two_layers(seed: int) -> Problem:

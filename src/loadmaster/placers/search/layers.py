@@ -33,8 +33,7 @@ NAME = "layers"
 _SEARCHED, _BRANCHES = 12, 60  # under a count budget
 _WIDTH = 100  # labels of a device when a plan is looked for
 _SHARES = (1.0, 0.97, 0.94, 0.9)  # of the memory: what the bound does not count takes room, too
-_FOR_FEW = 0.3  # of the budget, where steps with more options follow
-_MANY_S = 1.5  # left at least for those
+_MANY_S = 1.5  # of budget at least, for steps with many options
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +50,15 @@ class Layers:
         cargo = load_cargo(problem)
         self._begin(tally, cargo)
         seconds = 0.0
-        for most_options in (FEW_OPTIONS, MANY_OPTIONS):
-            few = most_options == FEW_OPTIONS
-            if (not few and not _has_time_for_many(run)) or tally.spent or _is_met(tally, seconds):
-                break
-            found = LayerBound(problem, _upper_s(tally), most_options=most_options)
-            if found.steps is None:
-                break
-            # the windows of the first steps lack units: their branches are not worth much time
-            share = _FOR_FEW if few and found.steps.truncated and _has_time_for_many(run) else 1.0
-            climb = _Climb(tally, cargo, found, max(seconds, found.seconds))
-            climb.run(share)
-            seconds = climb.seconds
-            if not found.steps.truncated:
-                break
+        many = _has_time_for_many(run)
+        if not (tally.spent or _is_met(tally, seconds)):
+            found = LayerBound(
+                problem, _upper_s(tally), most_options=MANY_OPTIONS if many else FEW_OPTIONS, coarse=many
+            )
+            if found.steps is not None:
+                climb = _Climb(tally, cargo, found, max(seconds, found.seconds))
+                climb.run()
+                seconds = climb.seconds
         tally.mend()
         bound = run.bound
         if seconds > bound.seconds:
@@ -92,14 +86,8 @@ def _upper_s(tally: Tally) -> float:
     return 4.0 * max(score.time_s, tally.run.bound.seconds)
 
 
-def _is_spent(run: Run, share: float) -> bool:
-    """Whether a share of the seconds is gone; a count is not shared out."""
-    limit_s = run.budget.seconds
-    return limit_s is not None and time.perf_counter() - run.started >= share * limit_s
-
-
 def _has_time_for_many(run: Run) -> bool:
-    """Whether steps with many options can be searched: one branch takes a second or two."""
+    """Whether steps with many options can be searched: their prices take a second or two."""
     limit_s = run.budget.seconds
     return limit_s is not None and run.started + limit_s - time.perf_counter() >= _MANY_S
 
@@ -121,8 +109,8 @@ class _Climb:
         self.priority[np.lexsort((np.arange(len(rank_s)), -rank_s))] = np.arange(len(rank_s))
         self.tried: set[bytes] = set()
 
-    def run(self, share: float) -> None:
-        """Until a share of the budget, or what there is to divide, ends."""
+    def run(self) -> None:
+        """Until the budget, or what there is to divide, ends."""
         counted = self.tally.run.budget.count is not None
         branches = searched = 0
         while not self.found.done and not (counted and (branches >= _BRANCHES or searched >= _SEARCHED)):
@@ -132,7 +120,7 @@ class _Climb:
             self._say()
             if branch is not None:
                 self._suggest(branch)
-            if self.tally.spent or _is_met(self.tally, self.seconds) or _is_spent(self.tally.run, share):
+            if self.tally.spent or _is_met(self.tally, self.seconds):
                 return
 
     def _say(self) -> None:

@@ -19,10 +19,12 @@ from loadmaster.core.arrays import Bools, Floats, Ints, Longs
 from loadmaster.core.problem import Problem
 from loadmaster.simulator.bounds.layer_diagram import NEVER, ONE, keep_options, price_steps, search_layers
 from loadmaster.simulator.bounds.spine_steps import SpineSteps, build_spine_steps
+from loadmaster.simulator.bounds.window_options import SOMEWHERE
 
 WIDTH = 128
 FEW_OPTIONS, MANY_OPTIONS = 3_200, 8_000  # of a step
 _PRICED_OPTIONS = 20_000_000  # at the root: some tenths of a second
+_TIMES_PRUNED = 3  # while the root's prices are looked for
 _AT_A_BRANCH = 0.2  # of the rounds of the root, whose prices it begins with
 _FEWEST_ROUNDS, _MOST_ROUNDS = 60, 1_000
 _PRICED = 10  # branches at most for each one that is searched
@@ -139,7 +141,7 @@ class LayerSearch:
     @property
     def num_rounds(self) -> int:
         """Rounds of subgradients that take some tenths of a second."""
-        return min(max(_PRICED_OPTIONS // len(self.start), _FEWEST_ROUNDS), _MOST_ROUNDS)
+        return min(max(_PRICED_OPTIONS // max(len(self.start), 1), _FEWEST_ROUNDS), _MOST_ROUNDS)
 
     def _slope(self, often: Floats) -> Floats:
         """How the bound changes with the prices, by the cheapest choice."""
@@ -206,7 +208,8 @@ class LayerSearch:
             if k == 0:
                 device[int(self.steps.layer_unit[0])] = int(self.start[option])
             inner = self.steps.steps[k].inner[self.origin[option] - self.first_origin[k]]
-            device |= dict(zip(self.steps.inner_units[k].tolist(), inner.tolist(), strict=True))
+            some = zip(self.steps.inner_units[k].tolist(), inner.tolist(), strict=True)
+            device |= {u: d for u, d in some if d != SOMEWHERE}
         return bound * self.steps.tick_s, device
 
     def prune(self, open_at: Bools, point: Floats) -> None:
@@ -256,7 +259,7 @@ class LayerSearch:
 
 
 def _is_symmetric(options: Any, i: int, j: int, engine: Ints) -> bool:
-    """Whether options stay the same when two devices are exchanged."""
+    """Whether what options cost stays the same when two devices are exchanged."""
     swap = np.arange(options.num_bytes.shape[1])
     swap[[i, j]] = [j, i]
     by_engine = np.arange(options.work.shape[1] // 2)
@@ -264,11 +267,11 @@ def _is_symmetric(options: Any, i: int, j: int, engine: Ints) -> bool:
     by_row = np.concatenate([by_engine, len(by_engine) + by_engine])
 
     def rows(exchanged: bool) -> Any:
-        devices = np.column_stack([options.start, options.end, options.inner])
+        devices = np.column_stack([options.start, options.end])
         work, held = options.work, options.num_bytes
         if exchanged:
             devices, work, held = swap[devices], work[:, by_row], held[:, swap]
-        table = np.column_stack([devices, options.forward, options.backward, work, held])
+        table = np.column_stack([devices, options.forward + options.backward, work, held])
         return table[np.lexsort(table.T[::-1])]
 
     return bool(np.array_equal(rows(False), rows(True)))
@@ -277,18 +280,24 @@ def _is_symmetric(options: Any, i: int, j: int, engine: Ints) -> bool:
 class LayerBound:
     """What is proven so far, and branches to go on with: better the longer it is asked to `advance`."""
 
-    def __init__(self, problem: Problem, upper_s: float, *, most_options: int = FEW_OPTIONS) -> None:
+    def __init__(
+        self, problem: Problem, upper_s: float, *, most_options: int = FEW_OPTIONS, coarse: bool = False
+    ) -> None:
         """`upper_s`: what a plan takes, or a time that plans are not asked to beat."""
-        self.steps = build_spine_steps(problem, upper_s, most_options=most_options)
+        self.steps = build_spine_steps(problem, upper_s, most_options=most_options, coarse=coarse)
         self._waiting: list[tuple[int, int, Branch]] = []
         self._fresh: list[Bools] = []
         self._serial = itertools.count()
         if self.steps is None:
             return
         self.search = LayerSearch(self.steps, upper_s)
-        self._root, self.point, _ = self.search.improve_prices(
-            self.search.open_at, self.search.first_point(), self.search.num_rounds
-        )
+        self._root, self.point = 0, self.search.first_point()
+        for _ in range(_TIMES_PRUNED):
+            if self._root < self.search.limit:
+                self.search.prune(self.search.open_at, self.point)
+                self._root, self.point, _ = self.search.improve_prices(
+                    self.search.open_at, self.point, self.search.num_rounds // _TIMES_PRUNED + 1
+                )
         self.search.prune(self.search.open_at, self.point)
         self._fresh = list(self.search.first_branches())[::-1] if self._root < self.search.limit else []
 
@@ -353,9 +362,17 @@ class LayerBound:
             heapq.heappush(self._waiting, (bound, next(self._serial), branch))
 
 
-def bound_by_layers(problem: Problem, upper_s: float, *, most_branches: int, width: int = WIDTH) -> float:
+def bound_by_layers(
+    problem: Problem,
+    upper_s: float,
+    *,
+    most_branches: int,
+    width: int = WIDTH,
+    most_options: int = FEW_OPTIONS,
+    coarse: bool = False,
+) -> float:
     """Seconds that no step is below, or none is below `upper_s`; 0 without a spine. So many are searched."""
-    found, searched = LayerBound(problem, upper_s), 0
+    found, searched = LayerBound(problem, upper_s, most_options=most_options, coarse=coarse), 0
     for _ in range(_PRICED * most_branches):
         if found.done or searched == most_branches:
             break

@@ -4,6 +4,7 @@ The last layer is m_K with B_K; a step goes from layer k to layer k - 1. Every u
 only.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +22,13 @@ from loadmaster.simulator.bounds.window_options import (
     INFINITE,
     Options,
     Window,
+    count_staying_units,
+    list_choices,
     list_options,
 )
 
 _TICKS = float(1 << 34)  # of the horizon
+_MOST_DEVICES = 62  # a set of them is the bits of one number
 _UNIMPORTANT = 1e-4  # of all time and bytes: a unit that is less is not decided
 _UNIMPORTANT_BESIDE, _MOST_BESIDE = 5e-4, 200  # likewise beside the spine, and how many are
 
@@ -48,19 +52,26 @@ class SpineSteps:
     truncated: bool  # whether a window has units that are not decided for their number
 
 
-def build_spine_steps(problem: Problem, horizon_s: float, *, most_options: int) -> SpineSteps | None:
-    """The steps of a problem whose steps take about `horizon_s`; None where it has no spine."""
+def build_spine_steps(
+    problem: Problem, horizon_s: float, *, most_options: int, coarse: bool = False
+) -> SpineSteps | None:
+    """The steps of a problem whose steps take about `horizon_s`; None where it has no spine.
+
+    `coarse`: where a step has more options than `most_options`, more units are decided, but not by device.
+    """
     least_s = problem.device_compute_s.min(axis=1)
     spine = find_spine(problem.graph, least_s)
-    return (
-        None if spine is None or horizon_s <= 0 else _Builder(problem, spine, horizon_s, most_options).build()
-    )
+    if spine is None or horizon_s <= 0 or problem.cluster.num_devices > _MOST_DEVICES:
+        return None
+    return _Builder(problem, spine, horizon_s, most_options, coarse).build()
 
 
 class _Builder:
     """Ticks, units and reachability, while steps are made."""
 
-    def __init__(self, problem: Problem, spine: Spine, horizon_s: float, most_options: int) -> None:
+    def __init__(
+        self, problem: Problem, spine: Spine, horizon_s: float, most_options: int, coarse: bool
+    ) -> None:
         graph = problem.graph
         self.problem, self.spine, self.graph = problem, spine, graph
         self.tick_s, self.most_options = horizon_s / _TICKS, most_options
@@ -87,6 +98,7 @@ class _Builder:
         self.is_view: Bools = lone & (self.ticks == 0).all(axis=1)
         self.ports = _find_ports(problem)
         self.known: dict[bytes, Options] = {}
+        self.coarse = coarse
         self.truncated = False
 
     def _to_ticks(self, seconds: Floats) -> Longs:
@@ -164,18 +176,19 @@ class _Builder:
         if not candidates:
             return []
         weight = self._weigh(moment)
-        chosen: list[int] = []
-        total = int(self.allowed[self._unit_at(k)].sum() * self.allowed[self._unit_at(k - 1)].sum())
-        for u in sorted(candidates, key=lambda u: (-weight[u], u)):
-            total *= int(self.allowed[u].sum())
-            if weight[u] < _UNIMPORTANT:
-                break
-            if total > self.most_options:
-                self.truncated = True
-                break
-            chosen.append(u)
-        taken.update(chosen)
-        return chosen
+        heavy = [u for u in sorted(candidates, key=lambda u: (-weight[u], u)) if weight[u] >= _UNIMPORTANT]
+        count = len(heavy)
+        while count and self._num_options(k, heavy[:count]) > self.most_options:
+            count -= 1
+        if count < len(heavy) and self.coarse:
+            count = count_staying_units(self.allowed.shape[1])
+        self.truncated |= count < len(heavy)
+        taken.update(heavy[:count])
+        return heavy[:count]
+
+    def _num_options(self, k: int, inner: list[int]) -> int:
+        """Of a step, were all devices of these units tried."""
+        return math.prod(int(self.allowed[u].sum()) for u in (self._unit_at(k), self._unit_at(k - 1), *inner))
 
     def _weigh(self, moment: Standing) -> Floats:
         """[units] shares of all time and of all bytes, together."""
@@ -228,13 +241,22 @@ class _Builder:
         for s, u in enumerate(slots):
             if s != FROM_END:
                 work[s] = self._work_of(u, k)
+        whole = not inner or self._num_options(k, inner) <= self.most_options
         allowed, num_bytes = self.allowed[slots], held[slots]
         parts = (*windows[0].arrays, *windows[1].arrays, transfer, allowed, work, num_bytes)
         key = b"|".join(np.ascontiguousarray(part).tobytes() for part in parts)
         if key not in self.known:
             work = np.where(work >= INFINITE, 0, work)
+            choices = list_choices(allowed, whole=whole)
             self.known[key] = list_options(
-                (windows[0], windows[1]), transfer, allowed, work, num_bytes, self.engine, self.ports
+                (windows[0], windows[1]),
+                transfer,
+                choices,
+                work,
+                num_bytes,
+                self.engine,
+                self.ports,
+                int(_TICKS) + 1,  # a plan with such a step is slower than the horizon
             )
         return self.known[key]
 
