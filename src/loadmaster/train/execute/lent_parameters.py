@@ -8,7 +8,7 @@ Which of these a parameter is, its class tells: one that looks like `nn.Paramete
 nothing is asked of ops that read lent weights. A parameter of another class than `nn.Parameter` keeps it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -67,6 +67,9 @@ class LentParameters:
         self._parameters = chain.parameters
         self._number = {id(each): number for number, each in enumerate(self._parameters)}
         self._plain = [type(each) is nn.Parameter for each in self._parameters]
+        self._seen_by_torch = {
+            self._number[id(each)] for each in _iter_first_layers(chain.model) if id(each) in self._number
+        }
         self._masters: list[torch.Tensor] = []  # while the device's tensors are in their place
         self._versions: list[int] = []
         self._bound: dict[int, torch.Tensor] = {}  # what each lent parameter holds
@@ -122,6 +125,8 @@ class LentParameters:
     @contextmanager
     def open_pass(self, rest: Mapping[int, torch.Tensor]) -> Any:
         """For one or several micro-batches; nothing was written meanwhile, or it is refused."""
+        for number in self._seen_by_torch.difference(self._bound, rest):
+            self._send_away(number)  # the model's mode may have changed
         self.bind(rest)
         self._versions = [parameter._version for parameter in self._parameters]
         self._is_open = True
@@ -166,7 +171,7 @@ class LentParameters:
         if self._plain[number]:
             parameter.__class__ = self._lent  # one that is away may be asked for nothing
         _DATA.__set__(parameter, self._standins[number])
-        if self._plain[number]:
+        if self._plain[number] and (number not in self._seen_by_torch or self._chain.model.training):
             parameter.__class__ = self._away
 
     def _read(self, parameter: Any) -> None:
@@ -209,6 +214,13 @@ class LentParameters:
             for slot in slots:
                 if slot.module._parameters.get(slot.attribute) is not self._parameters[slot.tensor]:
                     refuse_writes(self._trial, [self._chain.parameter_name[slot.tensor]])
+
+
+def _iter_first_layers(model: nn.Module) -> Iterator[nn.Parameter]:
+    """In eval mode an encoder of torch takes its fast path by the classes of its first layer's parameters."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+            yield from module.layers[0].parameters()
 
 
 def _make_classes(read: Callable[[Any], None], note_data: Callable[[Any], None]) -> tuple[Any, Any]:
