@@ -395,7 +395,9 @@ class _OfAll(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(_Noisy, "draws random numbers"), (_OfAll, "at all of them at once")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(_Noisy, "draws random numbers"), (_OfAll, "at all of them at once")]
+)
 def test_optimizer_that_shards_would_step_otherwise_is_refused(kind: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         build_trial(trial_of(optim=lambda parameters: kind(parameters, lr=0.1)), device=torch.device("cpu"))
