@@ -12,6 +12,7 @@ from loadmaster.report.tables import Bar, fields
 from loadmaster.report.text_columns import columns, one_line
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "workspace", "resident")
+_WORTH_SHOWING = 1e-6  # of the largest part
 _OTHER = "other"
 _FEWEST = 3  # columns of parts
 _LONGEST_SIZE, _LONGEST_NAME, _SHORTEST_BAR, _PADDING = 10, 24, 4, 2  # letters
@@ -175,10 +176,12 @@ def notes(answer: Fit) -> list[str]:
 
 
 def _parts_to_show(rows: Sequence[Parts], room: int) -> tuple[str, ...]:
-    """The parts of which there is something to show; where there is no room for all, the smaller ones are
-    one column."""
+    """The parts that are worth a column; where there is no room for all, the smaller ones are one column.
+
+    The gradient of the loss alone, 4 bytes beside gigabytes, is worth none.
+    """
     most = {name: max((getattr(row, f"{name}_bytes") for row in rows), default=0) for name in _PARTS}
-    there = [name for name in _PARTS if most[name]]
+    there = [name for name in _PARTS if most[name] > _WORTH_SHOWING * max(most.values())]
     if _letters_of(there) <= room or len(there) <= _FEWEST:
         return tuple(there)
     largest = sorted(there, key=lambda name: -most[name])

@@ -44,3 +44,11 @@ def test_other_parts_are_what_is_not_shown(answer: Fit) -> None:
     head = next(line for line in _lines(answer, 80) if line.startswith("module"))
     assert head.split() == ["module", "optimizer", "workspace", "other", "all"]
     assert line.split()[-4:-2] == ["716.0", "KiB"]  # of 1.8 MiB
+
+
+def test_a_part_of_next_to_nothing_is_no_column(answer: Fit) -> None:
+    few = Parts(287 << 20, 4, 570 << 20, 33 << 20, 0, 0, (890 << 20) + 4)  # the gradient of the loss alone
+    rows = tuple(replace(row, parts=few) for row in answer.modules)
+    head = next(line for line in _lines(replace(answer, modules=rows), 140) if line.startswith("module"))
+    assert "gradients" not in head
+    assert "optimizer" in head
