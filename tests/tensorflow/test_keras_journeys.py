@@ -127,6 +127,23 @@ def test_a_model_with_a_train_step_of_its_own() -> None:
     assert placed.fit(*batch, epochs=3, verbose=0).history["own"] == expected
 
 
+def test_a_step_may_give_the_gradient_of_an_embedding() -> None:
+    table = tf.Variable(np.random.default_rng(1).standard_normal((10, 4)).astype(np.float32))
+
+    @tf.function
+    def step(at: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(tf.gather(table, at)))
+        return tape.gradient(loss, table)
+
+    at = tf.constant([1, 2, 2, 5])
+    expected = step(at)
+    found = place_randomly(capture(step, (at,)), 0)(at)
+    assert isinstance(found, tf.IndexedSlices)
+    assert np.array_equal(found.values, expected.values)
+    assert np.array_equal(found.indices, expected.indices)
+
+
 def test_a_saved_plan_runs_a_model_that_is_built_later(tmp_path: Path) -> None:
     model, batch = build("mlp")
     problem = lm.problem(capture(model, batch).graph, DEVICES)
@@ -179,6 +196,9 @@ def test_bad_input_is_refused_with_a_remedy() -> None:
         (tf.function(eager), (tf.ragged.constant([[1], [2, 3]]),), "ragged"),
         (tf.function(eager), (tf.sparse.eye(2),), "sparse"),
         (type(model), (x, y), "is a class"),
+        (model, (), "needs example inputs"),
+        (model, (tf.TensorSpec((None, 24)), y), r"float32\(None, 24\), whose size is not known"),
+        (model, tf.data.Dataset.from_tensors((x, y)), r"give one batch of it: next\(iter\(dataset\)\)"),
     ]
     for wrong, args, words in cases:
         with pytest.raises(InputError, match=words):

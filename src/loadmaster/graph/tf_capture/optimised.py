@@ -8,14 +8,13 @@ leaves it out. Six things make it give the graph that an unplaced run has:
 2. a variable's placeholder becomes a VarHandleOp, since shapes of variables decide about rewrites;
 3. an argument's placeholder is a variable's reading for as long: placeholders' shapes are not believed;
 4. loops stay one op each (`_lower_using_switch_merge` is put back afterwards);
-5. what they run is on the CPU, too, and says the shapes of its variables: it is fused as in an unplaced run;
+5. what they run is fused, too, as in an unplaced run (`bodies`);
 6. nodes keep their names until it is done: it orders the parts of a sum by their names.
 
 Functions called within the step are inlined first, so that their nodes get canonical names too.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,14 @@ from tensorflow.python.grappler import tf_optimizer  # where TensorFlow's own co
 import tensorflow as tf
 from loadmaster.core.errors import InputError
 from loadmaster.core.raised import shorten_error
+from loadmaster.graph.tf_capture.bodies import (
+    all_nodes,
+    describe_handles,
+    put_arguments_back,
+    register_functions,
+    rename_functions,
+    stand_in_for_arguments,
+)
 from loadmaster.graph.tf_capture.canonical import canonical_names, name_additions
 from loadmaster.graph.tf_capture.trace import Captured, Traced
 
@@ -55,15 +62,16 @@ def optimise_step(traced: Traced) -> OptimisedStep:
     if any(node.op in CALLS for node in graph_def.node):
         graph_def = _run_optimiser(graph_def, fetches, inline_only=True)
     names = canonical_names([node.name for node in graph_def.node])
-    _describe_handles(graph_def)
+    describe_handles(graph_def)
     placeholders = _stand_in(graph_def)
-    graph_def = _run_optimiser(graph_def, fetches, inline_only=False)
+    graph_def = _optimise_with_bodies(graph_def, fetches)
     _put_back(graph_def, placeholders)
     order = {name: at for at, name in enumerate(names.values())}
     names |= name_additions([node.name for node in graph_def.node if node.name not in names], names)
     _rename(graph_def, names)
-    _rename_functions(graph_def)
+    rename_functions(graph_def)
     _choose_kernels(graph_def)
+    register_functions(graph_def)
     args = tuple(names[name] for name in traced.args)
     _drop_control_edges(graph_def, {*args, *(names[held.node] for held in traced.captured)})
     captured = tuple(Captured(names[held.node], held.tensor, held.variable) for held in traced.captured)
@@ -89,36 +97,6 @@ def _replace_handles(graph_def: Any, captured: Iterable[Captured]) -> None:
             node.attr["dtype"].type = variable.dtype.as_datatype_enum
             node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
             node.attr["shared_name"].s = name.encode()
-
-
-def _describe_handles(graph_def: Any) -> None:
-    """Bodies of loops and branches say the shapes of the variables that they are given."""
-    functions = {function.signature.name: function for function in graph_def.library.function}
-    known = {node.name: node.attr for node in graph_def.node if node.op == "VarHandleOp"}
-    waiting = [(node, known) for node in graph_def.node]
-    while waiting:
-        node, handles = waiting.pop()
-        called = [
-            body for value in node.attr.values() for body in (value.func, *value.list.func) if body.name
-        ]
-        for function in (functions[body.name] for body in called if body.name in functions):
-            arguments = function.signature.input_arg
-            given = _data_inputs(node)[-len(arguments) :]
-            inner = {}
-            for at, (argument, name) in enumerate(zip(arguments, given, strict=False)):
-                handle = handles.get(name.split(":")[0])
-                if handle is not None and argument.type == tf.resource.as_datatype_enum:
-                    inner[argument.name] = handle
-                    attr = function.arg_attr[at].attr
-                    attr["_handle_dtypes"].list.type[:] = [handle["dtype"].type]
-                    del attr["_handle_shapes"].list.shape[:]
-                    attr["_handle_shapes"].list.shape.add().CopyFrom(handle["shape"].shape)
-            if inner:
-                waiting += [(one, inner) for one in function.node_def]
-
-
-def _data_inputs(node: Any) -> list[str]:
-    return [name for name in node.input if not name.startswith("^")]
 
 
 def _stand_in(graph_def: Any) -> dict[str, Any]:
@@ -152,9 +130,19 @@ def _put_back(graph_def: Any, placeholders: dict[str, Any]) -> None:
     _drop_control_edges(graph_def, handles)
 
 
+def _optimise_with_bodies(graph_def: Any, fetches: list[str]) -> Any:
+    """Also what loops and branches run, with the shapes of their arguments where that is possible."""
+    told = type(graph_def).FromString(graph_def.SerializeToString())
+    stand_in_for_arguments(told.library.function)
+    found = _run_optimiser(told, fetches, inline_only=False)
+    if put_arguments_back(found.library.function):
+        return found
+    return _run_optimiser(graph_def, fetches, inline_only=False)
+
+
 def _run_optimiser(graph_def: Any, fetches: list[str], *, inline_only: bool) -> Any:
     lowered = _set_lowering(graph_def, to=False)
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         node.device = CPU
     meta = meta_graph_pb2.MetaGraphDef()
     meta.graph_def.CopyFrom(graph_def)
@@ -173,31 +161,9 @@ def _run_optimiser(graph_def: Any, fetches: list[str], *, inline_only: bool) -> 
     return found
 
 
-def _all_nodes(graph_def: Any) -> Iterator[Any]:
-    """Of the graph, and of the functions that its loops and branches run."""
-    yield from graph_def.node
-    for function in graph_def.library.function:
-        yield from function.node_def
-
-
-def _rename_functions(graph_def: Any) -> None:
-    """Optimised bodies get names of their own: TensorFlow keeps the function that it knows by a name."""
-    functions = graph_def.library.function
-    content = b"".join(function.SerializeToString(deterministic=True) for function in functions)
-    mark = hashlib.sha256(content).hexdigest()[:12]
-    renamed = {function.signature.name: f"{function.signature.name}_{mark}" for function in functions}
-    for function in functions:
-        function.signature.name = renamed[function.signature.name]
-    for node in _all_nodes(graph_def):
-        for value in node.attr.values():
-            for called in (value.func, *value.list.func):
-                if called.name in renamed:
-                    called.name = renamed[called.name]
-
-
 def _choose_kernels(graph_def: Any) -> None:
     """Fused convolutions in bfloat16 exist as oneDNN's op alone, which TensorFlow puts in unchecked later."""
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         if node.op == "_FusedConv2D" and node.attr["T"].type == tf.bfloat16.as_datatype_enum:
             node.op = ONEDNN_CONVOLUTION
             node.attr["_kernel"].s = b"MklNameChangeOp"
@@ -206,7 +172,7 @@ def _choose_kernels(graph_def: Any) -> None:
 def _set_lowering(graph_def: Any, *, to: bool) -> bool:
     """Whether loops and branches are taken apart; says whether there were any."""
     found = False
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         if _LOWER in node.attr:
             node.attr[_LOWER].b, found = to, True
     return found

@@ -91,6 +91,8 @@ def _keras_step(model: Any, args: Any) -> Step:
             f"model {name!r} has no optimizer and loss yet: call model.compile(optimizer, loss) to plan a"
             " training step of (x, y), or give the inputs alone (several as a list or dict) for inference"
         )
+    if args is None or (isinstance(args, tuple) and not args):
+        raise InputError(f"model {name!r} needs example inputs: give (x, y), or x alone for inference")
     args = args[0] if isinstance(args, tuple) else args
     return Step(lambda x: model(x, training=False), (_check_inputs(args),), name, model, autograph=False)
 
@@ -105,8 +107,14 @@ def _check_input(value: Any) -> Any:
         kind = "ragged" if "Ragged" in type(value).__name__ else "sparse"
         remedy = "x.to_tensor()" if kind == "ragged" else "tf.sparse.to_dense(x)"
         raise InputError(f"an input is a {kind} tensor, whose size is not known; give a dense one: {remedy}")
+    if isinstance(value, tf.TensorSpec) and not value.shape.is_fully_defined():
+        raise InputError(
+            f"an input is {tf.as_dtype(value.dtype).name}{value.shape}, whose size is not known; give all"
+        )
     if isinstance(value, tf.TensorSpec) or tf.is_tensor(value) or value is None:
         return value
+    if isinstance(value, tf.data.Dataset):
+        raise InputError("an input is a dataset; give one batch of it: next(iter(dataset))")
     array = np.asarray(value)
     if array.dtype == object:
         raise InputError(f"an input is a {type(value).__name__}, not a tensor; give arrays or tensors")

@@ -202,7 +202,7 @@ def loss_of(result: Any) -> float:
     """The loss among what a step gives: by its name, else its first number."""
     if isinstance(result, dict) and "loss" in result:
         return float(result["loss"])
-    leaves = [leaf for leaf in tf.nest.flatten(result) if leaf is not None]
+    leaves = [leaf for leaf in tf.nest.flatten(result, expand_composites=True) if leaf is not None]
     if not leaves:
         return 0.0
     return float(tf.reduce_mean(tf.cast(leaves[0], tf.float32)))
@@ -260,7 +260,6 @@ def _import_placed(
         node.attr.pop("_class", None)
         node.device = devices[device_of[node.name]].full_name
     graph_def.node.extend(nodes)
-    _add_functions(graph_def.library.function)
     flat = _flatten(optimised.traced.specs)
     held = [
         one.tensor if one.variable is None else copied.get(id(one.variable), one.variable).handle
@@ -288,14 +287,6 @@ def _import_placed(
     return function.get_concrete_function()
 
 
-def _add_functions(functions: Any) -> None:
-    """Branches that the optimiser specialised (a loss scale's `tf.cond`) are not known to TensorFlow yet."""
-    context = eager_context.context()
-    for function in functions:
-        if not context.has_function(function.signature.name):
-            context.add_function_def(function)
-
-
 def _used_inputs(nodes: list[Any], outputs: tuple[str, ...]) -> set[str]:
     read = {name if ":" in name else f"{name}:0" for node in nodes for name in node.input if name[:1] != "^"}
     return read | set(outputs)
@@ -312,8 +303,9 @@ def _key(flat: list[Any]) -> tuple[Any, ...]:
 def _pack(results: Any, given: Any) -> Any:
     """The nest that the step gives."""
     rest = iter(given if isinstance(given, list | tuple) else [given])
-    leaves = [None if leaf is None else next(rest) for leaf in tf.nest.flatten(results)]
-    return tf.nest.pack_sequence_as(results, leaves)
+    flat = tf.nest.flatten(results, expand_composites=True)
+    leaves = [None if leaf is None else next(rest) for leaf in flat]
+    return tf.nest.pack_sequence_as(results, leaves, expand_composites=True)
 
 
 def _parse_spec(text: str) -> Any:

@@ -120,7 +120,7 @@ def _run_unplaced(traced: Traced, args: Any, variables: Mapping[str, Any]) -> tu
 
 def _arrays(results: Any) -> Values:
     """The results of a step by name."""
-    flat = tf.nest.flatten(results)
+    flat = tf.nest.flatten(results, expand_composites=True)
     names = list(results) if isinstance(results, dict) and len(results) == len(flat) else range(len(flat))
     named = zip(sorted(names) if isinstance(results, dict) else names, flat, strict=True)
     return {str(name): np.asarray(value) for name, value in named if value is not None}
