@@ -5,13 +5,17 @@ throughput and latency inputs, PipeDream's profiles, and training steps captured
 with other numbers of accelerators than published. 0 evaluations: the first plan, of which nothing was
 evaluated. Everybody is given the same evaluations, then as many as fit into the processor time that
 `learned_order` took, its network and features included, in a warm process. The verdict file of the package is
-written from the outcome at 100 evaluations.
+written from the outcome at 100 evaluations, by a run with every graph and five seeds; a smaller run leaves
+that file alone and says how many graphs it measured. Graphs are taken in turns from their families, in an
+order drawn once, so that a run that ends early is a fair sample.
 """
 
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,67 +55,115 @@ CAPTURED = (  # source, devices, batch, tokens: with room on one device, and wit
 )
 
 
-def measure_held_out(report: Report, shared: Path) -> None:
-    """Every graph, then the verdict of every class."""
+def measure_held_out(report: Report, shared: Path, seeds: int = SEEDS, until: float = np.inf) -> None:
+    """Every graph that can begin before `until` (of the monotonic clock), then the verdict of every class."""
     network, about = load_weights(shipped_weights())
     plain = Path(os.environ.get("TMPDIR", "/tmp")) / "learned-untrained.safetensors"
     save_weights(make_network(network.size, 0), plain, training_set="0" * 64, about={})
     asked = {"trained": placer("learned_order"), "untrained": placer("learned_order", weights=str(plain))}
     by_class: dict[int, dict[str, dict[str, list[verdict.GraphTimes]]]] = {}
     logs: dict[int, list[float]] = {}
-    for name, problem in list_graphs(shared):
-        bound_s, klass = quick_bound(problem).seconds, verdict.class_of(problem)
-        for count in BUDGETS:
-            row = _measure_graph(problem, asked, count)
-            best = min(row["baselines"], key=lambda one: float(np.median(row["baselines"][one])))
-            medians = {name: float(np.median(times)) for name, times in row["baselines"].items()}
-            mine, plain_s = float(np.median(row["trained"])), float(np.median(row["untrained"]))
-            logs.setdefault(count, []).append(float(np.log(mine / plain_s)))
-            label = f"{name}, {count} evaluations: learned_order / {best}"
-            report.add(SUITE, label, mine / medians[best], "x")
-            report.figures[-1] |= {
-                "class": klass,
-                "seconds": mine,
-                "quartiles": [float(q) for q in np.percentile(row["trained"], [25, 75])],
-                "worst": max(row["trained"]),
-                "untrained": plain_s,
-                "baselines": medians,
-                "at_equal_processor_time": {n: float(np.median(t)) for n, t in row["timed"].items()},
-                "processor_s": row["processor_s"],
-                "over_bound": mine / bound_s if bound_s > 0 else None,
-            }
-            for way, known in (("evaluations", row["baselines"]), ("seconds", row["timed"])):
-                ways = by_class.setdefault(count, {}).setdefault(klass, {"evaluations": [], "seconds": []})
-                ways[way].append(verdict.GraphTimes(name, row["trained"], known))
-    write_verdicts(report, by_class, str(about.get("training_set")))
+    listed, measured, interrupted = list_graphs(shared), 0, False
+    try:
+        for name, read in listed:
+            if time.monotonic() > until:
+                break
+            _measure_budgets(report, name, read(), asked, seeds, by_class, logs)
+            measured += 1
+    except KeyboardInterrupt:
+        interrupted = True
+    report.add(SUITE, f"held-out graphs measured, of {len(listed)}", measured, "graphs")
+    report.figures[-1]["seeds"] = seeds
+    document = report_verdicts(report, by_class)
+    if measured == len(listed) and seeds >= SEEDS:
+        write_verdicts(document, str(about.get("training_set")))
+    else:
+        print(f"{SUITE}: {measured} of {len(listed)} graphs with {seeds} seeds: no verdict is written")
     for count, found in logs.items():
         label = f"{count} evaluations: trained / untrained, geometric mean"
         report.add(SUITE, label, float(np.exp(np.mean(found))), "x")
         better, worse = (np.array(found) < -1e-9).sum(), (np.array(found) > 1e-9).sum()
         report.figures[-1] |= {"better": int(better), "worse": int(worse), "graphs": len(found)}
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-def list_graphs(shared: Path) -> list[tuple[str, Problem]]:
-    """Held-out problems with their names."""
-    found = []
+def _measure_budgets(
+    report: Report,
+    name: str,
+    problem: Problem,
+    asked: dict[str, Any],
+    seeds: int,
+    by_class: dict[int, dict[str, dict[str, list[verdict.GraphTimes]]]],
+    logs: dict[int, list[float]],
+) -> None:
+    """One graph at every budget."""
+    bound_s, klass = quick_bound(problem).seconds, verdict.class_of(problem)
+    for count in BUDGETS:
+        row = _measure_graph(problem, asked, count, seeds)
+        best = min(row["baselines"], key=lambda one: float(np.median(row["baselines"][one])))
+        medians = {name: float(np.median(times)) for name, times in row["baselines"].items()}
+        mine, plain_s = float(np.median(row["trained"])), float(np.median(row["untrained"]))
+        logs.setdefault(count, []).append(float(np.log(mine / plain_s)))
+        label = f"{name}, {count} evaluations: learned_order / {best}"
+        report.add(SUITE, label, mine / medians[best], "x")
+        report.figures[-1] |= {
+            "class": klass,
+            "seconds": mine,
+            "quartiles": [float(q) for q in np.percentile(row["trained"], [25, 75])],
+            "worst": max(row["trained"]),
+            "untrained": plain_s,
+            "seeds": seeds,
+            "baselines": medians,
+            "at_equal_processor_time": {n: float(np.median(t)) for n, t in row["timed"].items()},
+            "processor_s": row["processor_s"],
+            "over_bound": mine / bound_s if bound_s > 0 else None,
+        }
+        for way, known in (("evaluations", row["baselines"]), ("seconds", row["timed"])):
+            ways = by_class.setdefault(count, {}).setdefault(klass, {"evaluations": [], "seconds": []})
+            ways[way].append(verdict.GraphTimes(name, row["trained"], known))
+
+
+Listed = list[tuple[str, Callable[[], Problem]]]
+
+
+def list_graphs(shared: Path) -> Listed:
+    """Names of the held-out problems and what reads each, one family after another in turns."""
+    families = list(_families(shared).values())
+    drawn = np.random.default_rng(0)
+    for family in families:
+        drawn.shuffle(family)
+    return [family[at] for at in range(max(map(len, families))) for family in families if at < len(family)]
+
+
+def _families(shared: Path) -> dict[str, Listed]:
+    found: dict[str, Listed] = {}
     for name in OPTIMA:
         path = str(shared / "msr" / "throughput-inputs" / f"{name}.json")
-        found += [
-            (f"{name}, {split.value}", lm.problem(path, split=split)) for split in (Split.CHAIN, Split.FREE)
-        ]
-    for path in sorted((shared / "msr" / "latency-inputs").glob("*/*.json")):
-        problem = lm.problem(str(path), objective="step", split="free")
-        found.append((f"{path.parent.name}/{path.stem}, step", problem))
-        other = with_accelerators(problem, OTHER_ACCELERATORS)
-        found.append((f"{path.parent.name}/{path.stem}, step, {OTHER_ACCELERATORS} accelerators", other))
-    for path in sorted((shared / "pipedream").glob("*.txt")):
+        for split in (Split.CHAIN, Split.FREE):
+            family = found.setdefault(f"throughput, {name.partition('/')[0]}", [])
+            family.append((f"{name}, {split.value}", partial(lm.problem, path, split=split)))
+    for file in sorted((shared / "msr" / "latency-inputs").glob("*/*.json")):
+        name = f"{file.parent.name}/{file.stem}, step"
+        family = found.setdefault(f"step, {file.parent.name}", [])
+        family.append((name, partial(_latency, file, None)))
+        other = f"{name}, {OTHER_ACCELERATORS} accelerators"
+        family.append((other, partial(_latency, file, OTHER_ACCELERATORS)))
+    for file in sorted((shared / "pipedream").glob("*.txt")):
         for devices in ("2xT4, GTX1080Ti", "A100-40GB, V100, T4, T4"):
-            found.append((f"pipedream {path.stem} on {devices}", lm.problem(str(path), devices)))
+            name = f"pipedream {file.stem} on {devices}"
+            found.setdefault("pipedream", []).append((name, partial(lm.problem, str(file), devices)))
     if "captured" in os.environ.get("LEARNED_GRAPHS", "captured"):
         for source, devices, batch, seq in CAPTURED:
-            problem = lm.problem(source, devices, batch=batch, seq=seq)
-            found.append((f"{source}, batch {batch} x {seq}, on {devices}", problem))
+            name = f"{source}, batch {batch} x {seq}, on {devices}"
+            read = partial(lm.problem, source, devices, batch=batch, seq=seq)
+            found.setdefault("captured", []).append((name, read))
     return found
+
+
+def _latency(path: Path, accelerators: int | None) -> Problem:
+    problem = lm.problem(str(path), objective="step", split="free")
+    return problem if accelerators is None else with_accelerators(problem, accelerators)
 
 
 def with_accelerators(problem: Problem, count: int) -> Problem:
@@ -150,18 +202,18 @@ def ask(problem: Problem, algorithm: Any, budget: Budget, seed: int) -> tuple[fl
     return float(answer.score_s if answer.score_s is not None else np.inf), time.process_time() - began
 
 
-def _measure_graph(problem: Problem, asked: dict[str, Any], count: int) -> dict[str, Any]:
+def _measure_graph(problem: Problem, asked: dict[str, Any], count: int, seeds: int) -> dict[str, Any]:
     """Times over seeds of both networks, and of the baselines at equal evaluations and processor time."""
     budget = Budget(count=max(count, 1))
     ask(problem, asked["trained"], Budget(count=2), 0)
-    mine = [ask(problem, asked["trained"], budget, seed) for seed in range(SEEDS)]
-    plain = [ask(problem, asked["untrained"], budget, seed)[0] for seed in range(SEEDS)]
+    mine = [ask(problem, asked["trained"], budget, seed) for seed in range(seeds)]
+    plain = [ask(problem, asked["untrained"], budget, seed)[0] for seed in range(seeds)]
     processor_s = float(np.median([one[1] for one in mine]))
     equal, timed = {}, {}
     for name, algorithm in baselines(problem).items():
-        equal[name] = [ask(problem, algorithm, budget, seed)[0] for seed in range(SEEDS)]
+        equal[name] = [ask(problem, algorithm, budget, seed)[0] for seed in range(seeds)]
         most = Budget(count=_evaluations_in(problem, algorithm, processor_s, budget.count or 1))
-        timed[name] = [ask(problem, algorithm, most, seed)[0] for seed in range(SEEDS)]
+        timed[name] = [ask(problem, algorithm, most, seed)[0] for seed in range(seeds)]
     return {
         "trained": [one[0] for one in mine],
         "untrained": plain,
@@ -214,8 +266,8 @@ def baselines(problem: Problem) -> dict[str, Any]:
     }
 
 
-def write_verdicts(report: Report, by_class: dict[int, Any], training_set: str) -> None:
-    """The rule's outcome for every class and budget; what it says at the largest budget is shipped."""
+def report_verdicts(report: Report, by_class: dict[int, Any]) -> dict[str, Any]:
+    """The rule's outcome for every class and budget; what it says at the largest budget is to be shipped."""
     document: dict[str, Any] = {}
     for count, classes in by_class.items():
         every: dict[str, list[verdict.GraphTimes]] = {"evaluations": [], "seconds": []}
@@ -247,6 +299,11 @@ def write_verdicts(report: Report, by_class: dict[int, Any], training_set: str) 
                     "interval_at_equal_seconds": [other.low, other.high],
                     "strongest_baseline": one.strongest,
                 }
+    return document
+
+
+def write_verdicts(document: dict[str, Any], training_set: str) -> None:
+    """The file that `auto` reads."""
     told = {"version": verdict.VERSION, "training_set": training_set, "verdicts": {"learned_order": document}}
     verdict.FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 

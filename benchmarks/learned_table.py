@@ -198,16 +198,28 @@ METHODS: dict[str, Search] = {
 }
 
 
-def measure_table(report: Report, shared: Path, seeds: int) -> None:
-    """Every method on every input, for throughput and for a step."""
+def measure_table(report: Report, shared: Path, seeds: int, until: float = np.inf) -> None:
+    """Every method on every input that can begin before `until`, for throughput and for a step."""
     folder = shared / "msr"
-    for name, optimum in OPTIMA.items():
-        path = folder / "throughput-inputs" / f"{name}.json"
-        given = input_of(lm.problem(str(path), split=Split.FREE))
-        _measure_input(report, f"throughput {name}", given, optimum, seeds)
-    for path in sorted((folder / "latency-inputs").glob("*/*.json")):
-        given = input_of(lm.problem(str(path), objective="step", split="free"))
-        _measure_input(report, f"step {path.parent.name}/{path.stem}", given, None, seeds)
+    known: dict[str, list[tuple[str, Path, float | None]]] = {
+        "throughput": [
+            (at, folder / "throughput-inputs" / f"{at}.json", best) for at, best in OPTIMA.items()
+        ],
+        "step": [
+            (f"{path.parent.name}/{path.stem}", path, None)
+            for path in sorted((folder / "latency-inputs").glob("*/*.json"))
+        ],
+    }
+    for objective, listed in known.items():
+        measured = 0
+        for name, path, optimum in listed:
+            if time.monotonic() > until:
+                break
+            given = input_of(lm.problem(str(path), objective=objective, split=Split.FREE))
+            _measure_input(report, f"{objective} {name}", given, optimum, seeds)
+            measured += 1
+        report.add(SUITE, f"table, {objective}: inputs measured, of {len(listed)}", measured, "inputs")
+        report.figures[-1]["seeds"] = seeds
 
 
 def _measure_input(report: Report, name: str, given: Input, optimum: float | None, seeds: int) -> None:

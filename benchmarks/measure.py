@@ -66,6 +66,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names} | _torch_versions(),
         "gpu": _gpu(),
+        "load": round(os.getloadavg()[0], 1),  # processes that wanted a core when it began
         "command": f"python -m benchmarks.run {' '.join(sys.argv[1:])}".strip(),
     }
 

@@ -1,7 +1,8 @@
 """python -m benchmarks.run [--add] [SUITE ...]: run the suites, print the figures, write a dated result file.
 
 With --add the figures of that file which this run did not take again are kept; a file that another machine
-has written is left alone, and a second one is written beside it, named after this machine's cores.
+has written is left alone, and a second one is written beside it, named after this machine's cores. A run that
+is interrupted writes the figures it has.
 """
 
 import importlib
@@ -27,8 +28,11 @@ def main() -> None:
             sys.exit(f"unknown suite {name!r}; known: {', '.join(known)}")
     report, about = Report(), machine()
     print(f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {about['date']}")
-    for name in wanted:
-        importlib.import_module(f"benchmarks.suites.{name}").run(report)
+    try:
+        for name in wanted:
+            importlib.import_module(f"benchmarks.suites.{name}").run(report)
+    except KeyboardInterrupt:
+        print("interrupted: what was measured until now is written")
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{about['date']}-{'-'.join(wanted) if len(wanted) < len(known) else 'all'}.json"
     figures = report.figures

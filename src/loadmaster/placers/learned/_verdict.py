@@ -94,7 +94,7 @@ def read_verdicts(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MOST_BYTES:
             return {}
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(document, dict) or document.get("version") != VERSION:
         return {}

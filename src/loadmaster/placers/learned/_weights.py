@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MOST_BYTES = 4 * 2**20
+_MOST_SIZES = {"width": 1024, "rounds": 100}  # more do not fit into the bytes, or have no use
 FOLDER = Path(__file__).parent / "weights"
 
 
@@ -75,11 +76,14 @@ def load_weights(path: Path) -> tuple["OrderNetwork", dict[str, Any]]:
         )
     if about.get("tensors") != _digest(state):
         raise FormatError(f"{path} is damaged: its tensors are not those that were written")
-    network = make_network(NetworkSize(int(about.get("width", 0)), int(about.get("rounds", 0))), seed=0)
+    size_of = {name: _read_size(path, about, name) for name in _MOST_SIZES}
+    network = make_network(NetworkSize(**size_of), seed=0)
     try:
         network.load_state_dict(state)
     except RuntimeError as trouble:
         raise FormatError(f"{path}: {str(trouble).splitlines()[0]}") from None
+    if not all(bool(value.isfinite().all()) for value in network.state_dict().values()):
+        raise FormatError(f"{path} holds numbers that are not finite; train the weights again")
     return network.eval(), about
 
 
@@ -94,17 +98,26 @@ def _read_about(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     said = state.pop("about", None)
     try:
         about = json.loads(bytes(said.numpy()).decode()) if said is not None else None
-    except (ValueError, UnicodeDecodeError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         about = None
     if not isinstance(about, dict):
         raise FormatError(f"{path} holds no weights of learned_order; name another file")
     return about
 
 
+def _read_size(path: Path, about: dict[str, Any], name: str) -> int:
+    value, most = about.get(name), _MOST_SIZES[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise FormatError(f"{path}: {name} is {str(value)[:40]}, not a whole number from 1 to {most}")
+    return value
+
+
 def _digest(state: dict[str, Any]) -> str:
+    import torch
+
     digest = hashlib.sha256()
     for name in sorted(state):
         value = state[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.numpy().tobytes())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

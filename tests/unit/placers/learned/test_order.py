@@ -1,5 +1,6 @@
 """`learned_order`: what the network sees does not depend on names, and plans obey every rule."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.conformance.problems import fork_join, one_layer, pipeline, small_dia
 
 torch = pytest.importorskip("torch", reason="learned_order needs the extra [torch]")
 
+from loadmaster.modules.tensor_files import read_tensors, write_tensors  # noqa: E402
 from loadmaster.placers.learned._order_network import NetworkSize, make_network  # noqa: E402
 
 
@@ -258,6 +260,43 @@ class TestWeights:
         with pytest.raises(FormatError, match="at most"):
             load_weights(path)
 
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"width": 10**9},
+            {"width": -3},
+            {"width": "x"},
+            {"width": None},
+            {"rounds": 10**6},
+            {"rounds": 1.5},
+        ],
+    )
+    def test_sizes_that_no_network_has_are_refused(self, tmp_path: Path, wrong: dict[str, object]) -> None:
+        path = tmp_path / "x.safetensors"
+        rewritten(weights(tmp_path), path, wrong)
+        with pytest.raises(FormatError, match="not a whole number from 1 to"):
+            load_weights(path)
+
+    def test_numbers_that_are_not_finite_are_refused(self, tmp_path: Path) -> None:
+        network = make_network(NetworkSize(), 0)
+        with torch.no_grad():
+            network.query.weight.fill_(torch.nan)
+        save_weights(network, tmp_path / "x.safetensors", training_set="0" * 64, about={})
+        with pytest.raises(FormatError, match="not finite"):
+            load_weights(tmp_path / "x.safetensors")
+
+    def test_tensors_of_another_type_are_no_reason_to_fall_over(self, tmp_path: Path) -> None:
+        network = make_network(NetworkSize(), 0).bfloat16()
+        save_weights(network, tmp_path / "x.safetensors", training_set="0" * 64, about={})
+        assert load_weights(tmp_path / "x.safetensors")[0].query.weight.dtype == torch.float32
+
+    def test_what_a_file_says_of_itself_may_be_nonsense(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.safetensors"
+        said = torch.frombuffer(bytearray(b"[" * 200_000), dtype=torch.uint8)
+        write_tensors(path, {"about": said})
+        with pytest.raises(FormatError, match="holds no weights"):
+            load_weights(path)
+
     def test_a_named_file_that_is_missing_is_an_error(self, tmp_path: Path) -> None:
         algorithm = placer("learned_order", weights=str(tmp_path / "none.safetensors"))
         with pytest.raises(FileError, match="cannot read weights"):
@@ -274,6 +313,14 @@ class TestWeights:
         bad.write_bytes(b"nothing")
         found = api.plan(small_diamond(), algorithm="learned_order", budget="20x")
         assert "auto answered without it" in found.members[-1].reason
+
+
+def rewritten(source: Path, target: Path, change: dict[str, object]) -> None:
+    """The same weights, which say something else of themselves."""
+    tensors = read_tensors(source)
+    about = json.loads(bytes(tensors["about"].numpy())) | change
+    tensors["about"] = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+    write_tensors(target, tensors)
 
 
 def permuted(

@@ -133,7 +133,9 @@ def test_more_evaluations_help_on_held_out_problems(examples: list[Example]) -> 
         assert time_after(network, one, 20) <= time_after(network, one, 1) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("wrong", [{"imitation": -1}, {"batch": 0}, {"width": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"imitation": -1}, {"batch": 0}, {"width": 0}, {"width": 5000}, {"rounds": 1000}]
+)
 def test_settings_that_train_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InputError):
         TrainSettings(**wrong)  # type: ignore[arg-type]

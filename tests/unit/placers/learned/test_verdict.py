@@ -82,7 +82,13 @@ def test_classes_are_objective_and_size() -> None:
 def test_a_missing_or_damaged_file_recommends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "verdict.json"
     assert not is_recommended("learned_order", fork_join(), path)
-    for text in ("{", "[]", '{"version": 99, "verdicts": {}}', '{"version": 1, "verdicts": 5}'):
+    for text in (
+        "{",
+        "[" * 200_000,
+        "[]",
+        '{"version": 99, "verdicts": {}}',
+        '{"version": 1, "verdicts": 5}',
+    ):
         path.write_text(text)
         assert read_verdicts(path) == {}
     entry = {"learned_order": {"step, up to 1000 ops": {"recommended": True}}}

@@ -24,6 +24,7 @@ from loadmaster.core.run import ignore_progress
 from loadmaster.placers.learned._order_network import NetworkSize, OrderNetwork, make_network, tensors_of
 from loadmaster.placers.learned._proposals import learned_plans, look_at
 from loadmaster.placers.learned._slicers import Sliced, StepSlicer
+from loadmaster.placers.learned._weights import MOST_BYTES
 from loadmaster.placers.learned.training.examples import Example
 
 _PAIRS, _APART = 256, 0.02
@@ -55,6 +56,12 @@ class TrainSettings:
         for name in ("batch", "samples", "width", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; give a number >= 1")
+        num_bytes = 4 * self.width**2 * (3 * self.rounds + 4)  # what is read later has a limit
+        if num_bytes > MOST_BYTES:
+            raise InputError(
+                f"width {self.width} and {self.rounds} rounds make weights of {num_bytes} bytes; give less,"
+                f" weights have at most {MOST_BYTES}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
