@@ -61,7 +61,7 @@ def test_a_function_is_verified_and_wrong_questions_are_refused() -> None:
         lm.verify(step, placement, (x,), seed=3)
     with pytest.raises(InputError, match="leave loss out"):
         lm.verify(step, placement, (x,), loss=abs)
-    with pytest.raises(InputError, match="no plan"):
+    with pytest.raises(InputError, match="is not a plan"):
         lm.verify(step, (x,), (x,))
     with pytest.raises(InputError, match="placed already"):
         lm.verify(lm.place(step, placement), placement, (x,))
