@@ -44,6 +44,7 @@ class OptunaSearch:
         self._study, self._proposals, self._metric, self._every = study, dict(proposals), metric, report_every
         self._num_steps: dict[str, int] = {}
         self._told: set[str] = set()
+        self._pruned_at: dict[str, int] = {}  # by an earlier call, which ended before its journal knew
 
     def __deepcopy__(self, _memo: Any) -> "OptunaSearch":
         """A study of Optuna's is a door to its storage: it is not copied."""
@@ -55,10 +56,19 @@ class OptunaSearch:
             if each.name not in self._proposals:
                 raise InputError(f"trial {each.name!r} was not asked of Optuna; give its proposal")
             self._num_steps[each.name] = each.num_steps
+            known = self._find_known(each.name)
+            if known.state == _import_optuna().trial.TrialState.PRUNED:
+                self._pruned_at[each.name] = max(known.intermediate_values, default=0)
+
+    def _find_known(self, trial: str) -> Any:
+        """What Optuna's storage has of a trial."""
+        return self._study._storage.get_trial(self._proposals[trial]._trial_id)
 
     def milestone(self, trial: str, step: int) -> int | None:
-        """Every `report_every` steps."""
+        """Every `report_every` steps; the next step, if Optuna pruned the trial before it came here."""
         following = (step // self._every + 1) * self._every
+        if step >= self._pruned_at.get(trial, self._num_steps[trial]):
+            following = step + 1
         return following if following < self._num_steps[trial] else None
 
     def report(self, trial: str, step: int, metrics: Mapping[str, float]) -> Decision:
@@ -67,7 +77,7 @@ class OptunaSearch:
         if trial in self._told:
             return Decision.CONTINUE
         value, proposal = metric_value(metrics, self._metric), self._proposals[trial]
-        known = self._study._storage.get_trial(proposal._trial_id)
+        known = self._find_known(trial)
         if known.state.is_finished():  # told by an earlier call, which was killed before its journal knew
             ended_at = max(known.intermediate_values, default=0)
             pruned = known.state == optuna.trial.TrialState.PRUNED and step >= ended_at

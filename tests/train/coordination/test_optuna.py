@@ -8,6 +8,7 @@ import pytest
 import loadmaster.train as lt
 from loadmaster.core.errors import InputError
 from loadmaster.train.coordination.result import TrialStatus
+from loadmaster.train.coordination.searchers import Entrant
 from tests.train.plain_engine import Plain
 from tests.train.small_trials import digest, plainly, trial
 from tests.train.study.test_study import Stop
@@ -183,3 +184,14 @@ def test_a_search_of_which_nothing_can_be_planned_says_why(tmp_path: Path) -> No
         pytest.raises(InputError, match=r"none of 2 proposals .*no such trial"),
     ):
         lt.optimize(none, study=new_study(), num_trials=2, dir=tmp_path, engine=Plain())
+
+
+def test_a_trial_that_optuna_pruned_in_an_earlier_call_stops_at_its_next_step() -> None:
+    study = new_study()
+    proposal = study.ask()
+    proposal.report(0.5, 5)
+    study.tell(proposal.number, None, state=optuna.trial.TrialState.PRUNED)
+    searcher = lt.OptunaSearch(study, {"t": proposal}, report_every=5)
+    searcher.begin([Entrant("t", 20)])
+    assert [searcher.milestone("t", step) for step in (0, 4, 5, 16, 19)] == [5, 5, 6, 17, None]
+    assert searcher.report("t", 17, {"loss": 0.1}) == lt.Decision.STOP
