@@ -206,6 +206,8 @@ def _held_out(found: Found) -> str:
     rows = []
     for klass in [*(name for name in classes if name != "all"), "all"]:
         for count in HELD_OUT_BUDGETS:
+            if f"{klass}, {count} evaluations, {_WAYS[0]}: mean log ratio" not in found:
+                continue  # the run ended before
             cells = [klass, str(count)]
             for way in _WAYS:
                 figure = found[f"{klass}, {count} evaluations, {way}: mean log ratio"]
