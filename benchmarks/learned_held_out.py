@@ -70,7 +70,7 @@ def measure_held_out(report: Report, shared: Path, seeds: int = SEEDS, until: fl
                 break
             _measure_budgets(report, name, read(), asked, seeds, by_class, logs)
             measured += 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemError):  # compiled code that is interrupted raises the second
         interrupted = True
     report.add(SUITE, f"held-out graphs measured, of {len(listed)}", measured, "graphs")
     report.figures[-1]["seeds"] = seeds

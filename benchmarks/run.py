@@ -31,14 +31,17 @@ def main() -> None:
     try:
         for name in wanted:
             importlib.import_module(f"benchmarks.suites.{name}").run(report)
-    except KeyboardInterrupt:
-        print("interrupted: what was measured until now is written")
+    finally:
+        _write(report, about, f"{about['date']}-{'-'.join(wanted) if len(wanted) < len(known) else 'all'}")
+
+
+def _write(report: Report, about: dict[str, Any], stem: str) -> None:
+    """All figures that there are, also where the run was interrupted."""
     RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / f"{about['date']}-{'-'.join(wanted) if len(wanted) < len(known) else 'all'}.json"
-    figures = report.figures
-    if "--add" in words and target.exists() and not _same(_read(target)["machine"], about):
+    target, figures = RESULTS / f"{stem}.json", report.figures
+    if "--add" in sys.argv and target.exists() and not _same(_read(target)["machine"], about):
         target = target.with_name(f"{target.stem}-{about['cores']}-cores.json")
-    if "--add" in words and target.exists():
+    if "--add" in sys.argv and target.exists():
         figures = _added(_read(target)["figures"], figures)
     target.write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n", encoding="utf-8")
     missed = [figure["name"] for figure in report.figures if figure["reached"] is False]
