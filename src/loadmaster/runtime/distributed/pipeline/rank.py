@@ -135,7 +135,7 @@ class PipelineRank:
         batches = self._make_batches(args, kwargs, target, training=True)
         if self.optimizer is not None and update:
             self.optimizer.zero_grad(set_to_none=True)
-        with _kept_generators(self.where), self._own_recomputation_told():
+        with _kept_generators(self.where), self._explain_own_recomputation():
             self.executor.run(
                 self._order(train=True)[self.place],
                 batches,
@@ -178,17 +178,17 @@ class PipelineRank:
         self._make_batches(args, kwargs, None, training=True)
 
     @contextmanager
-    def _own_recomputation_told(self) -> Iterator[None]:
+    def _explain_own_recomputation(self) -> Iterator[None]:
         """What torch.utils.checkpoint computes again must be of one stage: other stages' weights are gone."""
         try:
             yield
-        except (CheckpointError, NotImplementedError, RuntimeError) as problem:
+        except RuntimeError as problem:
             if not self._checkpoints or not (isinstance(problem, CheckpointError) or "meta" in str(problem)):
                 raise
             raise RunError(
-                "the plan cuts the model within a part that it computes again by itself"
+                "the plan cuts the model inside of a part that the model recomputes by itself"
                 " (torch.utils.checkpoint). Turn that off, for example by"
-                " model.gradient_checkpointing_disable(): the plan recomputes stages where memory is short"
+                " model.gradient_checkpointing_disable(): the plan recomputes stages if memory is short"
             ) from problem
 
     def _enter_training(self) -> None:
