@@ -19,9 +19,9 @@ from loadmaster.core.errors import InputError
 from loadmaster.core.graph import Graph
 from loadmaster.core.question import Question
 from loadmaster.core.run import ignore_progress
+from loadmaster.modules.threads import one_thread
 from loadmaster.questions.problem import batch_of, build_problem
 from loadmaster.strategies.guide_training import Settings, Workers, train
-from loadmaster.strategies.learned.guide import one_thread
 from loadmaster.strategies.learned.network import save_network
 
 MODELS = ("zoo:vgg16@64", "zoo:resnet50@64", "hf:bert-base@32", "hf:gpt2@16")

@@ -26,9 +26,10 @@ def look_at(network: "OrderNetwork", slicer: Slicer, scene: Scene | None = None)
     """Ask the network once."""
     import torch
 
+    from loadmaster.modules.threads import one_thread
     from loadmaster.placers.learned._order_network import tensors_of
 
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         key, score = network(tensors_of(scene if scene is not None else slicer.scene()))
     return Opinion(key.numpy().astype(np.float64), score.numpy().astype(np.float64))
 

@@ -58,13 +58,15 @@ class Hsdag:
 
     def __call__(self, problem: Problem, run: Run) -> Placement:
         """Parse, sample, learn, then climb."""
+        from loadmaster.modules.threads import one_thread
         from loadmaster.placers.learned._hsdag_search import HsdagSearch
 
         groups, tally = group_problem(problem), Tally(problem, run)
         if self.start is not None:
             offer_start(problem, tally, self.start)
-        search = HsdagSearch(problem, groups, self, int(run.rng.integers(2**31)))
-        search_and_climb(search, groups, tally, self.finish)
+        with one_thread():
+            search = HsdagSearch(problem, groups, self, int(run.rng.integers(2**31)))
+            search_and_climb(search, groups, tally, self.finish)
         tally.mend()
         return say_levels(problem, tally.answer(algorithm="hsdag"))
 

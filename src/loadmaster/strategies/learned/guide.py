@@ -1,7 +1,6 @@
 """Guide: the network behind a tree search. [torch]"""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loadmaster.core.arrays import Floats
+from loadmaster.modules.threads import one_thread
 from loadmaster.strategies.guides import Guess, Guide, UniformGuide
 from loadmaster.strategies.learned.features import Record, State, make_record, make_states
 from loadmaster.strategies.learned.network import Inputs, Network, load_network
@@ -34,17 +34,6 @@ class NetworkGuide:
             logits, value = self.network(make_inputs(record, make_states(record, states, best)))
             prior = logits.softmax(-1).double().numpy()
         return [Guess(prior[b], float(value[b])) for b in range(len(states))]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Arrays this small gain nothing from more, and sums of several threads may differ from run to run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_inputs(record: Record, state: State) -> Inputs:

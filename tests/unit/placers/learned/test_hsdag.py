@@ -155,3 +155,16 @@ class TestLearning:
         for wrong in ({"steps": 0}, {"passes": 0}, {"dropout": 1.0}, {"finish": -0.1}):
             with pytest.raises(InputError):
                 Hsdag(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_plan_does_not_depend_on_the_number_of_threads_of_the_caller() -> None:
+    problem = api.problem("gen:transformer:300", "V100-16GB, T4, cpu-64GB")
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(api.plan(problem, algorithm="hsdag", budget="60x", seed=1).score_s)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
